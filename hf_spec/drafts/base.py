@@ -1,0 +1,92 @@
+"""What every kind of draft is to the loop: a ``Speculator`` that starts a ``Drafter`` for one ``generate`` call.
+
+A speculator is what the user passes: weights or a rule, no conversation. A drafter is the state of one call. It is told
+which tokens became text and says what might come next; it does not know whether or how its guesses are verified.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..configuration import SpeculationConfig
+from ..proposal import Proposal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one ``generate`` call tells a speculator before the first guess.
+
+    ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be empty
+    (``inputs_embeds``). ``features`` (batch, prompt, widths) are the target's hidden states at the layers the speculator
+    asked for. ``law`` turns draft logits (..., vocabulary of the target) into the log-law that guesses are drawn or
+    chosen from, with the user's temperature, top-k, top-p, ... applied once. ``sample``: draw the guesses; choose them
+    otherwise.
+    """
+
+    target: PreTrainedModel
+    input_ids: Tensor
+    attention_mask: Tensor
+    features: Tensor | None
+    config: SpeculationConfig
+    law: Callable[[Tensor], Tensor]
+    sample: bool
+    generator: torch.Generator | None = None
+
+
+@dataclass(frozen=True)
+class News:
+    """What became text since the last proposal.
+
+    ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is the
+    next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
+    ``tokens[:, j]``, so they never look ahead (reference: EAGLE, arXiv 2401.15077).
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    features: Tensor | None = None
+
+    @property
+    def root(self) -> Tensor:
+        """Return the last token of each row, (batch,)."""
+        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
+
+
+class Drafter(ABC):
+    """Guess for one ``generate`` call."""
+
+    @abstractmethod
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Take in ``news`` and guess what follows: at most ``limit`` tokens deep, possibly nothing."""
+
+    @abstractmethod
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` (indices into the current batch) only: the others are finished."""
+
+
+class Speculator(ABC):
+    """Start a ``Drafter`` per call. Draft models and rules alike implement these methods."""
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """Say which ``hidden_states[i]`` of the target the drafter reads; none by default."""
+        return ()
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise a ValueError that names cause and cure if this draft cannot serve ``target``."""
+
+    def defaults(self) -> SpeculationConfig:
+        """Return the settings used where the user chose none."""
+        return SpeculationConfig()
+
+    @abstractmethod
+    def drafter(self, request: Request) -> Drafter:
+        """Start guessing for one call."""

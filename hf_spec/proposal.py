@@ -1,0 +1,117 @@
+"""What a drafter says: a tree of guessed tokens for every row, and the law it was drawn from.
+
+Node 0 is the root, the last token of the text: it is not guessed, but the target has not read it yet. Every other node
+is a guess that follows its parent. A chain is a tree in which every node has one child::
+
+        tokens   [ the   cat   dog   sat   ran ]          the ─┬─ cat ─┬─ sat
+        parents  [  -1     0     0     1     1 ]               │       └─ ran
+        depth    [   0     1     1     2     2 ]               └─ dog
+
+Parents stand before their children. Rows may have fewer nodes than the widest one: the rest are ABSENT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+NO_PARENT = -1
+ABSENT = -2
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Hold one tree of guesses per row.
+
+    ``tokens`` and ``parents`` are (batch, nodes) integers. ``max_depth`` bounds the depth of every row; it is a Python
+    number so that nobody has to ask the accelerator for it.
+
+    ``q`` says which law the guesses were drawn from, and so how they may be verified. ``None``: the guesses were
+    *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the children of
+    node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``; nodes from ``q.shape[1]`` on
+    have no children. A chosen token can therefore never be verified as if it had been drawn.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    max_depth: int
+    q: Tensor | None = None
+    is_chain: bool = False
+
+    @classmethod
+    def chain(cls, root: Tensor, guesses: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
+        """Build a chain per row from ``root`` (batch,) and ``guesses`` (batch, k), of which ``counts`` (batch,) count."""
+        tokens = torch.cat([root[:, None], guesses], dim=1)  # (batch, 1 + k)
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        parents = (steps - 1).expand_as(tokens)
+        if counts is not None:
+            parents = parents.masked_fill(steps > counts[:, None], ABSENT)
+        return cls(tokens, parents, guesses.shape[1], q, is_chain=True)
+
+    @classmethod
+    def nothing(cls, root: Tensor) -> Proposal:
+        """Guess nothing: the target then takes one ordinary step from ``root`` (batch,)."""
+        return cls.chain(root, root[:, None][:, :0])
+
+    @property
+    def root(self) -> Tensor:
+        """Return the last token of the text, (batch,)."""
+        return self.tokens[:, 0]
+
+    @property
+    def present(self) -> Tensor:
+        """Tell which nodes exist, (batch, nodes) bool."""
+        return self.parents != ABSENT
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """Tell which nodes lie on the path from the root to a node, itself included: (batch, node, ancestor) bool."""
+        return ancestors_of(self.parents, self.max_depth)
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """Count the guesses on the path to each node, (batch, nodes)."""
+        return self.ancestors.sum(-1) - 1
+
+    def child(self, node: Tensor, token: Tensor) -> Tensor:
+        """Find the child of ``node`` (batch,) that guesses ``token`` (batch,); -1 where there is none."""
+        match = (self.parents == node[:, None]) & (self.tokens == token[:, None])  # (batch, nodes)
+        found, index = match.max(dim=1)
+        return torch.where(found, index, -1)
+
+    def path_tokens(self, node: Tensor) -> Tensor:
+        """Return the guesses from the root to ``node`` (batch,), right-padded with -1: (batch, max_depth)."""
+        on_path = self.ancestors[torch.arange(node.shape[0], device=node.device), node]  # (batch, nodes)
+        on_path = on_path & (torch.arange(on_path.shape[1], device=node.device) > 0)
+        column = (self.depth - 1).masked_fill(~on_path, self.max_depth)
+        path = self.tokens.new_full((node.shape[0], self.max_depth + 1), -1)
+        return path.scatter(1, column, self.tokens)[:, : self.max_depth]
+
+
+def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
+    """Follow ``parents`` (batch, nodes) up to the roots: (batch, node, ancestor) bool, each node its own ancestor."""
+    batch, nodes = parents.shape
+    steps = torch.arange(nodes, device=parents.device)
+    reached = (steps[:, None] == steps).expand(batch, nodes, nodes)
+    above = parents
+    for _ in range(max_depth):
+        reached = reached | (above[:, :, None] == steps)
+        above = torch.where(above >= 0, parents.gather(1, above.clamp(min=0)), above)
+    return reached
+
+
+def tree_from_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Turn a static tree, a list of paths of ranks, into (parents, ranks) with the root first.
+
+    ``[(0,), (1,), (0, 0)]`` means: the best and second-best guess, and the best guess after the best one. Missing
+    prefixes are added. Source of the notation: Medusa (arXiv 2401.10774).
+    """
+    wanted = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+    ordered = sorted(wanted, key=lambda path: (len(path), path))
+    index = {(): 0} | {path: i for i, path in enumerate(ordered, start=1)}
+    parents = [NO_PARENT, *(index[path[:-1]] for path in ordered)]
+    return parents, [0, *(path[-1] for path in ordered)]
