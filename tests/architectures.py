@@ -1,0 +1,194 @@
+"""Tiny random models of every decoder-only architecture that transformers can build.
+
+`build("llama")` shrinks the architecture's own default configuration by the names of its attributes (`SIZES`), with
+the few exceptions that one architecture needs (`OVERRIDES`), and draws every matrix anew from the seed. A name after a
+colon is a variant (`qwen2:swa`), `vl:` marks the text side of a vision-language model. A new architecture of
+transformers joins the list by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LAYERS = 4
+WINDOW = 8
+GAIN = 2.0
+
+# The size that a configuration attribute of this name gets wherever it occurs, unless it is off (None or 0).
+SIZES: dict[str, int] = {
+    name: size
+    for size, names in {
+        1: """n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups num_mem_blocks n_shared_experts
+            first_k_dense_replace num_nextn_predict_layers num_mtp_layers""",
+        2: """num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_kv_shared_layers
+            num_experts_per_tok num_experts_per_token moe_topk moe_k top_k num_dense_layers""",
+        LAYERS: """num_hidden_layers n_layer n_layers num_layers num_blocks depth
+            encoder_layers decoder_layers num_encoder_layers num_decoder_layers
+            num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads linear_num_heads
+            linear_num_value_heads encoder_attention_heads decoder_attention_heads num_encoder_attention_heads
+            num_decoder_attention_heads num_query_groups
+            num_experts n_routed_experts num_local_experts moe_num_experts""",
+        WINDOW: """sliding_window sliding_window_size attention_window_size attention_chunk_size local_attention
+            window_size chunk_size mamba_chunk_size""",
+        8: """head_dim swa_head_dim dim_head d_head kv_channels attention_head_size rotary_dim index_head_dim
+            index_topk qk_nope_head_dim qk_rope_head_dim v_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim
+            mamba_head_dim mamba_n_heads mamba_num_heads mamba_d_state state_size ssm_state_size mamba_dt_rank
+            time_step_rank laurel_rank hidden_size_per_layer_input""",
+        16: "q_lora_rank kv_lora_rank index_n_heads attention_head_dim query_pre_attn_scalar global_head_dim",
+        32: """hidden_size d_model n_embd emb_dim embed_dim embedding_dim embedding_size word_embed_proj_dim lru_width
+            input_embedding_size output_embedding_size attention_hidden_size out_hidden_size router_hidden_size
+            moe_intermediate_size shared_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size
+            shared_experts_intermediate_size moe_shared_expert_intermediate_size""",
+        64: """intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size dff dim_ff
+            d_inner feed_forward_size encoder_ffn_dim decoder_ffn_dim mamba_d_ssm""",
+        256: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions",
+    }.items()
+    for name in names.split()
+}
+# One entry per layer: a short cycle through the kinds that the architecture has.
+PATTERNS = ("layer_types", "mlp_layer_types", "layers_block_type")
+# Sizes that stay None in the defaults because they are derived from others.
+DERIVED = ("head_dim", "num_key_value_heads")
+
+SWA = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "qwen2:swa": SWA,
+    "starcoder2:swa": {"sliding_window": WINDOW},
+    "falcon:alibi": {"alibi": True},
+    "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 2},
+    "vl:qwen2_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+}
+# Added to the seed: seed 0 repeats itself within 24 tokens there.
+SEEDS: dict[str, int] = {
+    "bart": 6,
+    "bloom": 3,
+    "codegen": 2,
+    "cohere2": 3,
+    "falcon:alibi": 1,
+    "gemma3_text": 3,
+    "gpt_neox": 1,
+    "mpt": 1,
+    "olmo3": 2,
+    "xglm": 3,
+}
+# In the mapping, but without a text-only decoder to build: composite configurations whose class has a `_text` or a `vl:`
+# entry, drafts that need another model's cache, huge vision or audio towers, several codebooks, no working `generate`.
+SKIPPED = ("llama4",)
+RECURRENT: frozenset[str] = frozenset("mamba".split())
+
+CORE = tuple(
+    """llama qwen3 gpt2 gpt_neox opt phi gptj codegen stablelm glm4
+    mistral qwen2:swa starcoder2:swa gemma2 gemma3_text gpt_oss olmo3 cohere2 llama4_text
+    mixtral qwen3_moe olmoe deepseek_v3 minicpm3 deepseek_v32
+    bloom falcon:alibi mpt gemma3n_text gemma4_text bart xglm vl:qwen2_vl""".split()
+)
+
+ARCHITECTURES: dict[str, str] = {
+    name: "recurrent" if name in RECURRENT else "attention"
+    for name in [
+        *(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in SKIPPED),
+        *(name for name in OVERRIDES if ":" in name),
+    ]
+}
+
+
+def names(kind: str = "attention") -> list[str]:
+    """List the architectures of one kind: "attention", "recurrent" (any recurrent or convolution state) or "all"."""
+    return [name for name, its_kind in ARCHITECTURES.items() if kind in (its_kind, "all")]
+
+
+def build(
+    name: str,
+    *,
+    seed: int = 0,
+    attn_implementation: str = "sdpa",
+    vocab_size: int = 99,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Build a tiny random model in eval mode that never ends a sequence.
+
+    `overrides` go to the configuration of its decoder. Where the host knows no sdpa kernel for an architecture, eager attention
+    takes its place.
+    """
+    auto: Any = AutoModelForImageTextToText if name.startswith("vl:") else AutoModelForCausalLM
+    config_class = CONFIG_MAPPING[name.removeprefix("vl:").partition(":")[0]]
+    seed += SEEDS.get(name, 0)
+    config = shrink(config_class, vocab_size, **OVERRIDES.get(name, {}) | overrides)
+    if not auto._model_mapping[type(config)]._supports_sdpa:
+        attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = auto.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
+    redraw(model, seed)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def shrink(config_class: type[PreTrainedConfig], vocab_size: int, **overrides: Any) -> PreTrainedConfig:
+    """Make the tiny configuration of a class; `overrides` go to its decoder if it is composite."""
+    full, alias = vars(config_class()), config_class.attribute_map
+    fields = {field.name: full.get(alias.get(field.name, field.name)) for field in dataclasses.fields(config_class)}
+    tiny: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+    for name, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            tiny[name] = shrink(type(value), vocab_size, **(overrides if name == "text_config" else {}))
+        elif name in PATTERNS and value and len(set(value)) > 1:
+            kinds = list(dict.fromkeys(value))
+            tiny[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
+        elif name in SIZES and (value or name in DERIVED):
+            tiny[name] = SIZES[name]
+        elif name.startswith("vocab_size"):
+            tiny[name] = vocab_size
+        elif name == "is_decoder":
+            tiny[name] = True
+    if fields.get("kv_lora_rank"):
+        tiny["num_key_value_heads"] = tiny["num_attention_heads"]
+    if "text_config" not in tiny:
+        tiny |= overrides
+    return config_class(**tiny)
+
+
+@torch.no_grad()
+def redraw(model: PreTrainedModel, seed: int) -> None:
+    """Redraw the matrices so that greedy text wanders: with the host's 0.02 a tiny model repeats one token.
+
+    Rows and columns are centred, for the mean of an activation would otherwise add the same vector at every position.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and weight.requires_grad and "A_log" not in name:
+            drawn = torch.randn(weight.shape, generator=generator) * GAIN / weight.shape[-1] ** 0.5
+            for dim in (-1, -2):
+                if weight.shape[dim] >= 8:  # not the few taps of a convolution
+                    drawn -= drawn.mean(dim, keepdim=True)
+            weight.copy_(drawn)
+
+
+def prompts(
+    batch: int, lengths: tuple[int, ...] = (13, 9, 5), vocab_size: int = 99, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Draw left-padded prompts of the given lengths in turn: ids and mask, both (batch, longest)."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [lengths[row % len(lengths)] for row in range(batch)]
+    ids = torch.randint(3, vocab_size, (batch, max(rows)), generator=generator)  # 0, 1, 2 are pad, bos and eos
+    mask = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()  # (batch, longest)
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def diverse(ids: torch.Tensor) -> int:
+    """Count the distinct tokens of the most repetitive row of `ids` (batch, length)."""
+    return min(len(row.unique()) for row in ids)

@@ -1,0 +1,44 @@
+"""The models of the exactness matrix are worth testing on: they build, repeat exactly and do not repeat themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import CORE, build, diverse, names, prompts
+from transformers import PreTrainedModel
+
+
+def greedy(model: PreTrainedModel, batch: int = 3) -> torch.Tensor:
+    inputs = prompts(batch)
+    return model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_core(name: str) -> None:
+    rng = torch.random.get_rng_state()
+    model = build(name)
+    assert torch.equal(torch.random.get_rng_state(), rng)
+    text = greedy(model)
+    assert text.shape == (3, 24)
+    assert diverse(text) >= 8
+    assert torch.equal(text, greedy(build(name)))
+    assert not torch.equal(text, greedy(build(name, seed=1)))
+
+
+def test_core_is_known() -> None:
+    assert set(CORE) <= set(names("all"))
+
+
+def test_prompts_are_left_padded() -> None:
+    inputs = prompts(4, lengths=(5, 2))
+    assert inputs["attention_mask"].sum(1).tolist() == [5, 2, 5, 2]
+    assert inputs["attention_mask"][1].tolist() == [0, 0, 0, 1, 1]
+    assert inputs["input_ids"][1].ne(0).long().tolist() == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in names("all") if name not in CORE])
+def test_all(name: str) -> None:
+    text = greedy(build(name))
+    assert text.shape == (3, 24)
+    assert torch.equal(text, greedy(build(name)))
