@@ -1,0 +1,25 @@
+"""Settings of the whole test run: one thread per worker, no network, GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Read by huggingface_hub when it is imported, so it must be set first.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
