@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
 
 TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
@@ -74,3 +78,303 @@ class SpeculationConfig:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+class SpeculatorConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Describe a draft on disk: ``model_type: "speculators"``, so that AutoModel, speculators and vLLM read it.
+
+    ``from_dict`` (and so ``AutoConfig.from_pretrained``) gives the sub-config that ``speculators_model_type`` names.
+
+    Args:
+        transformer_layer_config: a config of transformers for the draft's decoder layers. Its ``vocab_size`` is the
+            target's, its ``num_hidden_layers`` counts the draft's layers.
+        speculators_config: ``{"algorithm", "proposal_methods", "default_proposal_method", "verifier"}`` as the
+            speculators library writes it. Only ``speculative_tokens`` of a proposal method is used: acceptance stays
+            lossless whatever ``verifier_accept_k`` and ``accept_tolerance`` say.
+        shared_with_target: which of ``"embed_tokens"`` and ``"lm_head"`` are the target's and not in the file.
+
+    Errors: TypeError and ValueError that name the field, its value and what to do.
+    """
+
+    model_type = "speculators"
+    sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
+        "transformer_layer_config": SubConfigSpec(AutoConfig, "llama", {"num_hidden_layers": 1})
+    }
+    layer_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
+
+    speculators_model_type: str = ""
+    transformer_layer_config: dict[str, Any] | PreTrainedConfig | None = None
+    speculators_config: dict[str, Any] | None = None
+    shared_with_target: list[str] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_layer_type()
+        kwargs.pop("auto_map", None)  # names classes of whoever wrote the file
+        super().__post_init__(**kwargs)
+        self.shared_with_target = [] if self.shared_with_target is None else self.shared_with_target
+        if self.speculators_config is None:
+            self.speculators_config = default_speculators_config(self.speculators_model_type)
+        self.validate()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the sub-config that ``speculators_model_type`` names, or raise a ValueError that lists the known ones."""
+        if cls is not SpeculatorConfig:
+            return super().from_dict(config_dict, **kwargs)
+        known = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
+        wanted = config_dict.get("speculators_model_type")
+        if wanted not in known:
+            raise ValueError(f"speculators_model_type is {wanted!r}, but hf_spec reads only {sorted(known)}")
+        return known[wanted].from_dict(config_dict, **kwargs)
+
+    @property
+    def layers(self) -> PreTrainedConfig:
+        """Return the config of the decoder layers."""
+        return cast(PreTrainedConfig, self.transformer_layer_config)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Return the chain length that the default proposal method asks for."""
+        method = self._default_method()
+        return int(method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
+        """Describe a new draft for the target with config ``target``.
+
+        ``layers`` replaces fields of the draft's decoder layers, which otherwise are one llama layer (qwen3 for a qwen3
+        target) of the target's width; ``flags`` are fields of this config. Errors: see ``check_target``; also where
+        ``max_position_embeddings`` is below the target's, because other engines fail beyond it.
+        """
+        config = cls(
+            transformer_layer_config=layers_for_target(target, layers or {}),
+            **{"speculators_config": default_speculators_config(cls.speculators_model_type, target)} | flags,
+        )
+        config.check_target(target)
+        have, need = config.layers.max_position_embeddings, target.get_text_config().max_position_embeddings
+        if have < need:
+            raise ValueError(
+                f"max_position_embeddings is {have}, below the target's {need}: vLLM and SGLang fail on longer text; "
+                f"set {need}"
+            )
+        return config
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        """Raise a ValueError that names field, value and cure if this draft cannot serve a target with this config."""
+        have, need = self.layers.vocab_size, target.get_text_config().vocab_size
+        if have != need:
+            raise ValueError(
+                f"transformer_layer_config.vocab_size is {have}, but the target has {need} tokens: the draft was made "
+                "for another target; use that one or train a draft for this one"
+            )
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """Return the config of the decoder layers, which is what caches and masks ask for."""
+        return self.layers
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Write every field of the decoder layers: not all readers know transformers' defaults."""
+        layers = self.layers.to_diff_dict()
+        layers.pop("transformers_version")
+        return super().to_diff_dict() | {"transformer_layer_config": layers}
+
+    def validate(self) -> None:
+        """Check every field; runs on construction and before saving."""
+        super().validate()
+        if self.tie_word_embeddings:
+            raise ValueError(
+                "tie_word_embeddings is True: the input and output vocabularies of a draft differ; set False"
+            )
+        self._check_speculators_config()
+        shared = self.shared_with_target
+        if not isinstance(shared, list) or not set(shared) <= {"embed_tokens", "lm_head"}:
+            raise ValueError(f"shared_with_target is {shared!r}; it lists 'embed_tokens', 'lm_head', both or neither")
+
+    def _check_layer_type(self) -> None:
+        given = self.transformer_layer_config
+        if not isinstance(given, dict | PreTrainedConfig | None):
+            raise TypeError(
+                f"transformer_layer_config is a {type(given).__name__}; pass a config of transformers or its dict"
+            )
+        name = given.get("model_type", "llama") if isinstance(given, dict) else getattr(given, "model_type", "llama")
+        if name not in self.layer_model_types:
+            raise ValueError(
+                f"transformer_layer_config.model_type is {name!r}; build the draft from one of {self.layer_model_types}"
+                " (the target may be any architecture)"
+            )
+
+    def _check_speculators_config(self) -> None:
+        given = self.speculators_config
+        if not isinstance(given, dict):
+            raise TypeError(f"speculators_config is a {type(given).__name__}; pass a dict or None for the defaults")
+        if given.get("algorithm") != self.speculators_model_type:
+            raise ValueError(
+                f"speculators_config.algorithm is {given.get('algorithm')!r}, but speculators_model_type is "
+                f"{self.speculators_model_type!r}; make them equal"
+            )
+        methods = given.get("proposal_methods")
+        if not isinstance(methods, list) or not methods or not all(isinstance(method, dict) for method in methods):
+            raise ValueError(
+                f"speculators_config.proposal_methods is {methods!r}; list at least one dict such as "
+                "{'proposal_type': 'greedy', 'speculative_tokens': 5}"
+            )
+        for method in methods:
+            count = method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+            if not (_is_int(count) and count >= 1):
+                raise ValueError(f"speculative_tokens in {method!r} is {count!r}; give a whole number of at least 1")
+        if not isinstance(given.get("verifier"), dict):
+            raise TypeError(
+                f"speculators_config.verifier is {given.get('verifier')!r}; name the target as "
+                "{'name_or_path': 'org/model' or None, 'architectures': [...]}"
+            )
+        self._default_method()
+
+    def _default_method(self) -> dict[str, Any]:
+        given = cast(dict[str, Any], self.speculators_config)
+        name, methods = given.get("default_proposal_method"), given["proposal_methods"]
+        for method in methods:
+            if method.get("proposal_type") == name:
+                return cast(dict[str, Any], method)
+        raise ValueError(
+            f"speculators_config.default_proposal_method is {name!r}; name one of "
+            f"{[method.get('proposal_type') for method in methods]}"
+        )
+
+
+class Eagle3SpeculatorConfig(SpeculatorConfig):
+    """Describe an EAGLE-3 draft (arXiv 2503.01840) with the flags of the speculators library, all of them saved.
+
+    Args:
+        draft_vocab_size: tokens the draft can guess; ``None`` for the whole vocabulary of the target.
+        target_hidden_size: width of the target's features; ``None`` if it is the draft's.
+        eagle_aux_hidden_state_layer_ids: which ``hidden_states[i]`` of the target are read, i.e. the residual stream
+            after i layers, ascending; the number of layers means the last one *before* the final norm. ``None``:
+            ``[2, n // 2, n - 3]``.
+        norm_before_residual: the residual carries the normed feature (speculators) instead of the raw one (EAGLE).
+        norm_output: later steps are fed the output after the final norm ("EAGLE-3.1") instead of before it.
+        norm_before_fc: norm the concatenated features. ``fc_norm``: norm each of them. Not both.
+        embed_requires_grad: train the embeddings too.
+    """
+
+    speculators_model_type: str = "eagle3"
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    embed_requires_grad: bool = False
+
+    @property
+    def num_features(self) -> int:
+        """Count the hidden states of the target that the draft reads."""
+        return 3 if self.eagle_aux_hidden_state_layer_ids is None else len(self.eagle_aux_hidden_state_layer_ids)
+
+    @property
+    def feature_size(self) -> int:
+        """Return the width of one feature: the target's hidden size."""
+        return int(self.target_hidden_size or self.layers.hidden_size)
+
+    def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """Return the ids that are read of a target with so many layers."""
+        if self.eagle_aux_hidden_state_layer_ids is None:
+            return (2, num_target_layers // 2, num_target_layers - 3)
+        return tuple(self.eagle_aux_hidden_state_layer_ids)
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        super().check_target(target)
+        text = target.get_text_config()
+        if self.feature_size != text.hidden_size:
+            raise ValueError(
+                f"target_hidden_size is {self.target_hidden_size} and the draft's hidden_size {self.layers.hidden_size}, "
+                f"but the target's is {text.hidden_size}; set target_hidden_size={text.hidden_size} and train anew"
+            )
+        ids, count = self.feature_layers(text.num_hidden_layers), text.num_hidden_layers
+        if not all(0 <= i <= count for i in ids) or len(set(ids)) < len(ids):
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids {list(ids)} do not fit a target of {count} layers; "
+                f"name distinct ones of 0..{count}"
+            )
+
+    def validate(self) -> None:
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.layers.vocab_size
+        super().validate()
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} is {value!r}; set True or False")
+        for name in ("draft_vocab_size", "target_hidden_size"):
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value >= 1):
+                raise TypeError(f"{name} is {value!r}; set a whole number of at least 1 or None")
+        if self.draft_vocab_size > self.layers.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, larger than the target's vocabulary of "
+                f"{self.layers.vocab_size} (transformer_layer_config.vocab_size); set at most that"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "fc_norm and norm_before_fc are both True; norm each feature or their concatenation, not both"
+            )
+        self._check_layer_ids()
+
+    def _check_layer_ids(self) -> None:
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if ids is None:
+            return
+        if not isinstance(ids, list) or not ids or not all(_is_int(i) and i >= 0 for i in ids):
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids is {ids!r}; list whole numbers i >= 0, one per hidden_states[i] to read"
+            )
+        if any(a >= b for a, b in itertools.pairwise(ids)):
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids {ids} are not ascending: vLLM sorts them and would feed the draft "
+                f"permuted features; set {sorted(set(ids))} and order the columns of fc likewise"
+            )
+
+
+def default_speculators_config(kind: str, target: PreTrainedConfig | None = None) -> dict[str, Any]:
+    """Return what ``speculators_config`` holds for a new draft of ``target``: greedy chains of five."""
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": DEFAULT_NUM_SPECULATIVE_TOKENS,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {
+            "name_or_path": (target and target.name_or_path) or None,
+            "architectures": list((target and target.architectures) or []),
+        },
+    }
+
+
+def layers_for_target(target: PreTrainedConfig, replace: dict[str, Any]) -> PreTrainedConfig:
+    """Return a config for one decoder layer of the shape of ``target``'s, with some fields replaced."""
+    text = target.get_text_config()
+    shape = {
+        name: value
+        for name in (
+            "hidden_act",
+            "hidden_size",
+            "intermediate_size",
+            "max_position_embeddings",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+        )
+        if (value := getattr(text, name, None)) is not None
+    }
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)  # some models have one rope per kind of layer
+    plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    shape["rope_parameters"] = rope if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
+    kind = "qwen3" if text.model_type.startswith("qwen3") else "llama"
+    return AutoConfig.for_model(**{"model_type": kind, "num_hidden_layers": 1} | shape | replace)

@@ -1,0 +1,218 @@
+"""What all draft models share: weights lent by the target, a draft vocabulary, masks, and strict loading."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModel, Cache, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import ModelOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from ..configuration import SpeculationConfig, SpeculatorConfig
+from .base import Speculator
+
+LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+NORMS: dict[str, type[nn.Module]] = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNorm}
+ROTARY: dict[str, type[nn.Module]] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding}
+MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+@dataclass
+class DraftOutput(ModelOutput):  # type: ignore[misc]
+    """Hold one step of a draft.
+
+    ``logits`` (batch, length, draft vocabulary); ``hidden_states`` (batch, length, hidden) are what the next step is
+    fed; ``past_key_values`` is the cache that was passed, grown by this step.
+    """
+
+    logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+    past_key_values: Cache | None = None
+
+
+class DraftModel(PreTrainedModel, Speculator):  # type: ignore[misc]
+    """Be a model of transformers that guesses for another one.
+
+    A draft without its own ``embed_tokens`` or ``lm_head`` (``config.shared_with_target``) uses those of the target
+    that ``bind`` is given. They are never registered, moved, trained or saved with the draft.
+    """
+
+    config: Any
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+    _skip_keys_device_placement = "past_key_values"
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: SpeculatorConfig, draft_vocab_size: int) -> None:
+        super().__init__(config)
+        layers, shared = config.layers, config.shared_with_target or ()
+        size, vocabulary = layers.hidden_size, layers.vocab_size
+        self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(vocabulary, size)
+        self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
+        self.rotary_emb = ROTARY[layers.model_type](layers)
+        reduced = draft_vocab_size < vocabulary
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)
+        self.register_buffer("t2d", torch.arange(vocabulary) < draft_vocab_size if reduced else None)
+        self._lent: dict[str, Tensor | None] = {}  # a dict, because nn.Module would register them
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """Return the token of the target that each guess stands for, (draft vocabulary,); None: all of them."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        """Map ids of the draft vocabulary, of any shape, to ids of the target's."""
+        return ids if self.d2t is None else ids + self.d2t[ids]
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Let the draft guess the target's tokens ``ids`` (draft vocabulary,), which must ascend."""
+        if self.d2t is None or self.t2d is None:
+            raise ValueError("this draft guesses the whole vocabulary: set draft_vocab_size to reduce it")
+        ids = ids.to(self.d2t)
+        self.d2t.copy_(ids - torch.arange(len(self.d2t), device=ids.device))
+        self.t2d.zero_()[ids.clamp(0, len(self.t2d) - 1)] = True
+        self._check_vocabulary()
+
+    def bind(self, target: PreTrainedModel) -> None:
+        """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot."""
+        self.check(target)
+        self._lent = {}
+        if self.embed_tokens is None:
+            self._lent["embed_tokens"] = _lendable(target.get_input_embeddings(), "embed_tokens", self.config)
+        if self.lm_head is None:
+            head, ids = target.get_output_embeddings(), self.target_ids
+            weight, bias = _lendable(head, "lm_head", self.config), getattr(head, "bias", None)
+            if ids is not None:
+                weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
+            self._lent |= {"lm_head": weight, "lm_head_bias": bias}
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embed tokens of the target, (batch, length) -> (batch, length, hidden)."""
+        if self.embed_tokens is not None:
+            return cast(Tensor, self.embed_tokens(input_ids))
+        weight = self._borrowed("embed_tokens")
+        return functional.embedding(input_ids.to(weight.device), weight).to(input_ids.device, self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Turn hidden states (..., hidden) into logits over the draft vocabulary."""
+        if self.lm_head is not None:
+            return cast(Tensor, self.lm_head(hidden))
+        weight = self._borrowed("lm_head")
+        logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"])
+        return logits.to(hidden.device)
+
+    def masks(
+        self, embeds: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Cache | None
+    ) -> list[Any]:
+        """Ask transformers for the mask of each layer; a dict by kind of layer or a 4D mask is taken as it is."""
+        layers = self.config.layers
+        kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
+        if isinstance(attention_mask, dict):
+            return [attention_mask[kind] for kind in kinds]
+        arguments = {
+            "config": layers,
+            "inputs_embeds": embeds,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "past_key_values": past_key_values,
+        }
+        made = {kind: MASKS[kind](**arguments) for kind in dict.fromkeys(kinds)}
+        return [made[kind] for kind in kinds]
+
+    def check(self, target: PreTrainedModel) -> None:
+        self.config.check_target(target.config)
+
+    def defaults(self) -> SpeculationConfig:
+        return SpeculationConfig(num_speculative_tokens=self.config.num_speculative_tokens)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Any:
+        """Load as any model of transformers, but strictly.
+
+        Errors: a ValueError that lists tensors which are missing, left over, of the wrong shape or not finite, or an
+        unusable ``d2t``; an OSError for files that are missing or cut off.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"a weight file of {path} is cut off or damaged ({error}); copy or download it again"
+            ) from error
+        model.check_weights(info)
+        return (model, info) if wants_info else model
+
+    def check_weights(self, info: dict[str, Any]) -> None:
+        """Raise a ValueError if transformers' loading ``info``, a weight or the vocabulary is not as it must be."""
+        problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+        problems += [f"{name} is not part of this draft" for name in sorted(info["unexpected_keys"])]
+        problems += [
+            f"{name} has shape {tuple(found)} instead of {tuple(wanted)}"
+            for name, found, wanted in sorted(info["mismatched_keys"])
+        ]
+        problems += [
+            f"{name} holds values that are not finite" for name, tensor in self.state_dict().items() if _broken(tensor)
+        ]
+        if problems:
+            raise ValueError(
+                f"these weights do not fit {type(self).__name__}:\n  "
+                + "\n  ".join(problems)
+                + "\nThe config describes "
+                "another draft than the weights, or the file was saved before its weights were set."
+            )
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
+        ids, mask = self.target_ids, self.t2d
+        if ids is None or mask is None or ids.is_meta:
+            return
+        if not (ids[1:] > ids[:-1]).all() or ids[0] < 0 or ids[-1] >= len(mask):
+            raise ValueError(
+                f"d2t maps to ids {ids[:3].tolist()}...{ids[-3:].tolist()}, which must ascend within 0..{len(mask) - 1}: "
+                "d2t[i] is target id minus i, with the target ids sorted and distinct"
+            )
+        if not torch.equal(mask.nonzero()[:, 0], ids):
+            raise ValueError("t2d marks other tokens than d2t maps to; rebuild it as t2d[arange + d2t] = True")
+
+    def _borrowed(self, name: str) -> Tensor:
+        if (weight := self._lent.get(name)) is None:
+            raise ValueError(f"this draft has no {name} of its own: call draft.bind(target) first")
+        return weight
+
+
+def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> Tensor:
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.is_meta or not weight.is_floating_point():
+        raise ValueError(f"the target's {name} is absent, offloaded or quantized: load it in memory and unquantized")
+    if weight.shape[1] != config.layers.hidden_size:
+        raise ValueError(
+            f"the draft has no {name} and hidden_size {config.layers.hidden_size}, but the target's {name} has width "
+            f"{weight.shape[1]}: a draft of another width needs its own"
+        )
+    return cast(Tensor, weight)
+
+
+def _broken(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
+
+
+def register_auto_classes(*models: type[DraftModel]) -> None:
+    """Teach AutoConfig and AutoModel to load ``models``; harmless when repeated."""
+    AutoConfig.register(SpeculatorConfig.model_type, SpeculatorConfig, exist_ok=True)
+    for model in models:
+        AutoModel.register(model.config_class, model, exist_ok=True)
