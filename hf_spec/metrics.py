@@ -1,0 +1,313 @@
+"""What speculation did for one ``generate`` call: how much was guessed and accepted, and where the time went."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+
+Part = Literal["propose", "verify", "choose"]
+
+# Tokens decoded before a piece of text, so that characters and spaces that tokens share come out right.
+CONTEXT = 8
+GUESSED_STYLE = "background: rgba(46, 160, 67, 0.35); border-radius: 2px"
+
+
+@dataclass
+class Counts:
+    """Count guesses and tokens over the verification steps of one row, or of several rows together.
+
+    ``offered[i]`` counts the steps whose longest guessed path had more than ``i`` tokens, ``reached[i]`` those which
+    accepted more than ``i`` guesses. A figure with nothing to divide by is 0.0.
+    """
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    offered: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Divide accepted by proposed guesses."""
+        return _ratio(self.accepted, self.proposed)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Divide the tokens that steps emitted, the target's own included, by the steps: τ."""
+        return _ratio(self.emitted, self.steps)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Return for each depth the share of steps that accepted a guess there, of those that guessed so deep."""
+        return [_ratio(reached, offered) for reached, offered in zip(self.reached, self.offered, strict=True)]
+
+    def add(self, other: Counts) -> None:
+        """Count ``other`` in."""
+        self.steps += other.steps
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+        self.emitted += other.emitted
+        for mine, theirs in ((self.offered, other.offered), (self.reached, other.reached)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, count in enumerate(theirs):
+                mine[depth] += count
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts and what follows from them, ready for JSON."""
+        return {
+            "steps": self.steps,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "emitted": self.emitted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_by_position": self.acceptance_by_position,
+        }
+
+
+@dataclass
+class RowStats(Counts):
+    """Count for one row, and keep its tokens: ``guessed[i]`` tells whether ``tokens[i]`` was an accepted guess.
+
+    ``seconds`` run from the row's first token to its last.
+    """
+
+    seconds: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    guessed: list[bool] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures, ready for JSON; tokens are left out."""
+        return {**super().to_dict(), "seconds": self.seconds}
+
+
+@dataclass(repr=False)
+class SpeculationStats:
+    """Say what one call guessed, accepted and emitted, per row and over all, and how long its parts took.
+
+    Guesses behind a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no step.
+    A figure with nothing to divide by is 0.0. In Jupyter the statistics show the text too, accepted guesses coloured,
+    once they have a tokenizer: ``out.speculation.show(tokenizer)``.
+
+    Args:
+        batch_size: rows of the call. The clock starts here.
+        synchronize: wait for the accelerator around every timed part. Off by default, because waiting costs time; then
+            its work is booked on the part that first waits for a result, not on the one that launched it.
+        tokenizer: turns tokens into text for the HTML view.
+    """
+
+    batch_size: int
+    synchronize: bool = False
+    tokenizer: Any = None
+    steps: int = 0
+    propose_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    choose_seconds: float = 0.0
+    time_to_first_token: float = 0.0
+    total_seconds: float = 0.0
+    per_row: list[RowStats] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.per_row = self.per_row or [RowStats() for _ in range(self.batch_size)]
+        self._start = time.perf_counter()
+
+    @classmethod
+    def merge(cls, calls: Sequence[SpeculationStats]) -> SpeculationStats:
+        """Put the rows, steps and seconds of several calls together; ``time_to_first_token`` becomes their mean."""
+        rows = [row for call in calls for row in call.per_row]
+        merged = cls(
+            len(rows), per_row=rows, tokenizer=next((call.tokenizer for call in calls if call.tokenizer), None)
+        )
+        for call in calls:
+            merged.steps += call.steps
+            merged.propose_seconds += call.propose_seconds
+            merged.verify_seconds += call.verify_seconds
+            merged.choose_seconds += call.choose_seconds
+            merged.total_seconds += call.total_seconds
+            merged.time_to_first_token += call.time_to_first_token / len(calls)
+        return merged
+
+    def prefilled(self, tokens: Sequence[int] | None = None) -> None:
+        """Note that the first token of every row is there; ``tokens`` are those, for the HTML view."""
+        self.time_to_first_token = time.perf_counter() - self._start
+        for row, token in zip(self.per_row, tokens, strict=True) if tokens is not None else ():
+            row.tokens.append(token)
+            row.guessed.append(False)
+
+    @contextmanager
+    def timed(self, part: Part) -> Iterator[None]:
+        """Add the time spent inside to ``propose_seconds``, ``verify_seconds`` or ``choose_seconds``."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            name = f"{part}_seconds"
+            setattr(self, name, getattr(self, name) + self._now() - start)
+
+    def step(
+        self,
+        rows: Sequence[int],
+        proposed: Sequence[int],
+        accepted: Sequence[int],
+        emitted: Sequence[int],
+        depth_proposed: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Count one verification step.
+
+        Each list holds one entry per active row: its number in the call, its guessed tokens (the nodes of its tree),
+        the accepted guesses and the tokens that were kept after stops, and the length of its longest guessed path.
+        ``tokens`` are the kept tokens themselves, accepted guesses first, for the HTML view.
+        """
+        self.steps += 1
+        seconds = time.perf_counter() - self._start - self.time_to_first_token
+        for row, guesses, held, kept, depth in zip(rows, proposed, accepted, emitted, depth_proposed, strict=True):
+            stats = self.per_row[row]
+            reached = [1] * held + [0] * (depth - held)
+            stats.add(Counts(1, guesses, held, kept, [1] * depth, reached))
+            stats.seconds = seconds
+        for row, held, text in zip(rows, accepted, tokens, strict=True) if tokens is not None else ():
+            self.per_row[row].tokens.extend(text)
+            self.per_row[row].guessed.extend(index < held for index in range(len(text)))
+
+    def finish(self) -> None:
+        """Stop the clock."""
+        self.total_seconds = time.perf_counter() - self._start
+
+    @property
+    def counts(self) -> Counts:
+        """Sum the rows: ``counts.steps`` are row-steps."""
+        total = Counts()
+        for row in self.per_row:
+            total.add(row)
+        return total
+
+    @property
+    def row_steps(self) -> int:
+        """Count the steps of every row: a step of the batch counts once per active row."""
+        return self.counts.steps
+
+    @property
+    def proposed(self) -> int:
+        """Count the guessed tokens."""
+        return self.counts.proposed
+
+    @property
+    def accepted(self) -> int:
+        """Count the guesses that became text."""
+        return self.counts.accepted
+
+    @property
+    def emitted(self) -> int:
+        """Count the tokens that steps emitted, the target's own included."""
+        return self.counts.emitted
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Divide accepted by proposed guesses."""
+        return self.counts.acceptance_rate
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Divide the tokens that steps emitted by the row-steps: τ."""
+        return self.counts.mean_accepted_length
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Return for each depth the share of row-steps that accepted a guess there, of those that guessed so deep."""
+        return self.counts.acceptance_by_position
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Return the mean seconds a row waits for a token after its first one."""
+        return _ratio(sum(row.seconds for row in self.per_row), self.emitted)
+
+    @property
+    def overhead(self) -> float:
+        """Return the share of the steps' time spent neither proposing nor in the target's forward."""
+        return _ratio(self.choose_seconds, self.propose_seconds + self.verify_seconds + self.choose_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return every figure, ready for JSON; tokens are left out."""
+        counts = self.counts
+        return {
+            "batch_size": self.batch_size,
+            **counts.to_dict(),
+            "steps": self.steps,
+            "row_steps": counts.steps,
+            "propose_seconds": self.propose_seconds,
+            "verify_seconds": self.verify_seconds,
+            "choose_seconds": self.choose_seconds,
+            "overhead": self.overhead,
+            "time_to_first_token": self.time_to_first_token,
+            "time_per_output_token": self.time_per_output_token,
+            "total_seconds": self.total_seconds,
+            "per_row": [row.to_dict() for row in self.per_row],
+        }
+
+    def __repr__(self) -> str:
+        counts = self.counts
+        by_position = " ".join(f"{share:.2f}" for share in counts.acceptance_by_position)
+        seconds = (self.propose_seconds, self.verify_seconds, self.choose_seconds)
+        shares = " / ".join(f"{_ratio(part, sum(seconds)):.1%}" for part in seconds)
+        return (
+            f"SpeculationStats: {counts.emitted} tokens in {self.steps} steps, batch of {self.batch_size}\n"
+            f"  mean accepted length       {counts.mean_accepted_length:.2f} tokens per step and row\n"
+            f"  acceptance rate            {counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})\n"
+            f"  acceptance by position     {by_position or '-'}\n"
+            f"  propose / verify / choose  {shares} of {sum(seconds):.3f} s\n"
+            f"  time to first token        {self.time_to_first_token * 1e3:.1f} ms\n"
+            f"  time per output token      {self.time_per_output_token * 1e3:.2f} ms"
+        )
+
+    def show(self, tokenizer: Any) -> SpeculationStats:
+        """Remember ``tokenizer`` for the HTML view and return self, so that Jupyter displays it."""
+        self.tokenizer = tokenizer
+        return self
+
+    def _repr_html_(self) -> str:
+        figures = f"<pre>{html.escape(repr(self))}</pre>"
+        rows = [row for row in self.per_row if row.tokens]
+        if self.tokenizer is None or not rows:
+            return figures
+        legend = f'<p><span style="{GUESSED_STYLE}">accepted guesses</span> and the target\'s own tokens</p>'
+        style = "white-space: pre-wrap; margin: 0.5em 0; padding-left: 0.5em; border-left: 2px solid currentColor"
+        texts = (f'<div style="{style}">{_row_html(row, self.tokenizer)}</div>' for row in rows)
+        return f"<div>{figures}{legend}{''.join(texts)}</div>"
+
+    def _now(self) -> float:
+        if self.synchronize and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _row_html(row: RowStats, tokenizer: Any) -> str:
+    pieces = []
+    for guessed, text in _pieces(row, tokenizer):
+        text = html.escape(text)
+        pieces.append(f'<span style="{GUESSED_STYLE}">{text}</span>' if guessed else text)
+    return "".join(pieces)
+
+
+def _pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:
+    """Cut the row's text where guessed and own tokens meet; a character that both share goes to the later piece."""
+    start = 0
+    for guessed, run in groupby(row.guessed):
+        end = start + len(list(run))
+        first = max(0, start - CONTEXT)
+        before = tokenizer.decode(row.tokens[first:start]).rstrip("\ufffd")
+        text = tokenizer.decode(row.tokens[first:end])[len(before) :]
+        yield guessed, text if end == len(row.tokens) else text.rstrip("\ufffd")
+        start = end
