@@ -70,6 +70,10 @@ class Proposal:
     @cached_property
     def ancestors(self) -> Tensor:
         """Tell which nodes lie on the path from the root to a node, itself included: (batch, node, ancestor) bool."""
+        if self.is_chain:
+            nodes = self.tokens.shape[1]
+            lower = torch.ones(nodes, nodes, dtype=torch.bool, device=self.tokens.device).tril()
+            return lower.expand(self.tokens.shape[0], nodes, nodes)
         return ancestors_of(self.parents, self.max_depth)
 
     @cached_property

@@ -1,0 +1,18 @@
+"""Speculative decoding for Hugging Face Transformers: ``model.generate(..., speculator=draft)``."""
+
+from __future__ import annotations
+
+from .configuration import SpeculationConfig
+from .drafts.base import Drafter, News, Request, Speculator
+from .drafts.ngram import NgramSpeculator
+from .drafts.vanilla import VanillaSpeculator
+from .generation import SpeculativeDecoding, SpeculativeOutput
+from .integration import install, set_speculator, uninstall
+from .logits import pure
+from .metrics import SpeculationStats
+from .proposal import Proposal
+from .speculators import as_speculator
+
+__version__ = "0.1.0"
+
+install()

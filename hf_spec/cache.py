@@ -1,0 +1,268 @@
+"""Keys and values in slots, a length per row, and an open forest of guesses behind them.
+
+A row's committed tokens fill slots 0 .. length-1 of its buffer. Guesses are written right behind, into the *open
+forest*; rejecting them costs nothing, because the length does not move, and accepting a path moves a few slots inside the
+forest. Rows advance by different amounts::
+
+    row 0   p p p t t t t │ 0 1 2 3 4          7 committed slots, a forest of 5 nodes
+    row 1   - p p t t │ 0 1 2 3 4              5 committed slots (the first is left padding)
+
+    commit node path (0, 2), (0,)  →   row 0: length 9, row 1: length 6, nothing open
+
+A slot's index is its *column*: the position in the padded text. Layers with a sliding window keep, and show, only the
+columns that some row can still see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+GROWTH = 256  # slots added at least when a buffer is full
+
+
+@dataclass
+class Rows:
+    """Say how far each row has come: shared by all layers of a cache.
+
+    ``lengths`` (batch,) counts the committed slots; ``host_lengths`` is the same on the host, so that no layer asks the
+    accelerator; ``open`` counts the nodes of the open forest, the same in every row.
+    """
+
+    lengths: Tensor
+    host_lengths: list[int]
+    open: int = 0
+
+    @property
+    def shortest(self) -> int:
+        """Return the fewest committed slots of a row."""
+        return min(self.host_lengths, default=0)
+
+    @property
+    def longest(self) -> int:
+        """Return the most committed slots of a row."""
+        return max(self.host_lengths, default=0)
+
+    def new_slots(self, count: int, device: torch.device) -> Tensor | slice:
+        """Return where ``count`` more nodes go: a slice if all rows agree, else (batch, count) indices."""
+        if self.shortest == self.longest:
+            return slice(self.longest + self.open, self.longest + self.open + count)
+        return (self.lengths[:, None] + self.open + torch.arange(count, device=self.lengths.device)).to(device)
+
+
+class SlotBuffer:
+    """A tensor that grows along its slots and can forget the oldest: ``data`` is (batch, slots, ...), seen from outside
+    with the slots at dimension ``dim``. ``start`` is the column of its first slot."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.data: Tensor | None = None
+        self.start = 0
+
+    def adopt(self, states: Tensor, start: int) -> None:
+        """Take over ``states`` of ordinary layout that begin at column ``start``."""
+        self.data, self.start = states.transpose(1, self.dim), start
+
+    def write(self, states: Tensor, rows: Rows, first: int) -> Tensor:
+        """Add ``states`` as new nodes and return the columns from ``first`` on, in ordinary layout."""
+        new = states.transpose(1, self.dim)  # (batch, count, ...)
+        end = rows.longest + rows.open + new.shape[1]
+        data = self._make_room(new, first, end)
+        slots = rows.new_slots(new.shape[1], data.device)
+        if isinstance(slots, slice):
+            data[:, slots.start - self.start : slots.stop - self.start] = new
+        else:
+            data[torch.arange(len(data), device=data.device)[:, None], slots - self.start] = new
+        return data[:, first - self.start : end - self.start].transpose(1, self.dim)
+
+    def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
+        """Hold columns up to ``end``; when that needs a new buffer, leave those before ``first`` behind."""
+        if self.data is not None and end - self.start <= self.data.shape[1]:
+            return self.data
+        kept = like[:, :0] if self.data is None else self.data[:, first - self.start :]
+        size = end - first + max(GROWTH, (end - first) // 2)
+        grown = like.new_zeros((like.shape[0], size, *like.shape[2:]))
+        grown[:, : kept.shape[1]] = kept
+        self.data, self.start = grown, first
+        return grown
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots at columns ``source`` to columns ``target``, both (batch, count)."""
+        if self.data is None:
+            return
+        row = torch.arange(len(self.data), device=self.data.device)[:, None]
+        source, target = source.to(self.data.device), target.to(self.data.device)
+        self.data[row, target - self.start] = self.data[row, source - self.start]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        if self.data is not None:
+            self.data = self.data.index_select(0, rows.to(self.data.device))
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's slots; ``window`` is how many columns a query sees at most, itself included (``None``: all)."""
+
+    def __init__(self, rows: Rows, window: int | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.window = window
+        self.is_sliding = window is not None
+        self.buffers = {"keys": SlotBuffer(2), "values": SlotBuffer(2), "indexer_keys": SlotBuffer(1)}
+
+    @property
+    def first(self) -> int:
+        """Return the first column that some row's next query can see."""
+        return 0 if self.window is None else max(0, self.rows.shortest - self.window + 1)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: buffers are made by the first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states of new nodes and return all that a query may need."""
+        self.is_initialized = True
+        keys = self.buffers["keys"].write(key_states, self.rows, self.first)
+        return keys, self.buffers["values"].write(value_states, self.rows, self.first)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the keys of a sparse-attention indexer, (batch, nodes, width)."""
+        return self.buffers["indexer_keys"].write(indexer_key_states, self.rows, self.first)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of columns that ``update`` returns, and the first of them."""
+        return self.get_seq_length() + query_length - self.first, self.first
+
+    def get_seq_length(self) -> int:
+        """Return the columns in use by the longest row."""
+        return self.rows.longest + self.rows.open
+
+    def get_max_length(self) -> int:
+        """Return -1: slots grow."""
+        return -1
+
+
+class SlotCache(Cache):
+    """Stand in for the host's ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
+
+    def __init__(self, layers: list[Any], rows: Rows) -> None:
+        super().__init__(layers=layers)
+        self.rows = rows
+        self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
+        self._batch = list(range(len(rows.host_lengths)))
+
+    @classmethod
+    def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device) -> SlotCache:
+        """Take over what the prefill left in ``cache``, all of whose rows have the same length."""
+        length = _length(cache)
+        rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
+        return cls([_adopt_layer(layer, rows) for layer in cache.layers], rows)
+
+    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+        """Make the first ``counts[b]`` nodes of ``path[b]`` part of row b, and drop the rest of the open forest.
+
+        ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that each
+        path is 0, 1, 2, ..., so that nothing moves.
+        """
+        taken = torch.as_tensor(counts, device=path.device)
+        if path.shape[1] and not in_place:
+            steps = torch.arange(path.shape[1], device=path.device)
+            source, target = self.rows.lengths[:, None] + path, self.rows.lengths[:, None] + steps
+            for buffer in self._buffers():
+                buffer.move(source, target)
+        self.rows.lengths = self.rows.lengths + taken
+        self.rows.host_lengths = [length + count for length, count in zip(self.rows.host_lengths, counts, strict=True)]
+        self.rows.open = 0
+
+    def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
+        """Go on with ``rows`` only; ``keep_finished`` sets the others aside for ``release``."""
+        kept = rows.tolist()
+        if keep_finished:
+            for row in set(range(len(self._batch))) - set(kept):
+                self._retired[self._batch[row]] = (self.rows.host_lengths[row], self._row(row))
+        for buffer in self._buffers():
+            buffer.keep_rows(rows)
+        self._batch = [self._batch[row] for row in kept]
+        self.rows.lengths = self.rows.lengths.index_select(0, rows)
+        self.rows.host_lengths = [self.rows.host_lengths[row] for row in kept]
+
+    def release(self, cache: DynamicCache, longest: int) -> None:
+        """Write up to ``longest`` columns of every row back into the host's ``cache``; shorter rows end in zeros."""
+        self.rows.host_lengths = [min(length, longest) for length in self.rows.host_lengths]
+        self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
+        lengths = [self._retired[row][0] for row in sorted(self._retired)]
+        for index, (slots, layer) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            if isinstance(slots, SlotLayer) and slots.is_initialized:
+                states = [self._retired[row][1][index] for row in sorted(self._retired)]
+                _release_layer(slots, layer, states, lengths)
+
+    def _row(self, row: int) -> list[dict[str, Tensor]]:
+        """Copy the committed slots of one row, layer by layer."""
+        length = self.rows.host_lengths[row]
+        return [
+            {
+                name: buffer.data[row, max(0, layer.first - buffer.start) : length - buffer.start].clone()
+                for name, buffer in layer.buffers.items()
+                if buffer.data is not None
+            }
+            if isinstance(layer, SlotLayer)
+            else {}
+            for layer in self.layers
+        ]
+
+    def _buffers(self) -> list[SlotBuffer]:
+        return [buffer for layer in self.layers if isinstance(layer, SlotLayer) for buffer in layer.buffers.values()]
+
+
+def _length(cache: DynamicCache) -> int:
+    """Read the length from a layer that has seen tokens (layers that share another's keys have not)."""
+    return max((layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
+
+
+def unsupported_layer(cache: object) -> str | None:
+    """Say why slots cannot stand in for ``cache``, or return ``None`` if they can."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return f"a {type(cache).__name__}" + (" with offloading" if getattr(cache, "offloading", False) else "")
+    known = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+    return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in known), None)
+
+
+def _adopt_layer(layer: Any, rows: Rows) -> Any:
+    if isinstance(layer, DummyLayer):
+        return layer
+    slots = SlotLayer(rows, layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None)
+    if layer.is_initialized and layer.keys is not None:
+        slots.is_initialized = True
+        slots.dtype, slots.device = layer.keys.dtype, layer.keys.device
+        for name, buffer in slots.buffers.items():
+            if (states := getattr(layer, name, None)) is not None:
+                buffer.adopt(states, layer.get_seq_length() - states.shape[buffer.dim])
+    return slots
+
+
+def _release_layer(slots: SlotLayer, layer: Any, states: list[dict[str, Tensor]], lengths: list[int]) -> None:
+    longest = max(lengths)
+    kept = longest if slots.window is None else min(longest, slots.window - 1)
+    for name in states[0]:
+        rows = [row[name] for row in states]
+        whole = rows[0].new_zeros((len(rows), kept, *rows[0].shape[1:]))
+        for target, row, length in zip(whole, rows, lengths, strict=True):
+            # The row's states end at column `length`, the cache begins at column `longest - kept`.
+            end = length - (longest - kept)
+            part = row[max(0, len(row) - end) :] if end > 0 else row[:0]
+            target[end - len(part) : end] = part
+        setattr(layer, name, whole.transpose(1, slots.buffers[name].dim))
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = longest

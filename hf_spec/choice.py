@@ -1,0 +1,151 @@
+"""Choose what becomes text: the target's law, the verification rule, and the end of each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .configuration import SpeculationConfig
+from .drafts.base import News
+from .logits import NodeScores, Processors
+from .proposal import Proposal
+from .record import Record
+from .target import Scores
+from .text import Text
+from .verification import Verdict, draw, follow, verify
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a step emitted: ``tokens`` (rows, m), of which ``kept[b]`` became text, after the nodes ``path`` (rows, m).
+
+    Per row, ``emitted`` are the kept tokens, ``accepted`` of them were guesses, ``proposed`` counts the guesses and
+    ``deepest`` the longest guessed path.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    kept: list[int]
+    emitted: list[list[int]]
+    accepted: list[int]
+    proposed: list[int]
+    deepest: list[int]
+
+    def news(self, features: Tensor | None, rows: list[int]) -> News:
+        """Tell the drafter about ``rows``: each emitted token beside the features of the node before it."""
+        index = torch.tensor(rows, device=self.tokens.device)
+        width = max(self.kept[row] for row in rows)
+        counts = torch.tensor([self.kept[row] for row in rows], device=self.tokens.device)
+        if features is not None:
+            path = self.path[index, :width].to(features.device)
+            features = features[index.to(features.device)[:, None], path]  # (rows, width, features)
+        return News(self.tokens[index, :width], counts, features)
+
+
+class Chooser:
+    """Turn scores of a proposal into text, row by row or, where a processor or criterion demands it, in lockstep."""
+
+    def __init__(
+        self, processors: Processors, text: Text, sample: bool, config: SpeculationConfig, record: Record
+    ) -> None:
+        self.processors = processors
+        self.text = text
+        self.sample = sample
+        self.lockstep = processors.lockstep or text.stops.lockstep or (sample and config.verification == "exact")
+        self.rule = "token" if config.verification == "token" else "block"
+        self.record = record
+
+    def choose(self, proposal: Proposal, scores: Scores) -> Choice:
+        """Emit what the target's law makes of ``proposal``: at least one token per row."""
+        logits = scores.logits.to(proposal.tokens.device)
+        return (self._together if self.lockstep else self._row_by_row)(proposal, logits, scores)
+
+    @property
+    def samples_row_by_row(self) -> bool:
+        """Tell whether drawn guesses help: in lockstep the target's own draws decide, so the best guess is the best."""
+        return self.sample and not self.lockstep
+
+    # -- rows advance by different amounts ----------------------------------------------------------------------------
+
+    def _row_by_row(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice:
+        text = self.text
+        nodes = NodeScores(self.processors, logits, proposal, text.ids, text.row_lengths, text.rows)
+        verdict = self._verdict(proposal, nodes)
+        figures = torch.cat([verdict.counts[:, None], _size(proposal), verdict.tokens], dim=1).tolist()
+        rows = text.rows
+        kept = text.extend(verdict.tokens, [figure[0] for figure in figures])
+        self.record.add(rows, verdict.path, kept, logits, scores.hidden_states, nodes.at)
+        return Choice(
+            verdict.path,
+            verdict.tokens,
+            kept,
+            emitted=[figure[3 : 3 + count] for figure, count in zip(figures, kept, strict=True)],
+            accepted=[min(count, figure[0] - 1) for figure, count in zip(figures, kept, strict=True)],
+            proposed=[figure[1] for figure in figures],
+            deepest=[figure[2] for figure in figures],
+        )
+
+    def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
+        if proposal.q is not None:
+            return verify(proposal, nodes.every().softmax(-1), self.rule)
+        if not self.processors.memoryless:  # costly: ask only at the nodes on the way
+            return follow(proposal, lambda node: self._pick(nodes.at(node)))
+        picks = self._pick(nodes.every())  # (rows, nodes)
+        return follow(proposal, lambda node: picks.gather(1, node[:, None])[:, 0])
+
+    def _pick(self, scores: Tensor) -> Tensor:
+        return draw(scores.softmax(-1)) if self.sample else scores.argmax(-1)
+
+    # -- all rows advance together ------------------------------------------------------------------------------------
+
+    def _together(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice:
+        """Emit token by token with exactly the calls, and the random draws, of plain ``generate``.
+
+        Goes on as long as every growing row's token was guessed: the next call needs scores for all of them.
+        """
+        rows, row_index = self.text.rows, torch.arange(len(self.text.rows), device=logits.device)
+        node = torch.zeros_like(row_index)
+        path: list[Tensor] = []
+        tokens: list[Tensor] = []
+        kept, accepted = [0] * len(rows), [0] * len(rows)
+        while True:
+            processed = self._plain_scores(rows, logits[row_index, node])
+            token = self._plain_pick(processed)
+            growing = [i for i, row in enumerate(rows) if row in self.text.rows]
+            path.append(node)
+            tokens.append(token[rows])
+            self.record.add_column(rows, growing, logits, scores.hidden_states, node, lambda _: processed[rows])
+            self.text.extend_together(token, self.record.scores_so_far())
+            child = proposal.child(node, tokens[-1])
+            guessed = (child >= 0).tolist()
+            for i in growing:
+                kept[i] += 1
+                accepted[i] += guessed[i]
+            if not all(guessed[i] for i in growing if rows[i] in self.text.rows) or not self.text.rows:
+                break
+            node = child.clamp(min=0)
+        emitted = torch.stack(tokens, dim=1)  # (rows, m)
+        texts = [row[:count] for row, count in zip(emitted.tolist(), kept, strict=True)]
+        proposed, deepest = _size(proposal).T.tolist()
+        return Choice(torch.stack(path, 1), emitted, kept, texts, accepted, proposed, deepest)
+
+    def _plain_scores(self, rows: list[int], logits: Tensor) -> Tensor:
+        """Call the user's processors on the whole batch, as plain ``generate`` does; finished rows score zeros."""
+        ids = self.text.padded()
+        scores = logits.new_zeros((len(ids), logits.shape[-1]), dtype=torch.float32)
+        scores[rows] = logits.float()
+        return self.processors(ids, scores)
+
+    def _plain_pick(self, scores: Tensor) -> Tensor:
+        if self.sample:
+            return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+        return scores.argmax(-1)
+
+
+def _size(proposal: Proposal) -> Tensor:
+    """Count the guesses and the longest path of each row, (rows, 2)."""
+    guesses = proposal.present.sum(1) - 1
+    deepest = proposal.depth.masked_fill(~proposal.present, 0).amax(1)
+    return torch.stack([guesses, deepest], dim=1)

@@ -1,0 +1,201 @@
+"""Grow a proposal depth by depth: chains, static trees, dynamic trees, trees drawn without replacement.
+
+A drafter that steps through its own model (vanilla, EAGLE, MTP) brings one function, ``Step``; what to guess and which
+guesses to follow is decided here, the same way for all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..configuration import SpeculationConfig
+from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
+
+# (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
+# (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text.
+Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Forest:
+    """The nodes that a draft was asked to look behind, in the order it was asked."""
+
+    step: Step
+    ancestors: Tensor  # (batch, forest, forest) bool
+    size: int = 0
+
+    @classmethod
+    def empty(cls, step: Step, like: Tensor) -> Forest:
+        """Start with no nodes, for as many rows as ``like`` has."""
+        return cls(step, torch.zeros((like.shape[0], 0, 0), dtype=torch.bool, device=like.device))
+
+    def look_behind(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Add nodes (batch, new) and return their log-laws (batch, new, vocabulary)."""
+        batch, new = tokens.shape
+        own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, new, new)
+        if self.size:
+            index = parents.clamp(min=0)[:, :, None].expand(batch, new, self.size)
+            above = self.ancestors.gather(1, index) & (parents >= 0)[:, :, None]
+        else:
+            above = own[:, :, :0]
+        rows = torch.cat([above, own], dim=2)  # (batch, new, forest)
+        self.ancestors = torch.cat([functional.pad(self.ancestors, (0, new)), rows], dim=1)
+        self.size += new
+        return self.step(tokens, parents, rows)
+
+
+def grow(root: Tensor, law: Tensor, step: Step, config: SpeculationConfig, limit: int, sample: bool) -> Proposal:
+    """Grow the kind of proposal that ``config`` asks for.
+
+    ``root`` (batch,) is the last token of the text and ``law`` (batch, vocabulary) the log-law behind it; ``limit``, at
+    least 1, bounds the depth; ``sample`` draws the guesses where it would choose the best ones.
+    """
+    if config.tree is None:
+        return _chain(root, law, step, limit, sample, config.min_confidence)
+    if config.tree == "dynamic":
+        return _dynamic(root, law, step, limit, config.tree_top_k, config.tree_nodes)
+    if config.tree == "sampled":
+        return _static(root, law, step, bushy(config.tree_top_k, config.tree_nodes, limit), sample)
+    return _static(root, law, step, [path[:limit] for path in config.tree], sample)
+
+
+def _chain(root: Tensor, law: Tensor, step: Step, limit: int, sample: bool, min_confidence: float) -> Proposal:
+    forest = Forest.empty(step, root)
+    guesses: list[Tensor] = []
+    laws: list[Tensor] = []
+    counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
+    for depth in range(limit):
+        if depth:
+            law = forest.look_behind(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None])[:, 0]
+        guess = draw_distinct(law, 1)[:, 0] if sample else law.argmax(-1)
+        guesses.append(guess)
+        laws.append(law)
+        counts += going
+        if min_confidence > 0:  # asked once the guess is in, so that leaving out the next one tells nothing about it
+            going = going & (law.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
+            if not bool(going.any()):
+                break
+    q = torch.stack(laws, dim=1).exp() if sample else None  # (batch, k, vocabulary)
+    return Proposal.chain(root, torch.stack(guesses, dim=1), counts if min_confidence > 0 else None, q)
+
+
+def _static(root: Tensor, law: Tensor, step: Step, paths: Sequence[Sequence[int]], sample: bool) -> Proposal:
+    """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
+    parents, ranks = tree_from_paths(_without_gaps(paths) if sample else paths)
+    children: dict[int, list[int]] = defaultdict(list)
+    for node, parent in enumerate(parents[1:], start=1):
+        children[parent].append(node)
+    forest = Forest.empty(step, root)
+    tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
+    present = torch.ones_like(tokens, dtype=torch.bool)
+    number = {0: NO_PARENT}  # node of the proposal -> node of the forest
+    q = law.new_zeros((len(root), max(children) + 1, law.shape[-1])) if sample else None
+    level, laws = [0], law[:, None]  # the nodes of one depth that have children, and the laws behind them
+    while level:
+        if q is not None:
+            q[:, level] = laws.exp()
+        for i, node in enumerate(level):
+            below = children[node]
+            ordered = (draw_distinct if sample else best)(laws[:, i], max(ranks[child] for child in below) + 1)
+            chosen = ordered[:, [ranks[child] for child in below]]
+            tokens[:, below] = chosen
+            possible = laws[:, i].gather(1, chosen) > -torch.inf
+            present[:, below] = possible & present[:, [node]]
+        level = [child for node in level for child in children[node] if child in children]
+        if level:
+            above = torch.tensor([number[parents[node]] for node in level], device=root.device)
+            number |= {node: forest.size + i for i, node in enumerate(level)}
+            laws = forest.look_behind(tokens[:, level], above.expand(len(root), -1))
+    shape = torch.tensor(parents, device=root.device).expand_as(tokens)
+    return Proposal(tokens, shape.masked_fill(~present, ABSENT), max(map(len, paths)), q)
+
+
+def _dynamic(root: Tensor, law: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:
+    """Grow the tree of the most probable texts: EAGLE-2 (arXiv 2406.16858), sections 4.1 and 4.2.
+
+    At each depth the ``top_k`` most probable paths are followed, each by its ``top_k`` best tokens; of all guesses the
+    ``nodes`` on the most probable paths are kept, in the order in which they were made.
+    """
+    top_k = min(top_k, law.shape[-1])
+    forest = Forest.empty(step, root)
+    score, token = law.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
+    frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its numbers among all guesses
+    above = torch.full_like(token, NO_PARENT)  # its parents in the forest
+    all_tokens, all_scores, all_parents = [token], [score], [torch.full_like(token, NO_PARENT)]
+    for depth in range(1, limit):
+        laws = forest.look_behind(token, above)  # (batch, k, vocabulary)
+        best_laws, best_tokens = laws.topk(top_k)  # (batch, k, k)
+        scores = best_laws + score[:, :, None]
+        all_tokens.append(best_tokens.flatten(1))
+        all_scores.append(scores.flatten(1))
+        all_parents.append(frontier.repeat_interleave(top_k, dim=1))
+        score, pick = scores.flatten(1).topk(top_k)
+        token = best_tokens.flatten(1).gather(1, pick)
+        frontier = top_k + (depth - 1) * top_k**2 + pick
+        above = forest.size - top_k + pick // top_k
+    return _keep_best(root, *(torch.cat(part, dim=1) for part in (all_tokens, all_scores, all_parents)), nodes, limit)
+
+
+def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, depth: int) -> Proposal:
+    """Keep the best ``nodes`` of all guesses (batch, guesses): a tree, since a path never gains by getting longer."""
+    nodes = min(nodes, tokens.shape[1])
+    kept = scores.topk(nodes).indices.sort(dim=1).values  # (batch, nodes)
+    place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(1, nodes + 1, device=root.device).expand_as(kept))
+    above = parents.gather(1, kept)
+    above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    above = above.masked_fill(scores.gather(1, kept) == -torch.inf, ABSENT)
+    top = torch.full_like(root, NO_PARENT)[:, None]
+    return Proposal(torch.cat([root[:, None], tokens.gather(1, kept)], 1), torch.cat([top, above], 1), depth)
+
+
+def best(law: Tensor, count: int) -> Tensor:
+    """Return the ``count`` most probable tokens of ``law`` (batch, vocabulary), best first: (batch, count)."""
+    return law.topk(min(count, law.shape[-1])).indices
+
+
+def draw_distinct(law: Tensor, count: int) -> Tensor:
+    """Draw ``count`` different tokens without replacement from the log-law (batch, vocabulary): (batch, count).
+
+    The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
+    """
+    noise = torch.empty_like(law, dtype=torch.float64).exponential_().log_()  # minus a Gumbel variable
+    return (law - noise).topk(min(count, law.shape[-1])).indices
+
+
+def bushy(width: int, nodes: int, depth: int) -> list[tuple[int, ...]]:
+    """Spend at most ``nodes`` guesses on a fixed tree of ``depth`` levels, at most ``width`` children each.
+
+    Early guesses decide whether later ones matter: paths are taken in the order of what their ranks promise, where each
+    further rank promises half as much.
+    """
+    promise = [
+        (0.0, (0,))
+    ]  # (cost, path), cheapest first; a path costs the sum of its ranks and a little for its length
+    taken: list[tuple[int, ...]] = []
+    while promise and len(taken) < nodes:
+        cost, path = heapq.heappop(promise)
+        taken.append(path)
+        if path[-1] + 1 < width:
+            heapq.heappush(promise, (cost + 1.0, (*path[:-1], path[-1] + 1)))
+        if len(path) < depth:
+            heapq.heappush(promise, (cost + 0.5, (*path, 0)))
+    return taken
+
+
+def _without_gaps(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Number the children of each node 0, 1, 2, ...: drawn siblings are verified in the order they were drawn."""
+    parents, ranks = tree_from_paths(paths)
+    names: list[tuple[int, ...]] = [()]
+    seen: dict[int, int] = defaultdict(int)
+    for parent in parents[1:]:
+        names.append((*names[parent], seen[parent]))
+        seen[parent] += 1
+    return names[1:]

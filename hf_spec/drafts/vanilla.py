@@ -1,0 +1,131 @@
+"""Guess with a smaller language model of the same vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from ..proposal import Proposal
+from ..target import TargetRunner, why_unsupported
+from .base import Drafter, News, Request, Speculator
+from .trees import grow
+
+# Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
+MOST_PADDING = 512
+
+
+class VanillaSpeculator(Speculator):
+    """Let ``model``, any causal language model of transformers, guess for a target with the same tokenizer.
+
+    It may sit on another device or in another dtype. Source: Leviathan et al., arXiv 2211.17192.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise a ValueError if the vocabularies differ or the draft has no cache that takes guesses back."""
+        own, wanted = _vocabulary(self.model), _vocabulary(target)
+        name = type(self.model).__name__
+        if abs(own - wanted) >= MOST_PADDING or (own != wanted and min(own, wanted) < 16 * MOST_PADDING):
+            raise ValueError(
+                f"the draft {name} has a vocabulary of {own} tokens and the target one of {wanted}: their tokenizers "
+                "differ, so the draft's guesses mean other words. Use a draft of the target's family, or 'ngram'."
+            )
+        if self.model is target:
+            raise ValueError(
+                "the draft is the target itself: every guess would cost as much as a token. Use a smaller model."
+            )
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        if (reason := why_unsupported(self.model, cache)) is not None:
+            raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
+
+    def drafter(self, request: Request) -> VanillaDrafter:
+        """Read the prompt with the draft."""
+        return VanillaDrafter(self.model, request)
+
+
+class VanillaDrafter(Drafter):
+    """Keep the draft's own slots beside the target's."""
+
+    def __init__(self, model: PreTrainedModel, request: Request) -> None:
+        self._request = request
+        self._runner = TargetRunner(model)
+        self._device = model.device
+        self._runner.prefill_tokens(request.input_ids.to(self._device), request.attention_mask.to(self._device))
+        self._open: tuple[Tensor, Tensor] | None = None  # tokens and parents of the nodes in the runner's forest
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Take in what became text, keeping what the draft has read already, then grow a proposal."""
+        tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
+        law = self._law(self._read(tokens, counts))
+        root = tokens.gather(1, counts[:, None] - 1)[:, 0]
+        self._open = (tokens[:, :0], tokens[:, :0])
+        proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
+        return _to(proposal, news.tokens.device)
+
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Tensor:
+        assert self._open is not None
+        self._open = (torch.cat([self._open[0], tokens], 1), torch.cat([self._open[1], parents], 1))
+        return self._law(self._runner.extend(tokens, ancestors).logits)
+
+    def _law(self, logits: Tensor) -> Tensor:
+        """Turn draft logits (..., vocabulary) into the log-law of guesses over the target's vocabulary."""
+        wanted = _vocabulary(self._request.target)
+        padded = torch.nn.functional.pad(logits.float(), (0, wanted - logits.shape[-1]), value=-torch.inf)
+        return self._request.law(padded)
+
+    def _read(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
+
+        Guesses that came true stand in the open forest already; only what follows them is read.
+        """
+        path, matched = self._came_true(tokens, counts)
+        known = matched.tolist()
+        self._runner.commit(path, known, in_place=self._request.config.tree is None)
+        rest = [count - seen for count, seen in zip(counts.tolist(), known, strict=True)]
+        width = max(rest)
+        column = matched[:, None] + torch.arange(width, device=tokens.device)
+        block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
+        ancestors = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
+        logits = self._runner.extend(block, ancestors).logits
+        self._runner.commit(block, rest, in_place=True)
+        last = torch.tensor(rest, device=tokens.device) - 1
+        return logits[torch.arange(len(tokens), device=tokens.device), last]
+
+    def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
+        whose logits are needed again."""
+        node = torch.full_like(counts, -1)
+        matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
+        path = []
+        if self._open is not None and self._open[0].shape[1]:
+            for column in range(tokens.shape[1] - 1):
+                found, child = ((self._open[1] == node[:, None]) & (self._open[0] == tokens[:, column, None])).max(
+                    dim=1
+                )
+                going = going & found & (column < counts - 1)
+                node = torch.where(going, child, node)
+                matched += going
+                path.append(node.clamp(min=0))
+        return torch.stack(path, 1) if path else tokens[:, :0], matched
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        rows = rows.to(self._device)
+        self._runner.keep_rows(rows)
+        if self._open is not None:
+            self._open = (self._open[0][rows], self._open[1][rows])
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _to(proposal: Proposal, device: torch.device) -> Proposal:
+    if proposal.tokens.device == device:
+        return proposal
+    q = None if proposal.q is None else proposal.q.to(device)
+    return Proposal(proposal.tokens.to(device), proposal.parents.to(device), proposal.max_depth, q, proposal.is_chain)

@@ -1,0 +1,114 @@
+"""Teach ``generate`` the keyword ``speculator``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+
+from .configuration import SpeculationConfig
+from .generation import SpeculativeDecoding
+from .speculators import as_speculator
+from .target import unhook_masks
+
+_defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
+
+
+def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
+    """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
+
+    Nothing is stored on the model. A call's own ``speculator=`` comes first; ``speculator=False`` turns it off for one call.
+    """
+    if speculator is None:
+        _defaults.pop(model, None)
+    else:
+        as_speculator(speculator, model).check(model)
+        _defaults[model] = (speculator, config)
+
+
+def install() -> None:
+    """Teach ``generate`` of every model the keywords ``speculator``, ``speculation_config``, ``num_speculative_tokens``.
+
+    Runs on ``import hf_spec``. Calls without a speculator are passed on untouched. May be called again.
+    """
+    if not hasattr(GenerationMixin.generate, "_hf_spec_original"):
+        GenerationMixin.generate = _speculative(GenerationMixin.generate)  # type: ignore[method-assign]
+
+
+def uninstall() -> None:
+    """Undo ``install``: ``generate`` and the mask functions of transformers are its own again."""
+    GenerationMixin.generate = getattr(  # type: ignore[method-assign]
+        GenerationMixin.generate, "_hf_spec_original", GenerationMixin.generate
+    )
+    unhook_masks()
+
+
+def _speculative(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def generate(
+        self: Any,
+        *args: Any,
+        speculator: Any = None,
+        speculation_config: SpeculationConfig | None = None,
+        num_speculative_tokens: int | str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if speculator is None and kwargs.get("custom_generate") is None:
+            speculator, speculation_config = _default(self, speculation_config)
+        if isinstance(kwargs.get("custom_generate"), SpeculativeDecoding) and speculator is None:
+            decoding = kwargs.pop("custom_generate")
+            speculator, speculation_config = decoding.speculator, speculation_config or decoding.config
+        if speculator is None or speculator is False:
+            if speculation_config is not None or num_speculative_tokens is not None:
+                raise ValueError(
+                    "speculation_config and num_speculative_tokens need a speculator; pass speculator=..."
+                )
+            return plain(self, *args, **kwargs)
+        speculator = as_speculator(speculator, self)
+        config = speculation_config or speculator.defaults()
+        if num_speculative_tokens is not None:
+            config = config.merge(num_speculative_tokens=num_speculative_tokens)
+        _refuse_other_ways(self, kwargs)
+        decoding = SpeculativeDecoding(speculator, config, streamer=kwargs.get("streamer"))
+        return plain(self, *args, custom_generate=decoding, **_with_stop_strings(self, kwargs))
+
+    generate._hf_spec_original = plain  # type: ignore[attr-defined]
+    return generate
+
+
+def _default(model: Any, config: SpeculationConfig | None) -> tuple[Any, SpeculationConfig | None]:
+    speculator, default_config = _defaults.get(model, (None, None))
+    return speculator, config or default_config
+
+
+def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError for what the host would do, or drop, before the loop is asked."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. Drop `speculator`."
+        )
+    for name in ("assistant_model", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
+    if kwargs.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus=True (FSDP or ZeRO-3 over several processes) needs the same number of forwards on every process, "
+            "which speculation cannot promise. Generate without `speculator`, or gather the model first."
+        )
+
+
+def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Turn ``stop_strings`` into a criterion: the host drops the tokenizer of a ``custom_generate`` call."""
+    tokenizer = kwargs.get("tokenizer")
+    config = kwargs.get("generation_config")
+    configured = (getattr(one, "stop_strings", None) for one in (config, model.generation_config))
+    strings = kwargs.get("stop_strings") or next((found for found in configured if found), None)
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError("stop_strings needs the model's tokenizer: generate(..., tokenizer=tokenizer).")
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}

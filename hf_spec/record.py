@@ -1,0 +1,92 @@
+"""What ``return_dict_in_generate`` returns per emitted token, collected row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+
+class Record:
+    """Collect scores, logits and hidden states of emitted tokens in the layout of plain ``generate``.
+
+    Rows emit at different times, so each row keeps its own list; a row that ends early is filled up with zeros.
+    """
+
+    def __init__(self, generation_config: GenerationConfig, batch_size: int) -> None:
+        wanted = bool(generation_config.return_dict_in_generate)
+        self.hidden_states = wanted and bool(generation_config.output_hidden_states)
+        self._scores = wanted and bool(generation_config.output_scores)
+        self._logits = wanted and bool(generation_config.output_logits)
+        self._prompt_states: tuple[Tensor, ...] = ()
+        self._rows: dict[str, list[list[Tensor]]] = {
+            name: [[] for _ in range(batch_size)] for name in ("scores", "logits", "states")
+        }
+
+    def prompt(self, states: tuple[Tensor, ...]) -> None:
+        """Keep the hidden states of the prompt, one (batch, prompt, hidden) per layer."""
+        self._prompt_states = states
+
+    def add(
+        self,
+        rows: Sequence[int],
+        path: Tensor,
+        kept: Sequence[int],
+        logits: Tensor,
+        states: tuple[Tensor, ...],
+        scores_at: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Add what ``rows`` emitted after the first ``kept[b]`` nodes of ``path`` (rows, m)."""
+        if not (self._scores or self._logits or self.hidden_states):
+            return
+        for step in range(max(kept)):
+            emitting = [i for i, count in enumerate(kept) if step < count]
+            self.add_column(rows, emitting, logits, states, path[:, step], scores_at)
+
+    def add_column(
+        self,
+        rows: Sequence[int],
+        emitting: Sequence[int],
+        logits: Tensor,
+        states: tuple[Tensor, ...],
+        node: Tensor,
+        scores_at: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Add one token of each ``emitting`` row, which follows ``node`` (rows,)."""
+        index = torch.arange(len(rows), device=logits.device)
+        if self._scores:
+            self._keep("scores", rows, emitting, scores_at(node))
+        if self._logits:
+            self._keep("logits", rows, emitting, logits[index, node].float())
+        if self.hidden_states:
+            layers = [layer[index.to(layer.device), node.to(layer.device)] for layer in states]
+            self._keep("states", rows, emitting, torch.stack([layer.to(logits.device) for layer in layers], dim=1))
+
+    def _keep(self, name: str, rows: Sequence[int], emitting: Sequence[int], values: Tensor) -> None:
+        for i in emitting:
+            self._rows[name][rows[i]].append(values[i].clone())
+
+    def scores_so_far(self) -> tuple[Tensor, ...] | None:
+        """Return what a stopping criterion may look at: ``None`` where scores were not asked for."""
+        return self._columns("scores") if self._scores else None
+
+    def outputs(self, length: int) -> dict[str, tuple[Tensor, ...] | tuple[tuple[Tensor, ...], ...] | None]:
+        """Return ``scores``, ``logits`` and ``hidden_states`` of the first ``length`` emitted tokens."""
+        states = self._columns("states")[:length] if self.hidden_states else ()
+        steps = [tuple(layer[:, None] for layer in step.unbind(1)) for step in states[1:]]
+        return {
+            "scores": self._columns("scores")[:length] if self._scores else None,
+            "logits": self._columns("logits")[:length] if self._logits else None,
+            "hidden_states": (self._prompt_states, *steps) if self.hidden_states else None,
+        }
+
+    def _columns(self, name: str) -> tuple[Tensor, ...]:
+        """Stack the rows per emitted token: (batch, ...) each."""
+        rows = self._rows[name]
+        longest = max(rows, key=len)
+        return tuple(
+            torch.stack([row[step] if step < len(row) else torch.zeros_like(longest[step]) for row in rows])
+            for step in range(len(longest))
+        )

@@ -1,0 +1,39 @@
+"""From what a user passes as ``speculator=`` to a ``Speculator``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .drafts.base import Speculator
+from .drafts.ngram import NgramSpeculator
+from .drafts.vanilla import VanillaSpeculator
+
+
+def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
+    """Turn a draft model, a causal language model, ``"ngram"`` or a path or Hub id into a ``Speculator``.
+
+    Raises a TypeError for anything else, and what ``AutoDraftModel.from_pretrained`` raises for a path.
+    """
+    if isinstance(speculator, Speculator):
+        return speculator
+    if speculator == "ngram":
+        return NgramSpeculator()
+    if isinstance(speculator, str | os.PathLike):
+        from .checkpoints import AutoDraftModel
+
+        return AutoDraftModel.from_pretrained(speculator, target=target)
+    if isinstance(base := _base_model(speculator), PreTrainedModel) and base.can_generate():
+        return VanillaSpeculator(base)
+    raise TypeError(
+        f"speculator must be a draft model, a causal language model, 'ngram' or a path or Hub id of a draft, got "
+        f"{type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
+        "AutoModelForCausalLM.from_pretrained."
+    )
+
+
+def _base_model(model: Any) -> Any:
+    """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model

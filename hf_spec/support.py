@@ -1,0 +1,86 @@
+"""What is refused before anything runs: the cause, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from .configuration import SpeculationConfig
+from .target import why_unsupported
+from .text import Text
+
+
+def refuse_call(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    config: SpeculationConfig,
+    text: Text,
+) -> None:
+    """Raise a ValueError if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
+    _refuse_options(model, generation_config, model_kwargs)
+    _refuse_target(model, model_kwargs, config, len(text.lengths))
+    _refuse_growing_rope(model, text.prompt_length, text.stops.max_length)
+
+
+def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if model.config.is_encoder_decoder:
+        raise _refusal(f"{type(model).__name__} is an encoder-decoder model; only decoder-only targets are supported")
+    if (generation_config.num_beams or 1) > 1:
+        raise _refusal(
+            f"num_beams={generation_config.num_beams}: guesses are verified for one text per row; use num_beams=1"
+        )
+    for name in ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if getattr(generation_config, name, None):
+            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`")
+    if generation_config.output_attentions:
+        raise _refusal(
+            "output_attentions: a block's attention looks different from that of single steps; set it to False"
+        )
+    if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
+        raise _refusal("use_cache=False: guesses are scored over a cache; leave use_cache at True")
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        raise _refusal(
+            f"cache_implementation={generation_config.cache_implementation!r}: only the dynamic cache can take rejected "
+            "guesses back; leave cache_implementation unset"
+        )
+
+
+def _refuse_target(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], config: SpeculationConfig, batch: int
+) -> None:
+    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    if (reason := why_unsupported(model, cache)) is not None:
+        raise _refusal(f"{reason}; generate without `speculator`")
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation.startswith("flash") and (batch > 1 or config.tree is not None):
+        asked = "a tree of guesses" if config.tree is not None else "rows that advance by different amounts"
+        raise _refusal(
+            f"{implementation} takes no custom mask, which {asked} needs; load the model with "
+            "attn_implementation='sdpa'"
+            + (" or use a chain (tree=None)" if config.tree is not None and batch == 1 else "")
+        )
+
+
+def _refuse_growing_rope(model: PreTrainedModel, prompt_length: int, max_length: int | None) -> None:
+    # Cached keys would keep the old rotary frequencies while new ones get others.
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
+    original = (rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None) or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    limit = original or getattr(config, "max_position_embeddings", None)
+    if rope_type not in ("dynamic", "longrope") or limit is None or max_length is None or max_length <= limit:
+        return
+    if rope_type == "longrope" and prompt_length > limit:
+        return  # long from the start: the frequencies stay
+    raise _refusal(
+        f"rope_type={rope_type!r} changes its frequencies once the text is longer than {limit} tokens, and this call may "
+        f"reach {max_length}; ask for at most {limit - prompt_length} new tokens"
+    )
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"Cannot generate with a speculator: {reason}.")
