@@ -92,11 +92,13 @@ def test_merge_equals_one_call_of_all_rows() -> None:
     parts[1].step([0], [5], [1], [2], [2])
     parts[1].step([0], [0], [0], [1], [0])
     for number, part in enumerate(parts):
-        part.verify_seconds, part.time_to_first_token, part.total_seconds = 1.0 + number, 2.0 + number, 5.0
+        part.propose_seconds, part.verify_seconds, part.choose_seconds = 0.25, 1.0 + number, 0.5
+        part.time_to_first_token, part.total_seconds = 2.0 + number, 5.0
     merged = SpeculationStats.merge(parts)
     assert merged.counts == whole.counts
     assert (merged.batch_size, merged.steps) == (2, 5)
-    assert (merged.verify_seconds, merged.time_to_first_token, merged.total_seconds) == (3.0, 2.5, 10.0)
+    assert (merged.propose_seconds, merged.verify_seconds, merged.choose_seconds) == (0.5, 3.0, 1.0)
+    assert (merged.time_to_first_token, merged.total_seconds) == (2.5, 10.0)
 
 
 @pytest.fixture(scope="module")
