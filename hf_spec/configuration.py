@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, TypeGuard, cast, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
@@ -14,6 +14,14 @@ TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+EAGLE3_FLAGS = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "norm_before_lm_head",
+    "embed_requires_grad",
+)
 
 
 @dataclass(frozen=True)
@@ -76,11 +84,11 @@ class SpeculationConfig:
         return replace(self, **changes)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class SpeculatorConfig(PreTrainedConfig):  # type: ignore[misc]
+class SpeculatorConfig(PreTrainedConfig):
     """Describe a draft on disk: ``model_type: "speculators"``, so that AutoModel, speculators and vLLM read it.
 
     ``from_dict`` (and so ``AutoConfig.from_pretrained``) gives the sub-config that ``speculators_model_type`` names.
@@ -111,7 +119,7 @@ class SpeculatorConfig(PreTrainedConfig):  # type: ignore[misc]
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_layer_type()
         kwargs.pop("auto_map", None)  # names classes of whoever wrote the file
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         self.shared_with_target = [] if self.shared_with_target is None else self.shared_with_target
         if self.speculators_config is None:
             self.speculators_config = default_speculators_config(self.speculators_model_type)
@@ -148,7 +156,7 @@ class SpeculatorConfig(PreTrainedConfig):  # type: ignore[misc]
         ``max_position_embeddings`` is below the target's, because other engines fail beyond it.
         """
         config = cls(
-            transformer_layer_config=layers_for_target(target, layers or {}),
+            transformer_layer_config=layers_for_target(target, **layers or {}),
             **{"speculators_config": default_speculators_config(cls.speculators_model_type, target)} | flags,
         )
         config.check_target(target)
@@ -181,7 +189,7 @@ class SpeculatorConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def validate(self) -> None:
         """Check every field; runs on construction and before saving."""
-        super().validate()
+        super().validate()  # type: ignore[misc]  # made by a decorator
         if self.tie_word_embeddings:
             raise ValueError(
                 "tie_word_embeddings is True: the input and output vocabularies of a draft differ; set False"
@@ -254,6 +262,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         norm_before_residual: the residual carries the normed feature (speculators) instead of the raw one (EAGLE).
         norm_output: later steps are fed the output after the final norm ("EAGLE-3.1") instead of before it.
         norm_before_fc: norm the concatenated features. ``fc_norm``: norm each of them. Not both.
+        norm_before_lm_head: ``False`` for SpecForge's ``norm_output: false``; only hf_spec knows this one.
         embed_requires_grad: train the embeddings too.
     """
 
@@ -265,6 +274,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    norm_before_lm_head: bool = True
     embed_requires_grad: bool = False
 
     @property
@@ -302,7 +312,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.layers.vocab_size
         super().validate()
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "embed_requires_grad"):
+        for name in EAGLE3_FLAGS:
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} is {value!r}; set True or False")
         for name in ("draft_vocab_size", "target_hidden_size"):
@@ -335,6 +345,33 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             )
 
 
+class EagleSpeculatorConfig(SpeculatorConfig):
+    """Describe an EAGLE-1 or EAGLE-2 draft (arXiv 2401.15077, 2406.16858), which share their weights.
+
+    It reads the target's last hidden state after the final norm and guesses with the target's own head. Of the engines
+    only hf_spec reads this ``speculators_model_type``.
+
+    Args:
+        fc_bias: the layer that joins embedding and feature has a bias.
+    """
+
+    speculators_model_type: str = "eagle"
+    fc_bias: bool = True
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        super().check_target(target)
+        have, need = self.layers.hidden_size, target.get_text_config().hidden_size
+        if have != need:
+            raise ValueError(
+                f"hidden_size is {have}, but the target's is {need}: EAGLE drafts are as wide as their target"
+            )
+
+    def validate(self) -> None:
+        super().validate()
+        if not isinstance(self.fc_bias, bool):
+            raise TypeError(f"fc_bias is {self.fc_bias!r}; set True or False")
+
+
 def default_speculators_config(kind: str, target: PreTrainedConfig | None = None) -> dict[str, Any]:
     """Return what ``speculators_config`` holds for a new draft of ``target``: greedy chains of five."""
     return {
@@ -355,10 +392,10 @@ def default_speculators_config(kind: str, target: PreTrainedConfig | None = None
     }
 
 
-def layers_for_target(target: PreTrainedConfig, replace: dict[str, Any]) -> PreTrainedConfig:
+def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedConfig:
     """Return a config for one decoder layer of the shape of ``target``'s, with some fields replaced."""
     text = target.get_text_config()
-    shape = {
+    shape: dict[str, Any] = {
         name: value
         for name in (
             "hidden_act",
@@ -375,6 +412,7 @@ def layers_for_target(target: PreTrainedConfig, replace: dict[str, Any]) -> PreT
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)  # some models have one rope per kind of layer
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    shape["rope_parameters"] = rope if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
+    shape["rope_parameters"] = dict(rope) if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
+    shape["num_hidden_layers"] = 1
     kind = "qwen3" if text.model_type.startswith("qwen3") else "llama"
-    return AutoConfig.for_model(**{"model_type": kind, "num_hidden_layers": 1} | shape | replace)
+    return AutoConfig.for_model(replace.pop("model_type", kind), **shape | replace)

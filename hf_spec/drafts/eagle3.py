@@ -12,7 +12,7 @@ hidden state::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..configuration import Eagle3SpeculatorConfig
-from .modeling import LAYERS, NORMS, DraftModel, DraftOutput
+from .modeling import LAYERS, NORMS, DraftModel, DraftOutput, only_one
 
 if TYPE_CHECKING:
     from .base import Drafter, Request
@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 class _FusingLayer(nn.Module):
     """Turn a decoder layer into one whose attention reads an embedding and a hidden state side by side."""
 
+    self_attn: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
     def __init__(self, config: Any, layer_idx: int, norm_before_residual: bool) -> None:
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx)  # the decoder layer's, next in line
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -44,7 +49,7 @@ class _FusingLayer(nn.Module):
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)  # (batch, length, 2 hidden)
         attended, _ = self.self_attn(both, **kwargs)
         hidden = (normed if self.norm_before_residual else hidden) + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
 class LlamaFusingLayer(_FusingLayer, LlamaDecoderLayer):  # type: ignore[misc]
@@ -62,7 +67,7 @@ class Eagle3DraftModel(DraftModel):
     """Guess with an EAGLE-3 draft of any flags (see ``Eagle3SpeculatorConfig``)."""
 
     config_class = Eagle3SpeculatorConfig
-    _no_split_modules = ("LlamaDecoderLayer", "Qwen3DecoderLayer", "LlamaFusingLayer", "Qwen3FusingLayer")
+    _no_split_modules = [*DraftModel._no_split_modules, "LlamaFusingLayer", "Qwen3FusingLayer"]  # noqa: RUF012
 
     def __init__(self, config: Eagle3SpeculatorConfig) -> None:
         super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
@@ -76,7 +81,9 @@ class Eagle3DraftModel(DraftModel):
         )
         self.fc = nn.Linear(count * width, layers.hidden_size, bias=False)
         self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
-        self.post_init()
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(config.embed_requires_grad)
+        self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -92,27 +99,14 @@ class Eagle3DraftModel(DraftModel):
 
         ``features`` (batch, length, features x target width) at the first step, ``features[:, i]`` of the position
         before ``input_ids[:, i]``; ``hidden_states`` (batch, length, hidden), an earlier output, at later ones.
-        ``position_ids`` (batch or 1, length) count on from the cache by default. ``attention_mask`` is what any model
-        of transformers takes, or a dict of masks by kind of layer. ``logits_to_keep`` > 0: only the last logits.
+        ``logits_to_keep`` > 0: only the last logits. The rest: see ``DraftModel.decode``.
         """
-        if (features is None) == (hidden_states is None):
-            raise ValueError("pass either features (first step) or hidden_states (later steps), and not both")
-        hidden = self.fuse(features) if features is not None else hidden_states
-        if position_ids is None:
-            start = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = start + torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        embeds = self.embed(input_ids)  # (batch, length, hidden)
-        masks = self.masks(embeds, attention_mask, position_ids, past_key_values)
-        shared = {
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "position_embeddings": self.rotary_emb(embeds, position_ids),
-        }
-        hidden = self.layers[0](hidden, embeds, attention_mask=masks[0], **shared)
-        for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
-            hidden = layer(hidden, attention_mask=mask, **shared)
+        hidden = only_one(features, hidden_states)
+        hidden = hidden if features is None else self.fuse(features)
+        hidden = self.decode(hidden, (self.embed(input_ids),), position_ids, attention_mask, past_key_values)
         normed = self.norm(hidden)
-        logits = self.logits(normed[:, -logits_to_keep:])  # (batch, length, draft vocabulary)
+        read = normed if self.config.norm_before_lm_head else hidden
+        logits = self.logits(read[:, -logits_to_keep:])  # (batch, length, draft vocabulary)
         return DraftOutput(logits, normed if self.config.norm_output else hidden, past_key_values)
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -122,10 +116,11 @@ class Eagle3DraftModel(DraftModel):
         if self.fc_norm is not None:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        return self.fc(features)
+        return cast(Tensor, self.fc(features))
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
-        return self.config.feature_layers(target.config.get_text_config().num_hidden_layers)
+        config: Eagle3SpeculatorConfig = self.config
+        return config.feature_layers(target.config.get_text_config().num_hidden_layers)
 
     def drafter(self, request: Request) -> Drafter:
         raise NotImplementedError

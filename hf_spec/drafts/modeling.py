@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_outputs import ModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.utils.generic import ModelOutput
 
 from ..configuration import SpeculationConfig, SpeculatorConfig
 from .base import Speculator
@@ -26,7 +26,7 @@ MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slidi
 
 
 @dataclass
-class DraftOutput(ModelOutput):  # type: ignore[misc]
+class DraftOutput(ModelOutput):
     """Hold one step of a draft.
 
     ``logits`` (batch, length, draft vocabulary); ``hidden_states`` (batch, length, hidden) are what the next step is
@@ -38,7 +38,7 @@ class DraftOutput(ModelOutput):  # type: ignore[misc]
     past_key_values: Cache | None = None
 
 
-class DraftModel(PreTrainedModel, Speculator):  # type: ignore[misc]
+class DraftModel(PreTrainedModel, Speculator):
     """Be a model of transformers that guesses for another one.
 
     A draft without its own ``embed_tokens`` or ``lm_head`` (``config.shared_with_target``) uses those of the target
@@ -51,14 +51,18 @@ class DraftModel(PreTrainedModel, Speculator):  # type: ignore[misc]
     _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _skip_keys_device_placement = "past_key_values"
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012
 
+    layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
 
     def __init__(self, config: SpeculatorConfig, draft_vocab_size: int) -> None:
         super().__init__(config)
         layers, shared = config.layers, config.shared_with_target or ()
+        if "sliding_attention" in (getattr(layers, "layer_types", None) or ()) and layers.model_type == "llama":
+            self._supports_flash_attn = False  # llama's attention does not tell the kernel about windows
         size, vocabulary = layers.hidden_size, layers.vocab_size
         self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(vocabulary, size)
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
@@ -114,23 +118,53 @@ class DraftModel(PreTrainedModel, Speculator):  # type: ignore[misc]
         logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"])
         return logits.to(hidden.device)
 
-    def masks(
-        self, embeds: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Cache | None
+    def decode(
+        self,
+        hidden: Tensor,
+        beside: tuple[Tensor, ...],
+        position_ids: Tensor | None,
+        attention_mask: Any,
+        past_key_values: Cache | None,
+    ) -> Tensor:
+        """Run the decoder layers on ``hidden`` (batch, length, hidden); the first one is given ``beside`` as well.
+
+        ``position_ids`` (batch or 1, length) count on from the cache by default. ``attention_mask`` is what any model
+        of transformers takes, or a dict of masks by kind of layer.
+        """
+        if position_ids is None:
+            start = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = start + torch.arange(hidden.shape[1], device=hidden.device)[None]
+        masks = self._masks(hidden, attention_mask, position_ids, past_key_values)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for layer, mask in zip(self.layers, masks, strict=True):
+            hidden = layer(
+                hidden,
+                *beside,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=rotary,
+            )
+            beside = ()
+        return hidden
+
+    def _masks(
+        self, hidden: Tensor, attention_mask: Any, position_ids: Tensor, past_key_values: Cache | None
     ) -> list[Any]:
-        """Ask transformers for the mask of each layer; a dict by kind of layer or a 4D mask is taken as it is."""
         layers = self.config.layers
         kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
-        if isinstance(attention_mask, dict):
-            return [attention_mask[kind] for kind in kinds]
-        arguments = {
-            "config": layers,
-            "inputs_embeds": embeds,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-        }
-        made = {kind: MASKS[kind](**arguments) for kind in dict.fromkeys(kinds)}
-        return [made[kind] for kind in kinds]
+        if not isinstance(attention_mask, dict):
+            attention_mask = {
+                kind: MASKS[kind](
+                    config=layers,
+                    inputs_embeds=hidden,
+                    attention_mask=attention_mask,
+                    past_key_values=past_key_values,
+                    position_ids=position_ids,
+                )
+                for kind in dict.fromkeys(kinds)
+            }
+        return [attention_mask[kind] for kind in kinds]
 
     def check(self, target: PreTrainedModel) -> None:
         self.config.check_target(target.config)
@@ -139,7 +173,9 @@ class DraftModel(PreTrainedModel, Speculator):  # type: ignore[misc]
         return SpeculationConfig(num_speculative_tokens=self.config.num_speculative_tokens)
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(  # type: ignore[override]
+        cls, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load as any model of transformers, but strictly.
 
         Errors: a ValueError that lists tensors which are missing, left over, of the wrong shape or not finite, or an
@@ -147,13 +183,14 @@ class DraftModel(PreTrainedModel, Speculator):  # type: ignore[misc]
         """
         wants_info = kwargs.pop("output_loading_info", False)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
             raise OSError(
                 f"a weight file of {path} is cut off or damaged ({error}); copy or download it again"
             ) from error
+        model, info = loaded
         model.check_weights(info)
         return (model, info) if wants_info else model
 
@@ -209,6 +246,15 @@ def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> 
 
 def _broken(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
+
+
+def only_one(features: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+    """Return the one that is given; a ValueError unless it is exactly one."""
+    if features is not None and hidden_states is None:
+        return features
+    if hidden_states is not None and features is None:
+        return hidden_states
+    raise ValueError("pass either features (first step) or hidden_states (later steps), and not both")
 
 
 def register_auto_classes(*models: type[DraftModel]) -> None:
