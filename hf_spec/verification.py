@@ -1,14 +1,14 @@
-"""The lossless rules: which guesses become text, and which token follows them, so that the text has the target's law.
+"""The lossless rules: which guesses become text, and which token follows, so that the text has the target's law.
 
-``p`` (batch, nodes, vocabulary) float32 is the target's law after the user's processors: ``p[:, i]`` is the law of the
-token after node i. ``q`` is the law the guesses were drawn from. Chosen guesses (no ``q``) are only looked up: ``follow``.
-Drawn ones are weighed: ``reject`` goes from the root to the leaves, ``traverse`` from the leaves to the root.
+``p`` (batch, nodes, vocabulary) float32 is the target's law after the user's processors; ``p[:, i]`` is the law of the
+token after node i. ``q`` is the law the guesses were drawn from. Chosen guesses (no ``q``) are only looked up:
+``follow``. Drawn ones are weighed: ``reject`` goes from the root to the leaves, ``traverse`` back from the leaves.
 
-Both weigh siblings alike: a rejected child takes ``q`` out of ``p``, and itself out of ``q``, because children are drawn
+Both weigh siblings alike: a rejected child takes ``q`` out of ``p``, and itself out of ``q``, for children are drawn
 without replacement. So every acceptance probability is known before the first coin is thrown, and a rule is a table of
 them, one coin per node, and one walk from the root. Nothing here waits for the accelerator.
 
-A drafter may stop a branch or leave out a child because of earlier draws, but it must not drop a guess once it is drawn.
+A drafter may end a branch or leave out a child because of earlier draws, but must not drop a guess once it is drawn.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def verify(
 def follow(proposal: Proposal, choose: Callable[[Tensor], Tensor]) -> Verdict:
     """Take the target's own token after each node for as long as it was guessed.
 
-    ``choose`` maps nodes (batch,) to the tokens after them (batch,) and is called ``max_depth + 1`` times. Lossless for
-    guesses of any origin, and the only rule for those that were not drawn.
+    ``choose`` maps nodes (batch,) to the tokens after them (batch,) and is called ``max_depth + 1`` times. Lossless
+    for guesses of any origin, and the only rule for those that were not drawn.
     """
     node = torch.zeros_like(proposal.root)
     token = choose(node)

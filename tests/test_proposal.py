@@ -1,0 +1,102 @@
+"""A proposal answers about its trees what walking them by hand answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_spec.proposal import ABSENT, NO_PARENT, Proposal, ancestors_of, tree_from_paths
+
+VOCABULARY = 4
+
+
+def random_trees(seed: int, nodes: int = 9, rows: int = 12) -> Proposal:
+    """Hang nodes anywhere, repeat tokens, and leave out the last few nodes of most rows."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (rows, nodes), generator=generator)
+    parents = (torch.rand(rows, nodes, generator=generator) * torch.arange(nodes)).long()
+    sizes = torch.randint(1, nodes + 1, (rows, 1), generator=generator)
+    sizes[0] = nodes
+    parents = parents.masked_fill(torch.arange(nodes) >= sizes, ABSENT)
+    parents[:, 0] = NO_PARENT
+    deepest = max(len(walk(row, node)) for row in parents.tolist() for node in range(nodes))
+    return Proposal(tokens, parents, deepest)
+
+
+def walk(parents: list[int], node: int) -> list[int]:
+    """List the nodes from the first guess to ``node``."""
+    path = []
+    while parents[node] >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_paths(seed: int) -> None:
+    proposal = random_trees(seed)
+    rows, nodes = proposal.tokens.shape
+    assert proposal.present.tolist() == [[parent != ABSENT for parent in row] for row in proposal.parents.tolist()]
+    for node in range(nodes):
+        path_tokens = proposal.path_tokens(torch.where(proposal.present[:, node], node, 0))
+        assert path_tokens.shape == (rows, proposal.max_depth)
+        for row, parents in enumerate(proposal.parents.tolist()):
+            if parents[node] == ABSENT:
+                continue
+            path = walk(parents, node)
+            assert proposal.depth[row, node] == len(path)
+            assert set(proposal.ancestors[row, node].nonzero()[:, 0].tolist()) == {0, *path}
+            guesses = proposal.tokens[row, path].tolist()
+            assert path_tokens[row].tolist() == guesses + [-1] * (proposal.max_depth - len(path))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_child(seed: int) -> None:
+    proposal = random_trees(seed)
+    rows, nodes = proposal.tokens.shape
+    found = 0
+    for node in range(nodes):
+        for token in range(VOCABULARY):
+            child = proposal.child(torch.full((rows,), node), torch.full((rows,), token)).tolist()
+            for row in range(rows):
+                fitting = [
+                    i for i in range(1, nodes) if proposal.parents[row, i] == node and proposal.tokens[row, i] == token
+                ]
+                assert child[row] == (fitting[0] if fitting else -1)
+                found += len(fitting) > 1
+    assert found  # repeated siblings were among the cases
+
+
+def test_absent_nodes_are_their_own_ancestor_only() -> None:
+    parents = torch.tensor([[NO_PARENT, 0, ABSENT, 1, ABSENT]])
+    ancestors = ancestors_of(parents, max_depth=2)
+    assert ancestors[0, 2].tolist() == [False, False, True, False, False]
+    assert not ancestors[0, [0, 1, 3], :][:, [2, 4]].any()
+
+
+def test_chain() -> None:
+    root, guesses = torch.tensor([7, 8]), torch.tensor([[1, 2, 3], [4, 5, 6]])
+    proposal = Proposal.chain(root, guesses, counts=torch.tensor([3, 1]))
+    assert proposal.is_chain and proposal.max_depth == 3 and proposal.q is None
+    assert proposal.tokens.tolist() == [[7, 1, 2, 3], [8, 4, 5, 6]]
+    assert proposal.parents.tolist() == [[NO_PARENT, 0, 1, 2], [NO_PARENT, 0, ABSENT, ABSENT]]
+    assert proposal.depth[0].tolist() == [0, 1, 2, 3] and proposal.depth[1, :2].tolist() == [0, 1]
+    assert proposal.root.tolist() == [7, 8]
+    assert Proposal.chain(root, guesses).present.all()
+
+
+def test_nothing() -> None:
+    proposal = Proposal.nothing(torch.tensor([7, 8]))
+    assert proposal.tokens.tolist() == [[7], [8]]
+    assert proposal.max_depth == 0 and proposal.is_chain and proposal.q is None
+    assert proposal.path_tokens(torch.tensor([0, 0])).shape == (2, 0)
+    assert proposal.child(torch.tensor([0, 0]), torch.tensor([7, 8])).tolist() == [-1, -1]
+
+
+def test_tree_from_paths() -> None:
+    assert tree_from_paths([(0,), (1,), (0, 0)]) == ([NO_PARENT, 0, 0, 1], [0, 0, 1, 0])
+    assert tree_from_paths([(2, 1, 0), (0,)]) == ([NO_PARENT, 0, 0, 2, 3], [0, 0, 2, 1, 0])
+    paths = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+    parents, ranks = tree_from_paths(paths)
+    assert sorted(tuple(ranks[i] for i in walk(parents, node)) for node in range(1, len(parents))) == sorted(paths)
+    assert all(parent < node for node, parent in enumerate(parents))

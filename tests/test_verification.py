@@ -1,0 +1,559 @@
+"""The rules keep the target's law: measured against laws that were enumerated exactly, beside rules that are wrong.
+
+``fixtures/law_*.safetensors`` hold laws ``p`` and ``q`` over tiny vocabularies and, computed by exact enumeration in
+float64, how often each rule accepts which guesses and emits which token: ``<rule>/law/len{m}[a_1, ..., a_m, y]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
+from hf_spec.verification import Verdict, draw, follow, reject, traverse, verify
+
+Rule = Callable[[Proposal, Tensor, torch.Generator], Verdict]
+Pick = Callable[[Tensor, int, torch.Generator], Tensor]
+
+FIXTURES = Path(__file__).parent / "fixtures"
+CHAINS = ("chain_v3_l3", "chain_v4_l2_edge")
+TREES = ("tree_v3_k2_l3", "tree_v4_k2_l2")
+ROUNDS = 120_000
+TOO_FAR = 4.0  # standard deviations
+
+
+# --- The bench: laws as tables, a round per row, and a chi-square test ----------------------------------------------
+
+
+@cache
+def tables(name: str) -> dict[str, Tensor]:
+    return load_file(FIXTURES / f"law_{name}.safetensors")
+
+
+def guesses(name: str) -> int:
+    return sum(key.startswith("q/") for key in tables(name))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def after(table: Tensor, text: Tensor) -> Tensor:
+    """Look up the law after each ``text`` (rounds, length): (rounds, vocabulary)."""
+    return table[tuple(text.unbind(1))].expand(len(text), -1)
+
+
+def drawn(law: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw without replacement: the first to arrive, the second, ... of clocks that run as fast as the law says."""
+    return (law / torch.empty_like(law).exponential_(generator=generator)).topk(count).indices
+
+
+def best(law: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return law.topk(count).indices
+
+
+def drawn_with_replacement(law: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return torch.multinomial(law, count, replacement=True, generator=generator)
+
+
+@cache
+def propose(name: str, pick: Pick = drawn) -> tuple[Proposal, Tensor]:
+    """Guess once per row, level by level, as a drafter would; give the proposals and the target's laws."""
+    generator = seeded()
+    case, depth, width = tables(name), guesses(name), 2 if name in TREES else 1
+    texts = [torch.zeros(ROUNDS, 0, dtype=torch.long)]
+    parents, q = [NO_PARENT], []
+    level = [0]
+    for length in range(depth):
+        children = []
+        for parent in level:
+            law = after(case[f"q/len{length}"], texts[parent])
+            q.append(law)
+            for token in pick(law, width, generator).unbind(1):
+                children.append(len(texts))
+                texts.append(torch.cat([texts[parent], token[:, None]], dim=1))
+                parents.append(parent)
+        level = children
+    p = torch.stack([after(case[f"p/len{text.shape[1]}"], text) for text in texts], dim=1)
+    tokens = torch.stack([torch.zeros(ROUNDS, dtype=torch.long), *(text[:, -1] for text in texts[1:])], dim=1)
+    proposal = Proposal(
+        tokens=tokens,
+        parents=torch.tensor(parents).expand(ROUNDS, -1),
+        max_depth=depth,
+        q=torch.stack(q, dim=1).float(),
+        is_chain=width == 1,
+    )
+    return proposal, p.float()
+
+
+@cache
+def verdict_of(name: str, rule: Rule) -> Verdict:
+    return rule(*propose(name), seeded(1))
+
+
+def deviation(outcomes: Tensor, law: Tensor) -> float:
+    """Return how far ``outcomes`` (rounds,) are from ``law``, in standard deviations of a chi-square test."""
+    law = torch.where(law.flatten() < 1e-12, 0, law.flatten().double())
+    seen = torch.bincount(outcomes, minlength=len(law)).double()
+    expected = law * len(outcomes)
+    if seen[law == 0].any():
+        return math.inf
+    rare = (expected < 5) & (law > 0)
+    seen = torch.cat([seen[expected >= 5], seen[rare].sum()[None]])
+    expected = torch.cat([expected[expected >= 5], expected[rare].sum()[None]])
+    seen, expected = seen[expected > 0], expected[expected > 0]
+    freedom = max(len(seen) - 1, 1)
+    ratio = float(((seen - expected) ** 2 / expected).sum()) / freedom
+    spread = 2 / (9 * freedom)  # Wilson and Hilferty: the cube root is nearly normal
+    return (ratio ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+def outcomes_of(verdict: Verdict, vocabulary: int) -> Tensor:
+    """Number what was emitted, (rounds,): all texts of length 1, then all of length 2, ..."""
+    number = torch.zeros_like(verdict.counts)
+    for j, token in enumerate(verdict.tokens.unbind(1)):
+        number = torch.where(j < verdict.counts, (number + (j > 0)) * vocabulary + token, number)
+    return number
+
+
+def law_of(name: str, rule: str) -> Tensor:
+    return torch.cat([tables(name)[f"{rule}/law/len{m}"].flatten() for m in range(guesses(name) + 1)])
+
+
+def continued(name: str, verdict: Verdict, generator: torch.Generator) -> Tensor:
+    """Go on drawing from the target until every row has ``guesses + 1`` tokens, and number the texts, (rounds,)."""
+    text, number = verdict.tokens[:, :0], torch.zeros_like(verdict.counts)
+    for j, token in enumerate(verdict.tokens.unbind(1)):
+        law = after(tables(name)[f"p/len{j}"], text)
+        own = torch.multinomial(law, 1, generator=generator)[:, 0]
+        text = torch.cat([text, torch.where(j < verdict.counts, token, own)[:, None]], dim=1)
+        number = number * law.shape[1] + text[:, -1]
+    return number
+
+
+def lossless(name: str, rule: Rule, pick: Pick = drawn) -> bool:
+    generator = seeded(1)
+    text = continued(name, rule(*propose(name, pick), generator), generator)
+    return deviation(text, tables(name)["target_joint"]) < TOO_FAR
+
+
+# --- The law --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "law", "rule"),
+    [(name, law, rule) for name in CHAINS for law, rule in (("token", reject), ("block", traverse))]
+    + [(name, law, rule) for name in TREES for law, rule in (("rrsw", reject), ("traversal", traverse))],
+)
+def test_drawn_guesses(name: str, law: str, rule: Rule) -> None:
+    verdict = verdict_of(name, rule)
+    assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), law_of(name, law)) < TOO_FAR
+    assert deviation(continued(name, verdict, seeded(2)), tables(name)["target_joint"]) < TOO_FAR
+
+
+@pytest.mark.parametrize("name", CHAINS + TREES)
+def test_chosen_guesses(name: str) -> None:
+    proposal, p = propose(name, best)
+    verdict = verify(replace(proposal, q=None), p, "block", seeded(1))
+    assert deviation(outcomes_of(verdict, p.shape[-1]), law_of(name, "pointmass")) < TOO_FAR
+    assert deviation(continued(name, verdict, seeded(2)), tables(name)["target_joint"]) < TOO_FAR
+
+
+@pytest.mark.parametrize("name", CHAINS + TREES)
+def test_traverse_accepts_more(name: str) -> None:
+    simple, longer = ((verdict_of(name, rule).counts - 1).double().mean() for rule in (reject, traverse))
+    laws = ("token", "block") if name in CHAINS else ("rrsw", "traversal")
+    for accepted, law in zip((simple, longer), laws, strict=True):
+        assert accepted == pytest.approx(float(tables(name)[f"{law}/expected_accepted"]), abs=0.015)
+    assert longer > simple + 0.03
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_chain_equals_tree(rule: Rule) -> None:
+    proposal, p = propose("chain_v3_l3")
+    ragged = proposal.parents.masked_fill(torch.arange(4) > torch.arange(ROUNDS)[:, None] % 4, ABSENT)
+    for chain in (proposal, replace(proposal, parents=ragged)):
+        fast, slow = rule(chain, p, seeded(1)), rule(replace(chain, is_chain=False), p, seeded(1))
+        assert torch.equal(fast.tokens, slow.tokens) and torch.equal(fast.path, slow.path)
+    assert (fast.counts - 1 <= torch.arange(ROUNDS) % 4).all()
+
+
+def test_drafter_may_stop_because_of_earlier_draws() -> None:
+    def stopping(rule: Rule, proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+        stopped = torch.nn.functional.pad((proposal.tokens[:, 1:-1] == 0).cumsum(1) > 0, (2, 0))
+        return rule(replace(proposal, parents=proposal.parents.masked_fill(stopped, ABSENT)), p, generator)
+
+    assert lossless("chain_v3_l3", partial(stopping, reject))
+    assert lossless("chain_v3_l3", partial(stopping, traverse))
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_siblings_drawn_with_replacement_are_fine(rule: Rule) -> None:
+    assert lossless("tree_v4_k2_l2", rule, drawn_with_replacement)  # a repeat is passed over
+
+
+# --- Irregular trees, another one in every row ----------------------------------------------------------------------
+
+
+def exact_law(tokens: list[int], parents: list[int], p: Tensor, q: Tensor, rule: Rule) -> Tensor:
+    """Enumerate how often each node is the last accepted one and which token follows: (nodes, vocabulary) float64.
+
+    The slow twin: recursive as in the papers, one child at a time.
+    """
+    law = torch.zeros_like(p, dtype=torch.float64)
+
+    def visit(node: int, reach: Tensor, turn: Tensor) -> Tensor:
+        """Spend ``turn``, the probability that it is this node's turn; return what of it goes on to the next path."""
+        left, guess, weight = p[node].double(), q[node].double(), turn
+        for child in (i for i, parent in enumerate(parents) if parent == node):
+            ratio = left[tokens[child]] / guess[tokens[child]]
+            if rule is reject:
+                visit(child, reach, weight * ratio.clamp(max=1))
+                weight = weight * (1 - ratio.clamp(max=1))
+            else:
+                weight = visit(child, (reach * ratio).clamp(max=1), weight)
+            rest = (reach * left - guess).clamp(min=0)
+            reach = rest.sum() / (rest.sum() + 1 - reach)
+            left = rest / rest.sum() if rest.sum() > 0 else left
+            guess = guess.index_fill(0, torch.tensor(tokens[child]), 0)
+            guess = guess / guess.sum()
+        law[node] += weight * reach * left
+        return weight * (1 - reach)
+
+    one = torch.ones((), dtype=torch.float64)
+    visit(0, one, one)
+    return law
+
+
+def ends_of(verdict: Verdict, vocabulary: int) -> Tensor:
+    return verdict.path[:, -1] * vocabulary + verdict.tokens[:, -1]
+
+
+@pytest.mark.parametrize(("rule", "name"), [(reject, "rrsw"), (traverse, "traversal")])
+def test_fixed_tree(rule: Rule, name: str) -> None:
+    case = tables("fixed_tree_a")
+    tokens, parents, p, q = case["tokens"], case["parents"], case["p"], case["q"]
+    law = case[f"{name}/out"]
+    assert torch.allclose(exact_law(tokens.tolist(), parents.tolist(), p, q, rule), law, atol=1e-12)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.expand(ROUNDS, *x.shape)
+
+    verdict = rule(Proposal(rows(tokens), rows(parents), 3, rows(q.float())), rows(p.float()), seeded())
+    assert deviation(ends_of(verdict, p.shape[1]), law) < TOO_FAR
+    chosen = verify(Proposal(rows(tokens), rows(parents), 3), rows(p.float()), "block", seeded())
+    assert deviation(ends_of(chosen, p.shape[1]), case["pointmass/out"]) < TOO_FAR
+
+
+def random_tree(nodes: int, vocabulary: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
+    """Grow a tree by hanging nodes anywhere; families interleave and siblings differ."""
+    tokens, parents = [0], [NO_PARENT]
+    while len(tokens) < nodes:
+        parent = int(torch.randint(len(tokens), (), generator=generator))
+        token = int(torch.randint(vocabulary, (), generator=generator))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            tokens.append(token)
+            parents.append(parent)
+    return tokens, parents
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_another_tree_in_every_row(rule: Rule) -> None:
+    generator, vocabulary, widest, copies = seeded(3), 5, 9, 20_000
+    sizes = (9, 1, 7, 2, 9, 4)
+    trees = [random_tree(size, vocabulary, generator) for size in sizes]
+    p, q = torch.randn(2, len(sizes), widest, vocabulary, generator=generator).mul(1.5).softmax(-1)
+    tokens = torch.tensor([tree + [0] * (widest - len(tree)) for tree, _ in trees])
+    parents = torch.tensor([tree + [ABSENT] * (widest - len(tree)) for _, tree in trees])
+    proposal = Proposal(
+        *(x.repeat_interleave(copies, dim=0) for x in (tokens, parents)),
+        max_depth=widest - 1,
+        q=q.repeat_interleave(copies, dim=0),
+    )
+    verdict = rule(proposal, p.repeat_interleave(copies, dim=0), generator)
+    for row, ends in enumerate(ends_of(verdict, vocabulary).split(copies)):
+        assert deviation(ends, exact_law(*trees[row], p[row], q[row], rule)) < TOO_FAR
+
+
+# --- Wrong on purpose: the bench must see it ------------------------------------------------------------------------
+
+
+def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: str | None = None) -> Verdict:
+    """Verify chains by blocks as arXiv 2403.10444 writes it down, or with a ``mistake`` that somebody shipped."""
+    assert proposal.q is not None
+    rows, last = torch.arange(len(p)), proposal.max_depth
+    reach, accepted = torch.ones(len(p)), torch.zeros(len(p), dtype=torch.long)
+    stopped = torch.zeros(len(p), dtype=torch.bool)
+    laws = [p[:, 0] - proposal.q[:, 0]]
+    for i in range(1, last + 1):
+        token = proposal.tokens[:, i]
+        reach = (reach * p[rows, i - 1, token] / proposal.q[rows, i - 1, token]).clamp(max=1)
+        chance = reach
+        if i < last:
+            rest = (reach[:, None] * p[:, i] - proposal.q[:, i]).clamp(min=0)
+            chance = (rest.sum(1) / (rest.sum(1) + 1 - reach)).nan_to_num(nan=1.0)
+            laws.append(p[:, i] - proposal.q[:, i] if mistake == "residual of the token rule" else rest)
+        taken = torch.rand(len(p), generator=generator) <= chance
+        if mistake == "stop at the first rejection":
+            stopped |= ~taken
+            taken = taken & ~stopped
+        accepted = torch.where(taken, i, accepted)
+    law = torch.stack([*laws, p[:, last]], dim=1)[rows, accepted].clamp(min=0)
+    token = draw(torch.where(law.sum(1, keepdim=True) > 0, law, p[rows, accepted]), generator)
+    tokens = torch.cat([proposal.tokens[:, 1:], token[:, None]], dim=1).scatter(1, accepted[:, None], token[:, None])
+    return Verdict(torch.arange(last + 1).clamp(max=accepted[:, None]), tokens, accepted + 1)
+
+
+def test_block_twin_is_right() -> None:
+    proposal, p = propose("chain_v3_l3")
+    verdict = block(proposal, p, seeded(1))
+    assert deviation(outcomes_of(verdict, p.shape[-1]), law_of("chain_v3_l3", "block")) < TOO_FAR
+    assert lossless("chain_v3_l3", block)
+
+
+@pytest.mark.parametrize("mistake", ["stop at the first rejection", "residual of the token rule"])
+def test_wrong_block_rule_is_seen(mistake: str) -> None:
+    assert not lossless("chain_v3_l3", partial(block, mistake=mistake))
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("name", ["chain_v3_l3", "tree_v4_k2_l2"])
+def test_chosen_guesses_verified_as_if_drawn_are_seen(name: str, rule: Rule) -> None:
+    assert not lossless(name, rule, best)
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+def test_siblings_weighed_by_a_law_that_forgets_to_shrink_are_seen(shrinks: bool) -> None:
+    def one_by_one(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+        """Verify the two children of the root as a chain of one guess each, the second against what is left."""
+        assert proposal.q is not None
+        tokens, p, q = proposal.tokens, p[:, :2], proposal.q[:, :1]
+        first = reject(Proposal.chain(tokens[:, 0], tokens[:, 1:2], q=q), p, generator)
+        left = torch.cat([(p[:, :1] - q).relu(), p[:, 1:]], dim=1)
+        left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+        if shrinks:
+            q = q.scatter(2, tokens[:, None, 1:2], 0)
+        guess = torch.cat([left[:, :1], p_after(tokens[:, 2:3])], dim=1)
+        second = reject(Proposal.chain(tokens[:, 0], tokens[:, 2:3], q=q), guess, generator)
+        taken = first.counts > 1
+        text = torch.where(taken[:, None], first.tokens, second.tokens)
+        return Verdict(first.path, torch.cat([text, text[:, :1]], dim=1), torch.where(taken, 2, second.counts))
+
+    def p_after(text: Tensor) -> Tensor:
+        return after(tables("tree_v4_k2_l2")["p/len1"], text).float()[:, None]
+
+    assert lossless("tree_v4_k2_l2", one_by_one) == shrinks
+
+
+def test_guesses_dropped_after_they_were_drawn_are_seen() -> None:
+    def dropping(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+        dropped = torch.nn.functional.pad((proposal.tokens[:, 1:] == 0).cumsum(1) > 0, (1, 0))
+        return traverse(replace(proposal, parents=proposal.parents.masked_fill(dropped, ABSENT)), p, generator)
+
+    assert not lossless("chain_v3_l3", dropping)
+
+
+def test_one_rule_is_not_another() -> None:
+    proposal, p = propose("chain_v3_l3")
+    assert deviation(outcomes_of(traverse(proposal, p, seeded(1)), 3), law_of("chain_v3_l3", "token")) > TOO_FAR
+
+
+# --- Looking up ------------------------------------------------------------------------------------------------------
+
+
+def test_follow_against_a_walk_by_hand() -> None:
+    generator, vocabulary = seeded(), 3
+    trees = [random_tree(size, vocabulary, generator) for size in (8, 8, 5, 3, 1, 8)] * 5
+    for tokens, parents in trees:  # a copy of node 1 and what hangs on it must not matter
+        tokens += [tokens[1], 0] if len(tokens) == 8 else [0] * (10 - len(tokens))
+        parents += [parents[1], 8] if len(parents) == 8 else [ABSENT] * (10 - len(parents))
+    chosen = torch.randint(vocabulary, (len(trees), 10), generator=generator)
+    calls = []
+
+    def choose(node: Tensor) -> Tensor:
+        calls.append(node)
+        return chosen.gather(1, node[:, None])[:, 0]
+
+    verdict = follow(Proposal(*(torch.tensor(x) for x in zip(*trees, strict=True)), max_depth=9), choose)
+    assert len(calls) <= 10
+    for row, (tokens, parents) in enumerate(trees):
+        path, emitted = [0], [int(chosen[row, 0])]
+        while children := [
+            i for i, token in enumerate(tokens) if parents[i] == path[-1] and i and token == emitted[-1]
+        ]:
+            path.append(children[0])
+            emitted.append(int(chosen[row, path[-1]]))
+        assert verdict.counts[row] == len(path)
+        assert verdict.path[row].tolist() == path + [path[-1]] * (10 - len(path))
+        assert verdict.tokens[row].tolist() == emitted + [emitted[-1]] * (10 - len(path))
+    assert {1, 2, 3} <= set(verdict.counts.tolist())
+
+
+def test_follow_keeps_the_token_of_a_row_that_stopped() -> None:
+    proposal = Proposal.chain(torch.zeros(2, dtype=torch.long), torch.tensor([[1, 1], [1, 1]]))
+    tokens = iter(torch.tensor([[1, 2], [1, 1], [3, 1]]))  # by call: row 1 says 2 first and must not be asked again
+    verdict = follow(proposal, lambda node: next(tokens))
+    assert verdict.counts.tolist() == [3, 1]
+    assert verdict.tokens.tolist() == [[1, 1, 3], [2, 2, 2]]
+
+
+# --- Edges -----------------------------------------------------------------------------------------------------------
+
+
+def chain_of(p: Tensor, q: Tensor, copies: int = 500) -> tuple[Proposal, Tensor]:
+    """Repeat one law of the target and one of the draft at every node of chains of three drawn guesses."""
+    tokens = torch.multinomial(q.expand(copies, -1), 3, replacement=True, generator=seeded())
+    root = torch.zeros(copies, dtype=torch.long)
+    return Proposal.chain(root, tokens, q=q.expand(copies, 3, -1)), p.expand(copies, 4, -1)
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("is_chain", [True, False])
+class TestEdges:
+    def test_same_laws_accept_everything(self, rule: Rule, is_chain: bool) -> None:
+        law = torch.randn(50, generator=seeded()).softmax(-1)
+        proposal, p = chain_of(law, law)
+        assert (rule(replace(proposal, is_chain=is_chain), p, seeded()).counts == 4).all()
+
+    def test_disjoint_laws_accept_nothing(self, rule: Rule, is_chain: bool) -> None:
+        proposal, p = chain_of(torch.tensor([0.5, 0.5, 0, 0]), torch.tensor([0, 0, 0.3, 0.7]))
+        verdict = rule(replace(proposal, is_chain=is_chain), p, seeded())
+        assert (verdict.counts == 1).all() and (verdict.tokens[:, 0] <= 1).all() and (verdict.path == 0).all()
+
+    def test_certain_target(self, rule: Rule, is_chain: bool) -> None:
+        proposal, p = chain_of(torch.tensor([0, 1.0, 0]), torch.tensor([0.2, 0.6, 0.2]))
+        verdict = rule(replace(proposal, is_chain=is_chain), p, seeded())
+        hits = (proposal.tokens[:, 1:] == 1).long().cumprod(1).sum(1)
+        assert torch.equal(verdict.counts, hits + 1) and (verdict.tokens == 1).all()
+
+    def test_rows_without_guesses(self, rule: Rule, is_chain: bool) -> None:
+        proposal, p = chain_of(torch.tensor([0.1, 0.9]), torch.tensor([0.5, 0.5]), copies=20_000)
+        parents = proposal.parents.masked_fill(torch.arange(4) > 0, ABSENT)
+        verdict = rule(replace(proposal, parents=parents, is_chain=is_chain), p, seeded())
+        assert (verdict.counts == 1).all()
+        assert deviation(verdict.tokens[:, 0], torch.tensor([0.1, 0.9])) < TOO_FAR
+
+    def test_a_coin_of_zero_accepts_nothing_impossible(
+        self, rule: Rule, is_chain: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype))
+        proposal, p = chain_of(torch.tensor([0, 0.4, 0.6]), torch.tensor([1.0, 0, 0]))
+        verdict = rule(replace(proposal, is_chain=is_chain), p)
+        assert (verdict.counts == 1).all() and (verdict.tokens == 1).all()
+
+    def test_the_largest_coin_accepts_what_is_certain(
+        self, rule: Rule, is_chain: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, 1 - 2**-53, dtype=dtype))
+        law = torch.tensor([0.3, 0.7, 0])
+        proposal, p = chain_of(law, law)
+        verdict = rule(replace(proposal, is_chain=is_chain), p)
+        assert (verdict.counts == 4).all() and (verdict.tokens[:, -1] == 1).all()
+
+    def test_seed(self, rule: Rule, is_chain: bool) -> None:
+        proposal, p = chain_of(torch.tensor([0.1, 0.2, 0.7]), torch.tensor([0.4, 0.4, 0.2]))
+        proposal = replace(proposal, is_chain=is_chain)
+        once, again, other = (rule(proposal, p, seeded(seed)).tokens for seed in (1, 1, 2))
+        assert torch.equal(once, again) and not torch.equal(once, other)
+
+    def test_nothing_waits_for_the_device(self, rule: Rule, is_chain: bool) -> None:
+        """Tensors without data cannot be read, so a rule that reads one on the host raises here."""
+        proposal, p = chain_of(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
+        assert proposal.q is not None
+        there = Proposal(
+            proposal.tokens.to("meta"), proposal.parents.to("meta"), 3, proposal.q.to("meta"), is_chain=is_chain
+        )
+        assert rule(there, p.to("meta")).tokens.shape == (500, 4)
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(self, rule: Rule, is_chain: bool) -> None:
+        case = tables("fixed_tree_a")
+        tokens, parents, p, q = (case[key].cuda() for key in ("tokens", "parents", "p", "q"))
+        if is_chain:  # the law of its first branch
+            tokens, parents, p, q = tokens[[0, 1, 4, 7]], torch.arange(-1, 3).cuda(), p[[0, 1, 4, 7]], q[[0, 1, 4]]
+        rows = [x.expand(ROUNDS, *x.shape) for x in (tokens, parents, q.float(), p.float())]
+        generator = torch.Generator("cuda").manual_seed(0)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            verdict = rule(Proposal(rows[0], rows[1], 3, rows[2], is_chain=is_chain), rows[3], generator)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        q = torch.cat([q, q[:1]])[: len(p)]
+        law = exact_law(tokens.tolist(), parents.tolist(), p.cpu(), q.cpu(), rule)
+        assert deviation(ends_of(verdict, p.shape[1]).cpu(), law) < TOO_FAR
+
+
+def test_siblings_that_were_never_drawn_are_passed_over() -> None:
+    """A one-hot draft has no second child to give: whatever stands there, repeated or not, must not bend the law."""
+    rounds, p = 60_000, torch.tensor([0.5, 0.3, 0.2])
+    tokens = torch.tensor([0, 1, 1, 2]).expand(rounds, -1)
+    q = torch.tensor([0, 1.0, 0]).expand(rounds, 1, -1)
+    proposal = Proposal(tokens, torch.tensor([-1, 0, 0, 0]).expand(rounds, -1), 1, q)
+    for rule in (reject, traverse):
+        verdict = rule(proposal, p.expand(rounds, 4, -1), seeded())
+        assert deviation(verdict.tokens[:, 0], p) < TOO_FAR
+        assert (verdict.path < 2).all()
+
+
+def test_tiny_q_does_not_overflow() -> None:
+    q = torch.tensor([1.0, 1e-39])
+    proposal = Proposal.chain(torch.zeros(1, dtype=torch.long), torch.tensor([[0, 1]]), q=q.expand(1, 2, -1))
+    verdict = traverse(proposal, torch.tensor([0, 1.0]).expand(1, 3, -1), seeded())
+    assert verdict.counts.tolist() == [1] and verdict.tokens.tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_no_guesses(rule: str) -> None:
+    p = torch.tensor([0.2, 0.8]).expand(20_000, 1, -1)
+    nothing = Proposal.nothing(torch.zeros(20_000, dtype=torch.long))
+    for proposal in (nothing, replace(nothing, q=p[:, :0])):
+        verdict = verify(proposal, p, rule, seeded())
+        assert verdict.tokens.shape == verdict.path.shape == (20_000, 1) and (verdict.counts == 1).all()
+        assert deviation(verdict.tokens[:, 0], p[0, 0]) < TOO_FAR
+
+
+def test_verify_picks_the_rule() -> None:
+    proposal, p = propose("chain_v3_l3")
+    assert torch.equal(verify(proposal, p, "token", seeded(1)).path, reject(proposal, p, seeded(1)).path)
+    assert torch.equal(verify(proposal, p, "block", seeded(1)).path, traverse(proposal, p, seeded(1)).path)
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_chosen_guesses_are_refused(rule: Rule) -> None:
+    chosen = Proposal.chain(torch.zeros(1, dtype=torch.long), torch.ones(1, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match="follow"):
+        rule(chosen, torch.full((1, 3, 2), 0.5), seeded())
+
+
+# --- One draw --------------------------------------------------------------------------------------------------------
+
+
+def test_draw_has_the_law() -> None:
+    weights = torch.tensor([0, 3.0, 0, 1e-3, 2, 0.5, 0])  # need not sum to one
+    tokens = draw(weights.expand(400, 500, -1), seeded())
+    assert tokens.shape == (400, 500)
+    assert deviation(tokens.flatten(), weights / weights.sum()) < TOO_FAR
+    assert draw(weights, seeded()).shape == ()
+
+
+@pytest.mark.parametrize("coin", [0, 0.5, 1 - 2**-53])
+def test_draw_never_gives_the_impossible(coin: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, coin, dtype=dtype))
+    laws = torch.tensor([[0, 0, 1, 0], [0, 1e-38, 0, 0], [0, 1e-30, 1, 0], [0.5, 0, 0, 0.5]])
+    assert (laws.gather(1, draw(laws)[:, None]) > 0).all()
+
+
+def test_draw_reaches_the_tail_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    law = torch.full((150_001,), 1e-9)
+    law[0] = 1  # in float32, 1 + 1e-9 is 1: a rounded sum would never move again
+    coin = float(law[:75_001].double().sum() / law.double().sum())
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, coin, dtype=dtype))
+    assert abs(int(draw(law)) - 75_001) <= 1
