@@ -53,7 +53,7 @@ OF_THE_PREFIX: frozenset[type] = frozenset(
         host.MinNewTokensLengthLogitsProcessor,
         host.NoBadWordsLogitsProcessor,
         host.NoRepeatNGramLogitsProcessor,
-        host.PrefixConstrainedLogitsProcessor,
+        host.PrefixConstrainedLogitsProcessor,  # its function is given the row and the prefix and told nothing else
         host.RepetitionPenaltyLogitsProcessor,
         host.SequenceBiasLogitsProcessor,
         host.SuppressTokensAtBeginLogitsProcessor,
@@ -105,7 +105,7 @@ class Processors:
         """
 
         def law(logits: Tensor) -> Tensor:
-            scores = self.warp(logits.flatten(0, -2).float())  # (rows, vocab)
+            scores = self.warp(logits.reshape(-1, logits.shape[-1]).float())  # (rows, vocab)
             return scores.log_softmax(-1).view(logits.shape)
 
         return law
@@ -198,9 +198,8 @@ class NodeScores:
             return self._processors.warp(logits)
         proposal, longest = self._proposal, max(self._lengths)
         spill = longest + proposal.max_depth
-        guessed = proposal.ancestors[batch, node]  # (pairs, nodes)
-        guessed[:, 0] = False
-        column = (self._ends[batch] - 1).masked_fill(~guessed, spill)
+        on_path = proposal.ancestors[batch, node]  # (pairs, nodes), the root too, which falls on itself
+        column = (self._ends[batch] - 1).masked_fill(~on_path, spill)
         tokens = self._text.new_zeros((len(batch), spill + 1))
         tokens[:, :longest] = self._text[batch, :longest]
         tokens.scatter_(1, column, proposal.tokens[batch])

@@ -1,0 +1,352 @@
+"""Processors at the nodes of a proposal, against plain calls node by node."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as host
+
+from hf_spec.logits import NodeScores, Processors, pure
+from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
+
+BATCH = 5  # rows of the generate call, of which ROWS are still going on
+ROWS = [3, 0, 2, 4]
+LENGTHS = [7, 1, 5, 3]
+VOCAB = 48
+WORDS = 6  # text and guesses use so few tokens that n-grams repeat and bans meet guesses
+EOS = 2
+
+
+def is_even(row: int, prefix: Tensor) -> list[int]:
+    """Allow other tokens in every row and after every prefix."""
+    return [token for token in range(VOCAB) if (token + row + int(prefix.sum())) % 3]
+
+
+MEMORYLESS: dict[str, Callable[[], LogitsProcessor]] = {
+    "temperature": lambda: host.TemperatureLogitsWarper(0.6),
+    "top_k": lambda: host.TopKLogitsWarper(7),
+    "top_k_keep": lambda: host.TopKLogitsWarper(1, min_tokens_to_keep=3),
+    "top_p": lambda: host.TopPLogitsWarper(0.7),
+    "top_p_small": lambda: host.TopPLogitsWarper(0.01, min_tokens_to_keep=2),
+    "top_h": lambda: host.TopHLogitsWarper(0.5),
+    "min_p": lambda: host.MinPLogitsWarper(0.2),
+    "typical": lambda: host.TypicalLogitsWarper(0.5),
+    "typical_small": lambda: host.TypicalLogitsWarper(0.05, min_tokens_to_keep=2),
+    "epsilon": lambda: host.EpsilonLogitsWarper(0.02),
+    "eta": lambda: host.EtaLogitsWarper(0.05),
+    "normalise": lambda: host.LogitNormalization(),
+    "suppress": lambda: host.SuppressTokensLogitsProcessor([1, 4, 40]),
+    "bark": lambda: host.BarkEosPrioritizerLogitsProcessor(EOS, 0.02),
+}
+
+OF_THE_PREFIX: dict[str, Callable[[], LogitsProcessor]] = {
+    "min_length": lambda: host.MinLengthLogitsProcessor(7, EOS),
+    "min_new_tokens": lambda: host.MinNewTokensLengthLogitsProcessor(4, 3, [EOS, 5]),
+    "repetition": lambda: host.RepetitionPenaltyLogitsProcessor(1.7),
+    "repetition_prompt": lambda: host.RepetitionPenaltyLogitsProcessor(0.6, prompt_ignore_length=4),
+    "repetition_padding": lambda: host.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 4, 5, 1])),
+    "ngram_1": lambda: host.NoRepeatNGramLogitsProcessor(1),
+    "ngram_2": lambda: host.NoRepeatNGramLogitsProcessor(2),
+    "ngram_3": lambda: host.NoRepeatNGramLogitsProcessor(3),
+    "bias": lambda: host.SequenceBiasLogitsProcessor({(3,): -2.0, (0, 1): 3.0, (2, 1): 2.5, (1, 2, 3): 4.0}),
+    "bad_words": lambda: host.NoBadWordsLogitsProcessor([[4], [1, 2], [3, 3], [0, 5, 1]], EOS),
+    "allowed": lambda: host.PrefixConstrainedLogitsProcessor(is_even, 1),
+    "forced_bos": lambda: host.ForcedBOSTokenLogitsProcessor(3),
+    "forced_eos": lambda: host.ForcedEOSTokenLogitsProcessor(9, [EOS, 4]),
+    "decay": lambda: host.ExponentialDecayLengthPenalty((2, 1.4), EOS, 4),
+    "suppress_begin": lambda: host.SuppressTokensAtBeginLogitsProcessor([1, 2, 3], 6),
+    "codebooks": lambda: host.AlternatingCodebooksLogitsProcessor(2, 0, 4),
+    "watermark": lambda: host.WatermarkLogitsProcessor(VOCAB, "cpu"),
+    "watermark_self": lambda: host.WatermarkLogitsProcessor(
+        VOCAB, "cpu", seeding_scheme="selfhash", context_width=2, bias=1.0
+    ),
+}
+
+MIXED: dict[str, tuple[str, ...]] = {
+    "sampling": ("temperature", "top_k", "top_p"),
+    "penalty_sampling": ("bias", "repetition_padding", "ngram_2", "bad_words", "temperature", "top_k", "top_p"),
+    "lengths": ("min_length", "min_new_tokens", "forced_eos", "decay", "suppress_begin"),
+    "warper_before": ("top_k", "allowed", "temperature", "watermark"),
+    "allowed_bans": ("ngram_1", "allowed"),
+}
+
+CASES = {name: (name,) for name in [*MEMORYLESS, *OF_THE_PREFIX]} | MIXED
+
+
+def make(*names: str) -> LogitsProcessorList:
+    return LogitsProcessorList([(MEMORYLESS | OF_THE_PREFIX)[name]() for name in names])
+
+
+def chain(random: torch.Generator) -> Proposal:
+    tokens = torch.randint(0, WORDS, (len(ROWS), 5), generator=random)
+    return Proposal.chain(tokens[:, 0], tokens[:, 1:], torch.tensor([4, 2, 3, 0]))
+
+
+def tree(random: torch.Generator) -> Proposal:
+    tokens = torch.randint(0, WORDS, (len(ROWS), 9), generator=random)
+    parents = torch.tensor(
+        [
+            [NO_PARENT, 0, 0, 0, 1, 1, 3, 4, 7],
+            [NO_PARENT, 0, 1, 2, 3, 3, 2, ABSENT, ABSENT],
+            [NO_PARENT, 0, 1, 1, 0, 4, 4, 6, 6],
+            [NO_PARENT, 0, 0, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT],
+        ]
+    )
+    return Proposal(tokens, parents, max_depth=5)
+
+
+class Block:
+    """A scored proposal after a ragged text, behind which and at whose ABSENT nodes stands rubbish."""
+
+    def __init__(self, shape: Callable[[torch.Generator], Proposal], seed: int, dtype: torch.dtype = torch.float32):
+        random = torch.Generator().manual_seed(seed)
+        self.proposal = shape(random)
+        self.text = torch.randint(0, WORDS, (len(ROWS), 9), generator=random)
+        self.text[torch.arange(len(ROWS)), torch.tensor(LENGTHS) - 1] = self.proposal.root
+        logits = 2 * torch.randn(*self.proposal.tokens.shape, VOCAB, generator=random)
+        logits[:, :, :WORDS] += 3  # so that warpers let some guesses live
+        self.logits = logits.masked_fill(~self.proposal.present[:, :, None], float("nan")).to(dtype)
+
+    def scores(self, processors: LogitsProcessorList) -> NodeScores:
+        return NodeScores(Processors(processors), self.logits, self.proposal, self.text, LENGTHS, ROWS)
+
+    def nodes(self) -> list[tuple[int, int]]:
+        return [(b, i) for b, i in self.proposal.present.nonzero().tolist()]
+
+    def prefix(self, b: int, node: int) -> list[int]:
+        path = []
+        while node:
+            path.append(int(self.proposal.tokens[b, node]))
+            node = int(self.proposal.parents[b, node])
+        return self.text[b, : LENGTHS[b]].tolist() + path[::-1]
+
+    def plain(self, processors: LogitsProcessorList, b: int, node: int) -> Tensor:
+        """Do what plain ``generate`` does at a node: the whole batch at this length, of which one row matters."""
+        prefix = self.prefix(b, node)
+        input_ids = torch.ones(BATCH, len(prefix), dtype=torch.long)
+        input_ids[ROWS[b]] = torch.tensor(prefix)
+        scores = torch.randn(BATCH, VOCAB)
+        scores[ROWS[b]] = self.logits[b, node].float()
+        return processors(input_ids, scores)[ROWS[b]]
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    inf = float("inf")
+    return torch.equal(left.nan_to_num(7.0, inf, -inf), right.nan_to_num(7.0, inf, -inf))
+
+
+@pytest.mark.parametrize("shape", [chain, tree])
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_plain_calls(case: str, shape: Callable[..., Proposal]) -> None:
+    changed = reached = 0
+    for seed, dtype in enumerate([torch.float32, torch.bfloat16]):
+        block = Block(shape, seed, dtype)
+        before = block.logits.clone(), block.text.clone()
+        asked = block.scores(make(*CASES[case]))
+        plain = make(*CASES[case])
+        every = asked.every()
+        assert every.dtype == torch.float32 and not every.isnan().any()
+        expected: dict[tuple[int, int], Tensor] = {}
+        for b, node in block.nodes():  # parents come first
+            parent = int(block.proposal.parents[b, node])
+            if node and not set(CASES[case]) <= set(MEMORYLESS):
+                token = block.proposal.tokens[b, node]
+                possible = (b, parent) in expected and expected[b, parent].softmax(0)[token] > 0
+                if not possible:
+                    continue
+            expected[b, node] = block.plain(plain, b, node)
+            assert same(every[b, node], expected[b, node])
+            changed += not same(expected[b, node], block.logits[b, node].float())
+        for node in range(block.proposal.tokens.shape[1]):
+            at = [node if (b, node) in expected else 0 for b in range(len(ROWS))]
+            assert same(asked.at(torch.tensor(at)), torch.stack([expected[b, i] for b, i in enumerate(at)]))
+        reached += len(expected)
+        assert same(block.logits, before[0]) and torch.equal(block.text, before[1])
+    assert changed, "this setting never does anything, so it tests nothing"
+    assert reached > 2 * len(ROWS), "nothing but roots was compared"
+
+
+def test_infinities_are_removed_node_by_node() -> None:
+    block = Block(tree, 0)
+    block.logits[0, 0, 3], block.logits[0, 1, 4], block.logits[1, 2, 5] = float("inf"), -float("inf"), float("nan")
+    processors = LogitsProcessorList([host.InfNanRemoveLogitsProcessor()])
+    every = block.scores(processors).every()
+    assert every.isfinite().all()
+    for b, node in block.nodes():
+        assert torch.equal(every[b, node], block.plain(processors, b, node))
+
+
+def test_without_processors_scores_are_the_logits() -> None:
+    block = Block(tree, 0, torch.bfloat16)
+    asked = block.scores(LogitsProcessorList())
+    node = torch.tensor([4, 3, 0, 1])
+    assert torch.equal(asked.at(node), block.logits.float()[torch.arange(len(ROWS)), node])
+    present = block.proposal.present
+    assert torch.equal(asked.every()[present], block.logits.float()[present])
+
+
+def test_order_of_the_list_is_kept() -> None:
+    block = Block(chain, 0)
+    one = block.scores(make("repetition", "top_k")).every()
+    other = block.scores(make("top_k", "repetition")).every()
+    assert not torch.equal(one, other)
+
+
+def test_tied_logits_are_cut_as_for_a_row_alone() -> None:
+    block = Block(tree, 0)
+    block.logits = block.logits.round()
+    for names in [("top_k",), ("top_p",), ("min_p",), ("typical",), ("top_h",), ("epsilon",), ("eta",)]:
+        every = block.scores(make(*names)).every()
+        for b, node in block.nodes():
+            assert torch.equal(every[b, node], block.plain(make(*names), b, node)), names
+
+
+@pytest.mark.parametrize("names", [(), ("temperature", "top_k", "top_p", "min_p")])
+def test_memoryless_scores_never_wait_for_the_accelerator(names: tuple[str, ...]) -> None:
+    def ask(processors: LogitsProcessorList) -> NodeScores:
+        block = Block(tree, 0)
+        proposal = Proposal(block.proposal.tokens.to("meta"), block.proposal.parents.to("meta"), 5)
+        return NodeScores(
+            Processors(processors), block.logits.to("meta"), proposal, block.text.to("meta"), LENGTHS, ROWS
+        )
+
+    node = torch.zeros(len(ROWS), dtype=torch.long, device="meta")
+    asked = ask(make(*names))  # a meta tensor has no values, so reading one raises
+    assert asked.at(node).shape == (len(ROWS), VOCAB)
+    assert asked.every().shape == (len(ROWS), 9, VOCAB)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        ask(make("ngram_2")).at(node)
+
+
+def test_allowed_tokens_function_gets_original_rows_and_prefixes_that_can_be() -> None:
+    block = Block(tree, 1)
+    seen: list[tuple[int, tuple[int, ...]]] = []
+
+    def odd_only(row: int, prefix: Tensor) -> list[int]:
+        guesses = prefix.tolist()[LENGTHS[ROWS.index(row)] :]
+        assert all(token % 2 for token in guesses), "asked about a text it has forbidden"
+        seen.append((row, tuple(prefix.tolist())))
+        return list(range(1, VOCAB, 2))
+
+    constrain = host.PrefixConstrainedLogitsProcessor(odd_only, 1)
+    block.scores(LogitsProcessorList([constrain, host.InfNanRemoveLogitsProcessor()])).every()
+    prefixes = [(ROWS[b], tuple(block.prefix(b, node)), LENGTHS[b]) for b, node in block.nodes()]
+    odd = [(row, prefix) for row, prefix, length in prefixes if all(token % 2 for token in prefix[length:])]
+    assert sorted(seen) == sorted(odd)
+    assert len(ROWS) < len(odd) < len(prefixes)
+
+    seen.clear()
+    block.scores(LogitsProcessorList([constrain])).at(torch.zeros(len(ROWS), dtype=torch.long))
+    assert sorted(seen) == sorted((ROWS[b], tuple(block.prefix(b, 0))) for b in range(len(ROWS)))
+
+
+def test_scores_at_serves_any_pairs() -> None:
+    torch.manual_seed(0)
+    lengths, rows = [3, 1, 3, 5, 2], [1, 3, 1, 0, 2]
+    tokens = torch.randint(0, WORDS, (5, 6))
+    logits = torch.randn(5, VOCAB)
+    for case in CASES.values():
+        plain = make(*case)
+        scores = Processors(make(*case)).scores_at(logits, tokens, lengths, rows)
+        for pair, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+            batch = tokens[pair, :length].repeat(BATCH, 1)
+            assert same(scores[pair], plain(batch, logits[pair].repeat(BATCH, 1))[row]), case
+
+
+class Overwrite(LogitsProcessor):
+    """Write into what it is given, as careless processors do."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, input_ids[:, -1]] = -float("inf")
+        input_ids.fill_(0)
+        return scores
+
+
+def test_a_processor_that_writes_in_place_does_no_harm() -> None:
+    block = Block(tree, 0)
+    logits, text, tokens = block.logits.clone(), block.text.clone(), block.proposal.tokens.clone()
+    asked = block.scores(LogitsProcessorList([pure(Overwrite())]))
+    node = torch.tensor([2, 1, 1, 0])
+    assert torch.equal(asked.at(node), asked.at(node))
+    asked.every()
+    assert same(block.logits, logits) and torch.equal(block.text, text) and torch.equal(block.proposal.tokens, tokens)
+
+    scores = torch.zeros(2, VOCAB)
+    Processors(LogitsProcessorList([Overwrite()]))(torch.ones(2, 3, dtype=torch.long), scores)
+    assert not scores.any()
+
+
+def test_plain_call_is_in_float32() -> None:
+    scores = torch.randn(2, VOCAB, dtype=torch.bfloat16)
+    input_ids = torch.randint(0, WORDS, (2, 5))
+    processors = make("repetition", "temperature")
+    got = Processors(processors)(input_ids, scores)
+    assert got.dtype == torch.float32 and torch.equal(got, processors(input_ids, scores.float()))
+
+
+def test_draft_law_applies_the_warpers_once_and_nothing_else() -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(2, 3, VOCAB)
+    before = logits.clone()
+    law = Processors(LogitsProcessorList([*make("temperature", "ngram_2", "top_k"), Overwrite()])).draft_law()
+    once = logits / 0.6
+    once = once.masked_fill(once < once.topk(7).values[..., -1:], -float("inf")).log_softmax(-1)
+    assert torch.allclose(law(logits), once) and torch.equal(logits, before)
+    assert not torch.allclose(law(once), once), "the temperature was lost"
+    assert law(logits[0, 0].to(torch.bfloat16)).dtype == torch.float32
+    assert torch.allclose(Processors(LogitsProcessorList()).draft_law()(logits).exp().sum(-1), torch.ones(2, 3))
+
+
+def lockstep(processor: object) -> bool:
+    return Processors(LogitsProcessorList([processor])).lockstep
+
+
+def test_every_processor_of_transformers_has_its_tier() -> None:
+    known = {type(one()) for one in (MEMORYLESS | OF_THE_PREFIX).values()} | {host.InfNanRemoveLogitsProcessor}
+    for name, kind in inspect.getmembers(host, inspect.isclass):
+        if issubclass(kind, LogitsProcessor) and kind is not host.PrefixConstrainedLogitsProcessor:
+            assert lockstep(kind.__new__(kind)) == (kind not in known), name
+    for one in MEMORYLESS.values():
+        assert Processors(LogitsProcessorList([one()])).memoryless
+    for one in OF_THE_PREFIX.values():
+        processors = Processors(LogitsProcessorList([one()]))
+        assert not processors.memoryless and not processors.lockstep
+    assert lockstep(host.PrefixConstrainedLogitsProcessor(is_even, 2))
+
+
+def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
+    class Nothing(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores
+
+    @pure
+    class Declared(Nothing):
+        pass
+
+    class Derived(Declared):
+        pass
+
+    class Warmer(host.TemperatureLogitsWarper):
+        pass
+
+    assert lockstep(Nothing()) and not lockstep(pure(Nothing())) and lockstep(Nothing())
+    assert not lockstep(Declared())
+    assert lockstep(Derived()), "a subclass may keep a state"
+    assert lockstep(Warmer(0.5))
+    assert lockstep(lambda input_ids, scores: scores)
+    assert not lockstep(pure(lambda input_ids, scores: scores))
+    assert not Processors(LogitsProcessorList()).lockstep
+    assert Processors(LogitsProcessorList([*make("temperature"), Nothing()])).lockstep
+    assert not Processors(LogitsProcessorList([*make("temperature"), Declared()])).memoryless
+
+
+def test_watermarks_of_a_generation_config_are_sorted() -> None:
+    green = GenerationConfig(watermarking_config={"bias": 2.0}).watermarking_config
+    assert not lockstep(green.construct_processor(VOCAB, "cpu"))
+    synth = host.SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 2**8, 0, 16, torch.device("cpu"))
+    assert lockstep(synth)
