@@ -88,7 +88,7 @@ class SpeculativeDecoding:
             sample=chooser.samples_row_by_row and config.draft_sampling is not False,
         )
         drafter = speculator.drafter(request)
-        returns_cache = bool(generation_config.return_dict_in_generate) or target.cache_is_the_users
+        returns_cache = bool(generation_config.return_dict_in_generate) or target.slots.cache_is_the_users
         length = DraftLength(config)
 
         rows = list(range(len(input_ids)))
@@ -107,7 +107,7 @@ class SpeculativeDecoding:
                 scores = target.extend(proposal.tokens, proposal.ancestors)
             with stats.timed("choose"):
                 choice = chooser.choose(proposal, scores)
-                target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
+                target.slots.commit(choice.path, choice.kept, in_place=proposal.is_chain)
                 stats.step(rows, choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
         stats.finish()
         return self._output(text, target, record, stats, generation_config, returns_cache)
@@ -123,7 +123,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeOutput:
         sequences = text.finish()
         emitted = text.final_length - text.prompt_length
-        cache = target.release(emitted - 1) if returns_cache else None
+        cache = target.slots.release(emitted - 1) if returns_cache else None
         if not generation_config.return_dict_in_generate:
             return sequences
         return SpeculativeOutput(

@@ -11,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from .configuration import SpeculationConfig
 from .generation import SpeculativeDecoding
 from .speculators import as_speculator
-from .target import unhook_masks
+from .slots import unhook_masks
 
 _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
 

@@ -57,7 +57,7 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
     path = torch.tensor([[0, 1], [0, 0]], device=ids.device)
     first = ids[:, 1 : 1 + len(parents)]
     runner.extend(first, ancestors)
-    runner.commit(path, [2, 1])
+    runner.slots.commit(path, [2, 1])
     second = first.flip(0)
     logits = runner.extend(second, ancestors).logits  # (2, nodes, vocabulary)
     texts = [torch.cat([ids[0], first[0, :2]]), torch.cat([ids[1], first[1, :1]])]

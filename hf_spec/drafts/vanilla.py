@@ -75,7 +75,8 @@ class VanillaDrafter(Drafter):
         """Turn draft logits (..., vocabulary) into the log-law of guesses over the target's vocabulary."""
         wanted = _vocabulary(self._request.target)
         padded = torch.nn.functional.pad(logits.float(), (0, wanted - logits.shape[-1]), value=-torch.inf)
-        return self._request.law(padded)
+        # The processors keep tensors where the prompt is, which may be another device than the draft's.
+        return self._request.law(padded.to(self._request.input_ids.device)).to(self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
@@ -84,14 +85,14 @@ class VanillaDrafter(Drafter):
         """
         path, matched = self._came_true(tokens, counts)
         known = matched.tolist()
-        self._runner.commit(path, known, in_place=self._request.config.tree is None)
+        self._runner.slots.commit(path, known, in_place=self._request.config.tree is None)
         rest = [count - seen for count, seen in zip(counts.tolist(), known, strict=True)]
         width = max(rest)
         column = matched[:, None] + torch.arange(width, device=tokens.device)
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
         ancestors = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
         logits = self._runner.extend(block, ancestors).logits
-        self._runner.commit(block, rest, in_place=True)
+        self._runner.slots.commit(block, rest, in_place=True)
         last = torch.tensor(rest, device=tokens.device) - 1
         return logits[torch.arange(len(tokens), device=tokens.device), last]
 

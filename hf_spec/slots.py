@@ -1,0 +1,188 @@
+"""Score a forest of tokens over slots: who sees whom, for any model that asks transformers for its masks.
+
+The host's mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
+about *logical* columns, where a guess stands as far behind the text as it is deep, and then hides what a node must not
+see. Windows, chunks and patterns by layer come out right without knowing any model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+
+from .cache import SlotCache
+
+
+@dataclass
+class Block:
+    """Say who sees whom among the new nodes of a forward.
+
+    ``lengths`` (batch,) are the committed slots, ``depth`` (batch, forest) the depth of every open node, the new ones
+    last, and ``ancestors`` (batch, nodes, forest) the forest as the new nodes see it. ``asked`` counts how often the
+    model asked for a mask: a model that never asks would ignore the forest silently.
+    """
+
+    lengths: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    padding: Tensor | None
+    width: int
+    asked: int = 0
+
+    @cached_property
+    def _node(self) -> Tensor:
+        """Which open node stands in a column, negative for committed ones: (batch, columns)."""
+        return torch.arange(self.width, device=self.lengths.device) - self.lengths[:, None]
+
+    @cached_property
+    def query(self) -> Tensor:
+        """The logical column of each new node, (batch, nodes)."""
+        return self.lengths[:, None] + self.depth[:, -self.ancestors.shape[1] :]
+
+    @cached_property
+    def column(self) -> Tensor:
+        """The logical column of each slot: itself in the text, the depth behind the text in the forest."""
+        node = self._node
+        depth = self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
+        return torch.where(node < 0, node, depth) + self.lengths[:, None]
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """History, but for the left padding, and ancestors: (batch, nodes, columns) bool."""
+        node = self._node[:, None, :].expand(-1, self.ancestors.shape[1], -1)
+        forest = self.ancestors.gather(2, node.clamp(0, self.depth.shape[1] - 1))
+        seen = torch.where(node < 0, True, forest & (node < self.depth.shape[1]))
+        if self.padding is not None:
+            seen[:, :, : self.padding.shape[1]] &= self.padding[:, None, :]
+        return seen
+
+    def mask_function(self, inner: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
+        """Let the model's own ``inner(batch, head, query, key)`` judge logical columns, then hide what is hidden."""
+
+        def function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            if key.ndim == 0:  # the host maps over single indices
+                seen = self.visible[batch, query, key]
+                return seen & inner(batch, head, self.query[batch, query], self.column[batch, key])
+            visible = self.visible[:, None, :, first:]  # (batch, 1, nodes, columns)
+            if inner is causal_mask_function:  # implied: history and ancestors are never later
+                return visible
+            return visible & inner(batch, head, self.query[:, None, :, None], self.column[:, None, None, first:])
+
+        return function
+
+
+_block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
+
+
+def _hook_masks(implementation: str) -> None:
+    """Wrap the host's mask function once; without an open block the wrapper passes every call through."""
+    original = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+    if getattr(original, "_hf_spec", False):
+        return
+
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        block = _block.get()
+        if block is None:
+            return original(*args, **kwargs)
+        block.asked += 1
+        if implementation.startswith("flash"):  # takes no custom mask: only chains of one row come here
+            return None
+        function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"])
+        changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
+        return original(*args, **{**kwargs, **changed})
+
+    mask._hf_spec = True  # type: ignore[attr-defined]
+    mask._hf_spec_original = original  # type: ignore[attr-defined]
+    AttentionMaskInterface.register(implementation, mask)
+
+
+def unhook_masks() -> None:
+    """Give the host back its own mask functions."""
+    for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
+        if getattr(function, "_hf_spec", False):
+            AttentionMaskInterface.register(name, function._hf_spec_original)
+
+
+class Slots:
+    """Hold the slots of one model's text, the open forest behind it, and the masks over both.
+
+    ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none.
+    """
+
+    def __init__(self, cache: DynamicCache, batch: int, device: torch.device, padding: Tensor | None) -> None:
+        self.cache = SlotCache.adopt(cache, batch, device)
+        self.padding = None if padding is None else padding.to(device, torch.bool)
+        self._host_cache = cache
+        self._prompt = self.cache.rows.longest
+        self._open_depth: Tensor | None = None  # (batch, open nodes)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where lengths, paths and ancestors are kept."""
+        return self.cache.rows.lengths.device
+
+    @contextlib.contextmanager
+    def scoring(self, ancestors: Tensor, config: PreTrainedConfig) -> Iterator[Block]:
+        """Open the forest for new nodes during one forward of the model with ``config``.
+
+        ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, the new ones last, lie on the path to
+        each new node, itself included. A node without ancestors but itself follows the committed text.
+
+        Errors: a ValueError if the model never asked for a mask.
+        """
+        rows = self.cache.rows
+        depth = ancestors.sum(-1) - 1  # (batch, nodes)
+        forest_depth = depth if self._open_depth is None else torch.cat([self._open_depth, depth], dim=1)
+        width = rows.longest + rows.open + ancestors.shape[1]
+        block = Block(rows.lengths, forest_depth, ancestors, self.padding, width)
+        _hook_masks(config._attn_implementation)
+        token = _block.set(block)
+        try:
+            yield block
+        finally:
+            _block.reset(token)
+        if not block.asked:
+            raise ValueError(
+                f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, so "
+                "it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
+            )
+        self._open_depth = forest_depth
+        rows.open += ancestors.shape[1]
+
+    def advance(self, block: Block) -> Tensor:
+        """Count how far each new node stands behind the first token after the prompt, (batch, nodes)."""
+        return block.query - self._prompt
+
+    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+        """Make ``counts[b]`` nodes of ``path[b]`` (batch, m) text, and forget the rest of the forest.
+
+        ``in_place``: the forest is a chain, so that every path stands where it belongs.
+        """
+        self.cache.commit(path.to(self.device), counts, in_place)
+        self._open_depth = None
+
+    def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
+        """Go on with ``rows`` only; ``keep_finished`` saves the others for ``release``."""
+        self.cache.keep_rows(rows.to(self.device), keep_finished)
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, rows.to(self.device))
+
+    @property
+    def cache_is_the_users(self) -> bool:
+        """Tell whether the user handed the cache in, and so expects the text in it."""
+        return bool(getattr(self._host_cache, "_is_user_defined", False))
+
+    def release(self, committed: int) -> DynamicCache:
+        """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
+        self.cache.release(self._host_cache, self._prompt + committed)
+        return self._host_cache
