@@ -7,6 +7,10 @@ import torch
 from architectures import CORE, build, diverse, names, prompts
 from transformers import PreTrainedModel
 
+WINDOWED = dict.fromkeys(
+    """mistral qwen2:swa starcoder2:swa gemma2 gemma3_text gpt_oss olmo3 cohere2 gemma3n_text gemma4_text""".split(),
+    "sliding_window",
+) | {"llama4_text": "attention_chunk_size", "deepseek_v32": "index_topk"}
 # Nobody's seed makes these talk; xlm reads a left-padded row as if it were padded on the right.
 MONOTONOUS = ("camembert", "roc_bert", "xlm", "xlm-roberta")
 OWN_STATE = ("rwkv", "xlstm")
@@ -28,6 +32,11 @@ def test_core(name: str) -> None:
     assert diverse(text) >= 8
     assert torch.equal(text, greedy(build(name)))
     assert not torch.equal(text, greedy(build(name, seed=1)))
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_bite(name: str) -> None:
+    assert not torch.equal(greedy(build(name)), greedy(build(name, **{WINDOWED[name]: 64})))
 
 
 def test_core_is_known() -> None:
