@@ -74,7 +74,7 @@ MROPE = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": FULL_SLIDING
-    | {"rope_parameters": {kind: MROPE["rope_parameters"] for kind in ("full_attention", "sliding_attention")}},
+    | {"rope_parameters": {kind: dict(MROPE["rope_parameters"]) for kind in ("full_attention", "sliding_attention")}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
