@@ -13,7 +13,7 @@ Parents stand before their children. Rows may have fewer nodes than the widest o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -86,6 +86,13 @@ class Proposal:
         match = (self.parents == node[:, None]) & (self.tokens == token[:, None])  # (batch, nodes)
         found, index = match.max(dim=1)
         return torch.where(found, index, -1)
+
+    def to(self, device: torch.device) -> Proposal:
+        """Return the proposal on ``device``."""
+        if self.tokens.device == device:
+            return self
+        q = None if self.q is None else self.q.to(device)
+        return replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q)
 
     def path_tokens(self, node: Tensor) -> Tensor:
         """Return the guesses from the root to ``node`` (batch,), right-padded with -1: (batch, max_depth)."""

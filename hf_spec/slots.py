@@ -163,6 +163,12 @@ class Slots:
         """Count how far each new node stands behind the first token after the prompt, (batch, nodes)."""
         return block.query - self._prompt
 
+    def mask(self, block: Block) -> Tensor | None:
+        """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any."""
+        if self.padding is None:
+            return None
+        return torch.nn.functional.pad(self.padding.long(), (0, block.width - self.padding.shape[1]), value=1)
+
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make ``counts[b]`` nodes of ``path[b]`` (batch, m) text, and forget the rest of the forest.
 

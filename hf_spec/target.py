@@ -50,17 +50,23 @@ class _PrefillRecord:
 
 
 class TargetRunner:
-    """Hold one model's text for one ``generate`` call and score guesses that may follow it."""
+    """Hold one model's text for one ``generate`` call and score guesses that may follow it.
+
+    ``feature_layers`` name hidden states as the host does, ``hidden_states[i]`` being what layer i is given; the number
+    of layers itself is what the last layer gives, before the final norm, and -1 is the same after it.
+    """
 
     def __init__(
         self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
     ) -> None:
         self.model = model
         self.feature_layers = tuple(feature_layers)
+        self._num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.wants_hidden_states = hidden_states
         self.slots: Slots
         self._last_position: Tensor | None = None  # (..., batch or 1, 1) position of the prompt's last token
         self._step_kwargs: dict[str, Any] = {}
+        self._position_tables: list[nn.Module] = []
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -68,10 +74,11 @@ class TargetRunner:
         """Read the prompt the host's way and score its last token; the features cover the whole prompt."""
         if self.wants_hidden_states or self.feature_layers:
             model_kwargs["output_hidden_states"] = self.wants_hidden_states or list(self.feature_layers)
-        with self._recording() as record:
+        with self._watching() as unnormed, self._recording(unnormed) as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self._start(outputs.past_key_values, outputs.logits.shape[0], outputs.logits.device, model_kwargs)
         self._last_position = record.position
+        self._position_tables = _position_tables(self.model) if record.position is None else []
         features = torch.cat(record.features, dim=1) if record.features else None
         return Scores(outputs.logits[:, -1:], features, self._hidden_states(outputs))
 
@@ -87,6 +94,7 @@ class TargetRunner:
         if input_ids.shape[1] == 0:
             self._start(cache, input_ids.shape[0], input_ids.device, {"use_cache": True})
             self._last_position = input_ids.new_full((1, 1), -1) if takes_positions else None
+            self._position_tables = [] if takes_positions else _position_tables(model)
             return None
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
@@ -100,14 +108,33 @@ class TargetRunner:
     def _hidden_states(self, outputs: Any) -> tuple[Tensor, ...]:
         return tuple(outputs.hidden_states) if self.wants_hidden_states else ()
 
-    def _features(self, outputs: Any) -> Tensor | None:
+    def _features(self, outputs: Any, unnormed: list[Tensor]) -> Tensor | None:
         if not self.feature_layers:
             return None
-        states = [outputs.hidden_states[layer] for layer in self.feature_layers]
+        states = [
+            unnormed[-1] if layer == self._num_layers else outputs.hidden_states[layer] for layer in self.feature_layers
+        ]
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[_PrefillRecord]:
+    def _watching(self) -> Iterator[list[Tensor]]:
+        """Catch what the last layer gives to the final norm: the host's ``hidden_states[-1]`` has passed it."""
+        caught: list[Tensor] = []
+        if self._num_layers not in self.feature_layers:
+            yield caught
+            return
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            caught.append(output[0] if isinstance(output, tuple) else output)
+
+        hook = _last_layer(self.model, self._num_layers).register_forward_hook(after)
+        try:
+            yield caught
+        finally:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def _recording(self, unnormed: list[Tensor]) -> Iterator[_PrefillRecord]:
         """Note the positions and features of every forward of a prefill."""
         record = _PrefillRecord()
 
@@ -116,7 +143,7 @@ class TargetRunner:
             record.position = None if position is None else position[..., -1:]
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
-            if (features := self._features(outputs)) is not None:
+            if (features := self._features(outputs, unnormed)) is not None:
                 record.features.append(features)
 
         hooks = [
@@ -138,15 +165,16 @@ class TargetRunner:
         to each new node, itself included. A node without ancestors but itself follows the committed text.
         """
         tokens, ancestors = tokens.to(self.slots.device), ancestors.to(self.slots.device)
-        with self.slots.scoring(ancestors, self.model.config.get_text_config(decoder=True)) as block:
+        config = self.model.config.get_text_config(decoder=True)
+        with self._watching() as unnormed, self.slots.scoring(ancestors, config) as block:
             outputs = self.model(**self._inputs(tokens, block), return_dict=True)
-        return Scores(outputs.logits, self._features(outputs), self._hidden_states(outputs))
+        return Scores(outputs.logits, self._features(outputs, unnormed), self._hidden_states(outputs))
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
         inputs = {**self._step_kwargs, "input_ids": tokens, "past_key_values": self.slots.cache}
-        if (padding := self.slots.padding) is not None:
-            inputs["attention_mask"] = nn.functional.pad(padding.long(), (0, block.width - padding.shape[1]), value=1)
+        if (mask := self.slots.mask(block)) is not None:
+            inputs["attention_mask"] = mask
         if self._last_position is not None:
             inputs["position_ids"] = self._last_position + 1 + self.slots.advance(block)
         for name in TOKEN_TYPES:
@@ -166,6 +194,37 @@ class TargetRunner:
             name: value.index_select(0, rows.to(value.device)) if _has_rows(value, batch) else value
             for name, value in self._step_kwargs.items()
         }
+
+
+def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
+    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    return next(stack[-1] for stack in stacks if len(stack) == count)
+
+
+def _position_tables(model: PreTrainedModel) -> list[nn.Module]:
+    """Find the embeddings that number their input by the length of the cache, as decoders without ``position_ids`` do."""
+    wanted = {"past_key_values_length", "position_ids"}
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    return [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
+
+
+@contextlib.contextmanager
+def _positions(tables: list[nn.Module], position: Tensor) -> Iterator[None]:
+    """Let ``tables`` look up ``position`` (batch, nodes) during one forward: the cache has no length that suits all rows."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "position_ids": position.flatten()}  # they expect the same positions for every row
+
+    def after(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
+        return embedded.reshape(*position.shape, -1)
+
+    hooks = [table.register_forward_pre_hook(before, with_kwargs=True) for table in tables]
+    hooks += [table.register_forward_hook(after) for table in tables]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _has_rows(value: object, batch: int) -> bool:

@@ -14,13 +14,15 @@ PACKAGE = Path(__file__).parents[1] / "hf_spec"
 # A module may import from its own layer and from those above it in this list. A name stands for its submodules too.
 LAYERS = [
     ("proposal", "cache", "metrics", "configuration"),
-    ("verification", "logits", "stopping", "target", "drafts.base", "drafts.trees", "drafts.modeling"),
+    ("verification", "logits", "stopping", "slots", "target", "drafts.base", "drafts.trees", "drafts.feedback")
+    + ("drafts.modeling",),
     ("drafts",),
-    ("choice", "record", "selfcheck", "support", "text", "generation", "checkpoints", "speculators"),
+    ("choice", "record", "selfcheck", "support", "text", "generation", "checkpoints", "conversion")
+    + ("speculators",),
     ("integration", "training", "hub", "bench", "cli", "__main__", "demo"),
 ]
 # The only ones of the loop's layer that know which drafts exist.
-KNOW_DRAFTS = ("checkpoints", "speculators")
+KNOW_DRAFTS = ("checkpoints", "conversion", "speculators")
 DRAFTS, LOOP = 2, 3
 ROOT = ""
 

@@ -26,8 +26,9 @@ class Request:
     """What one ``generate`` call tells a speculator before the first guess.
 
     ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be empty
-    (``inputs_embeds``). ``features`` (batch, prompt, widths) are the target's hidden states at the layers the speculator
-    asked for. ``law`` turns draft logits (..., vocabulary of the target) into the log-law that guesses are drawn or
+    (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the speculator
+    asked for; their last position is the prompt's, but the target may have read more than ``input_ids`` (embeddings) or
+    less (a cache handed in). ``law`` turns draft logits (..., vocabulary of the target) into the log-law that guesses are drawn or
     chosen from, with the user's temperature, top-k, top-p, ... applied once. ``sample``: draw the guesses; choose them
     otherwise.
     """

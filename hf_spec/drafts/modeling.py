@@ -61,6 +61,7 @@ class DraftModel(PreTrainedModel, Speculator):
     def __init__(self, config: SpeculatorConfig, draft_vocab_size: int) -> None:
         super().__init__(config)
         layers, shared = config.layers, config.shared_with_target or ()
+        layers._attn_implementation = config._attn_implementation  # the host sets it where a sub-model is built
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()) and layers.model_type == "llama":
             self._supports_flash_attn = False  # llama's attention does not tell the kernel about windows
         size, vocabulary = layers.hidden_size, layers.vocab_size
@@ -220,8 +221,8 @@ class DraftModel(PreTrainedModel, Speculator):
             return
         if not (ids[1:] > ids[:-1]).all() or ids[0] < 0 or ids[-1] >= len(mask):
             raise ValueError(
-                f"d2t maps to ids {ids[:3].tolist()}...{ids[-3:].tolist()}, which must ascend within 0..{len(mask) - 1}: "
-                "d2t[i] is target id minus i, with the target ids sorted and distinct"
+                f"d2t maps to ids {ids[:3].tolist()}...{ids[-3:].tolist()}, which must ascend within "
+                f"0..{len(mask) - 1}: d2t[i] is target id minus i, with the target ids sorted and distinct"
             )
         if not torch.equal(mask.nonzero()[:, 0], ids):
             raise ValueError("t2d marks other tokens than d2t maps to; rebuild it as t2d[arange + d2t] = True")

@@ -64,7 +64,7 @@ class VanillaDrafter(Drafter):
         root = tokens.gather(1, counts[:, None] - 1)[:, 0]
         self._open = (tokens[:, :0], tokens[:, :0])
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
-        return _to(proposal, news.tokens.device)
+        return proposal.to(news.tokens.device)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Tensor:
         assert self._open is not None
@@ -123,10 +123,3 @@ class VanillaDrafter(Drafter):
 
 def _vocabulary(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
-
-
-def _to(proposal: Proposal, device: torch.device) -> Proposal:
-    if proposal.tokens.device == device:
-        return proposal
-    q = None if proposal.q is None else proposal.q.to(device)
-    return Proposal(proposal.tokens.to(device), proposal.parents.to(device), proposal.max_depth, q, proposal.is_chain)
