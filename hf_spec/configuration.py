@@ -31,8 +31,8 @@ class SpeculationConfig:
     Args:
         num_speculative_tokens: length of a chain, depth of a tree; ``"auto"`` adapts it to the acceptance seen so far.
         tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
-            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list of
-            paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
+            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
+            of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
         tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
         tree_nodes: guesses in a dynamic or sampled tree.
         draft_sampling: draw the guesses from the draft's law instead of taking its best. ``None``: as the target does.
@@ -127,7 +127,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the sub-config that ``speculators_model_type`` names, or raise a ValueError that lists the known ones."""
+        """Build the sub-config that ``speculators_model_type`` names; a ValueError lists the known ones."""
         if cls is not SpeculatorConfig:
             return super().from_dict(config_dict, **kwargs)
         known = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
@@ -151,9 +151,9 @@ class SpeculatorConfig(PreTrainedConfig):
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
         """Describe a new draft for the target with config ``target``.
 
-        ``layers`` replaces fields of the draft's decoder layers, which otherwise are one llama layer (qwen3 for a qwen3
-        target) of the target's width; ``flags`` are fields of this config. Errors: see ``check_target``; also where
-        ``max_position_embeddings`` is below the target's, because other engines fail beyond it.
+        ``layers`` replaces fields of the draft's decoder layers, which otherwise are one llama layer (qwen3 for a
+        qwen3 target) of the target's width; ``flags`` are fields of this config. Errors: see ``check_target``; also
+        where ``max_position_embeddings`` is below the target's, because other engines fail beyond it.
         """
         config = cls(
             transformer_layer_config=layers_for_target(target, **layers or {}),
@@ -208,8 +208,8 @@ class SpeculatorConfig(PreTrainedConfig):
         name = given.get("model_type", "llama") if isinstance(given, dict) else getattr(given, "model_type", "llama")
         if name not in self.layer_model_types:
             raise ValueError(
-                f"transformer_layer_config.model_type is {name!r}; build the draft from one of {self.layer_model_types}"
-                " (the target may be any architecture)"
+                f"transformer_layer_config.model_type is {name!r}; build the draft from one of "
+                f"{self.layer_model_types} (the target may be any architecture)"
             )
 
     def _check_speculators_config(self) -> None:
@@ -298,8 +298,9 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         text = target.get_text_config()
         if self.feature_size != text.hidden_size:
             raise ValueError(
-                f"target_hidden_size is {self.target_hidden_size} and the draft's hidden_size {self.layers.hidden_size}, "
-                f"but the target's is {text.hidden_size}; set target_hidden_size={text.hidden_size} and train anew"
+                f"target_hidden_size is {self.target_hidden_size} and the draft's hidden_size "
+                f"{self.layers.hidden_size}, but the target's is {text.hidden_size}: the draft was made for another "
+                f"target; use that one, or set target_hidden_size={text.hidden_size} and train"
             )
         ids, count = self.feature_layers(text.num_hidden_layers), text.num_hidden_layers
         if not all(0 <= i <= count for i in ids) or len(set(ids)) < len(ids):
@@ -336,7 +337,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             return
         if not isinstance(ids, list) or not ids or not all(_is_int(i) and i >= 0 for i in ids):
             raise ValueError(
-                f"eagle_aux_hidden_state_layer_ids is {ids!r}; list whole numbers i >= 0, one per hidden_states[i] to read"
+                f"eagle_aux_hidden_state_layer_ids is {ids!r}; list whole numbers i >= 0, one per hidden_states[i]"
             )
         if any(a >= b for a, b in itertools.pairwise(ids)):
             raise ValueError(

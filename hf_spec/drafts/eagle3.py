@@ -69,6 +69,9 @@ class Eagle3DraftModel(DraftModel):
     config_class = Eagle3SpeculatorConfig
     _no_split_modules = [*DraftModel._no_split_modules, "LlamaFusingLayer", "Qwen3FusingLayer"]  # noqa: RUF012
 
+    input_norm: Any
+    fc_norm: nn.ModuleList | None
+
     def __init__(self, config: Eagle3SpeculatorConfig) -> None:
         super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
         layers, count, width = config.layers, config.num_features, config.feature_size

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModel, Cache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -256,10 +256,3 @@ def only_one(features: Tensor | None, hidden_states: Tensor | None) -> Tensor:
     if hidden_states is not None and features is None:
         return hidden_states
     raise ValueError("pass either features (first step) or hidden_states (later steps), and not both")
-
-
-def register_auto_classes(*models: type[DraftModel]) -> None:
-    """Teach AutoConfig and AutoModel to load ``models``; harmless when repeated."""
-    AutoConfig.register(SpeculatorConfig.model_type, SpeculatorConfig, exist_ok=True)
-    for model in models:
-        AutoModel.register(model.config_class, model, exist_ok=True)

@@ -1,0 +1,61 @@
+"""Read the golden drafts of tests/fixtures/goldens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hf_spec.checkpoints import AutoDraftModel, register_auto_classes
+
+register_auto_classes()
+GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
+SPECULATORS = sorted(path.name for path in GOLDENS.glob("sp_eagle3_[lq]*"))
+END_TO_END = sorted(path.name for path in GOLDENS.glob("sp_eagle3_e2e_*"))
+SPECFORGE = sorted(path.name for path in GOLDENS.glob("specforge_*"))
+SAFEAILAB = sorted(path.name for path in GOLDENS.glob("eagle?_orig_*"))
+ALL = sorted(path.parent.name for path in GOLDENS.glob("*/checkpoint"))
+CLOSE = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def outputs(case: str) -> dict[str, Tensor]:
+    """Return the inputs and expected outputs of a case."""
+    return load_file(GOLDENS / case / "io.safetensors")
+
+
+def load_draft(case: str, **kwargs: Any) -> Any:
+    """Load a case's draft in float32, bound to its target where it borrows from it."""
+    draft = AutoDraftModel.from_pretrained(GOLDENS / case / "checkpoint", dtype=torch.float32, **kwargs)
+    if draft.config.shared_with_target:
+        draft.bind(load_target(case))
+    return draft
+
+
+def load_target(case: str) -> PreTrainedModel:
+    """Load a case's target, or one around the embeddings that are all the case has of it."""
+    if (GOLDENS / case / "target").exists():
+        return AutoModelForCausalLM.from_pretrained(GOLDENS / case / "target", dtype=torch.float32)
+    weights = load_file(GOLDENS / case / "target.safetensors")["model.embed_tokens.weight"]
+    target = tiny_target(*weights.shape)
+    target.get_input_embeddings().weight.data.copy_(weights)
+    return target
+
+
+def tiny_target(vocab_size: int = 96, hidden_size: int = 32, num_hidden_layers: int = 8, **kwargs: Any) -> Any:
+    """Build a random llama target."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        **kwargs,
+    )
+    return LlamaForCausalLM(config).eval()
