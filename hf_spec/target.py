@@ -1,7 +1,7 @@
 """Run a model of transformers over forests of tokens: prefill, score, commit.
 
-What this project knows about the insides of transformers is here (prefill, positions, features), in ``slots.py`` (masks)
-and in ``cache.py``. Drafts that are language models run through the same class.
+What this project knows about the insides of transformers is here (prefill, positions, features), in ``slots.py``
+(masks) and in ``cache.py``. Drafts that are language models run through the same class.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _PrefillRecord:
 class TargetRunner:
     """Hold one model's text for one ``generate`` call and score guesses that may follow it.
 
-    ``feature_layers`` name hidden states as the host does, ``hidden_states[i]`` being what layer i is given; the number
-    of layers itself is what the last layer gives, before the final norm, and -1 is the same after it.
+    ``feature_layers`` name hidden states as the host does, ``hidden_states[i]`` being what layer i is given; the
+    number of layers itself is what the last layer gives, before the final norm, and -1 is the same after it.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class TargetRunner:
             model_kwargs["output_hidden_states"] = self.wants_hidden_states or list(self.feature_layers)
         with self._watching() as unnormed, self._recording(unnormed) as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
-        self._start(outputs.past_key_values, outputs.logits.shape[0], outputs.logits.device, model_kwargs)
-        self._last_position = record.position
-        self._position_tables = _position_tables(self.model) if record.position is None else []
+        self._start(
+            outputs.past_key_values, outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
+        )
         features = torch.cat(record.features, dim=1) if record.features else None
         return Scores(outputs.logits[:, -1:], features, self._hidden_states(outputs))
 
@@ -92,15 +92,23 @@ class TargetRunner:
             known = {"attention_mask": attention_mask}
             kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
         if input_ids.shape[1] == 0:
-            self._start(cache, input_ids.shape[0], input_ids.device, {"use_cache": True})
-            self._last_position = input_ids.new_full((1, 1), -1) if takes_positions else None
-            self._position_tables = [] if takes_positions else _position_tables(model)
+            before_first = input_ids.new_full((1, 1), -1) if takes_positions else None
+            self._start(cache, input_ids.shape[0], input_ids.device, {"use_cache": True}, before_first)
             return None
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
         return self.prefill(input_ids, GenerationConfig(), kwargs)
 
-    def _start(self, cache: DynamicCache, batch: int, device: torch.device, model_kwargs: dict[str, Any]) -> None:
+    def _start(
+        self,
+        cache: DynamicCache,
+        batch: int,
+        device: torch.device,
+        model_kwargs: dict[str, Any],
+        last_position: Tensor | None,
+    ) -> None:
+        self._last_position = last_position
+        self._position_tables = _position_tables(self.model) if last_position is None else []
         self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"))
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
@@ -112,7 +120,8 @@ class TargetRunner:
         if not self.feature_layers:
             return None
         states = [
-            unnormed[-1] if layer == self._num_layers else outputs.hidden_states[layer] for layer in self.feature_layers
+            unnormed[-1] if layer == self._num_layers else outputs.hidden_states[layer]
+            for layer in self.feature_layers
         ]
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
@@ -166,7 +175,11 @@ class TargetRunner:
         """
         tokens, ancestors = tokens.to(self.slots.device), ancestors.to(self.slots.device)
         config = self.model.config.get_text_config(decoder=True)
-        with self._watching() as unnormed, self.slots.scoring(ancestors, config) as block:
+        with (
+            self._watching() as unnormed,
+            self.slots.scoring(ancestors, config) as block,
+            _looking_up(block.query, self._position_tables),
+        ):
             outputs = self.model(**self._inputs(tokens, block), return_dict=True)
         return Scores(outputs.logits, self._features(outputs, unnormed), self._hidden_states(outputs))
 
@@ -202,18 +215,21 @@ def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
 
 
 def _position_tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Find the embeddings that number their input by the length of the cache, as decoders without ``position_ids`` do."""
+    """Find the embeddings that count positions from the cache's length, in models that take no ``position_ids``."""
     wanted = {"past_key_values_length", "position_ids"}
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     return [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
 
 
 @contextlib.contextmanager
-def _positions(tables: list[nn.Module], position: Tensor) -> Iterator[None]:
-    """Let ``tables`` look up ``position`` (batch, nodes) during one forward: the cache has no length that suits all rows."""
+def _looking_up(position: Tensor, tables: list[nn.Module]) -> Iterator[None]:
+    """Let ``tables`` look up ``position`` (batch, nodes) during a forward: no length of a cache suits all rows."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "position_ids": position.flatten()}  # they expect the same positions for every row
+        return args, {
+            **kwargs,
+            "position_ids": position.flatten(),
+        }  # they take one row of positions for the whole batch
 
     def after(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         return embedded.reshape(*position.shape, -1)
