@@ -194,6 +194,7 @@ class SpeculatorConfig(PreTrainedConfig):
             raise ValueError(
                 "tie_word_embeddings is True: the input and output vocabularies of a draft differ; set False"
             )
+        self._check_layers()
         self._check_speculators_config()
         shared = self.shared_with_target
         if not isinstance(shared, list) or not set(shared) <= {"embed_tokens", "lm_head"}:
@@ -210,6 +211,19 @@ class SpeculatorConfig(PreTrainedConfig):
             raise ValueError(
                 f"transformer_layer_config.model_type is {name!r}; build the draft from one of "
                 f"{self.layer_model_types} (the target may be any architecture)"
+            )
+
+    def _check_layers(self) -> None:
+        layers = self.layers
+        kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
+        if len(kinds) != layers.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"transformer_layer_config.layer_types is {kinds}; name 'full_attention' or 'sliding_attention' for "
+                f"each of the {layers.num_hidden_layers} layers"
+            )
+        if "sliding_attention" in kinds and not getattr(layers, "sliding_window", None):
+            raise ValueError(
+                "transformer_layer_config.sliding_window is not set, but a layer is sliding_attention; set it"
             )
 
     def _check_speculators_config(self) -> None:

@@ -1,0 +1,464 @@
+"""Checkpoints of every project: what they are taken for, what is refused, and what is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import ALL, CLOSE, GOLDENS, load_draft, load_target, outputs, tiny_target
+from huggingface_hub.utils import validate_repo_id
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModel
+
+from hf_spec.checkpoints import AutoDraftModel, aux_layer_ids, read_checkpoint
+from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.conversion import Layout, convert, export, inspect
+from hf_spec.drafts.eagle3 import Eagle3DraftModel
+
+PLAIN = "sp_eagle3_llama_ff"
+
+
+@torch.no_grad()
+def logits(draft: Any, case: str) -> Tensor:
+    """Run a golden case's prompt through a draft, one step."""
+    if draft.config.shared_with_target:
+        draft.bind(load_target(case))
+    io = outputs(case)
+    if "prompt_aux" in io:
+        ids, features = io["prompt"], io["prompt_aux"]
+    else:
+        ids, features = io["input_ids"], io.get("features", io.get("aux_hidden_states"))
+    rows = len(ids) - 1
+    return draft(ids[None, 1:], features=features[None, :rows].to(draft.dtype)).logits
+
+
+def copy_of(case: str, path: Path) -> Path:
+    return Path(shutil.copytree(GOLDENS / case / "checkpoint", path))
+
+
+def settings(draft: Any) -> dict[str, Any]:
+    return {name: value for name, value in draft.config.to_diff_dict().items() if name != "architectures"}
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def edit_weights(path: Path, change: Any) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+# --- our own format --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_what_is_saved_is_loaded_by_the_auto_classes(case: str, tmp_path: Path) -> None:
+    draft = load_draft(case)
+    expected = logits(draft, case)
+    draft.save_pretrained(tmp_path)
+    for loader in (AutoModel, AutoDraftModel):
+        again = loader.from_pretrained(tmp_path)
+        assert type(again) is type(draft)
+        assert torch.equal(logits(again, case), expected)
+        assert settings(again) == settings(draft)
+
+
+@pytest.mark.parametrize("loader", [AutoModel, AutoDraftModel])
+def test_dtype_and_device_map_are_honoured(loader: Any, tmp_path: Path) -> None:
+    load_draft(PLAIN).save_pretrained(tmp_path)
+    draft = loader.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    assert {weight.dtype for weight in draft.parameters()} == {torch.bfloat16}
+    assert (draft.d2t.dtype, draft.t2d.dtype) == (torch.int64, torch.bool)
+    assert draft.config.layers._attn_implementation == "eager"
+    assert loader.from_pretrained(tmp_path).dtype == torch.float32
+    draft = loader.from_pretrained(tmp_path, device_map="meta")
+    assert {tensor.device.type for tensor in draft.state_dict().values()} == {"meta"}
+
+
+def vllm_objections(config: dict[str, Any], names: set[str]) -> list[str]:
+    """Apply the rules by which vLLM 0.33 reads a speculators config and its weights."""
+    found = []
+    if config.get("model_type") not in (None, "speculators"):
+        found.append("model_type")
+    if config.get("speculators_model_type") not in ("eagle3", "peagle", "dflash", "dflash2", "dspark"):
+        found.append("speculators_model_type")
+    speculators = config["speculators_config"]
+    if not isinstance(speculators["proposal_methods"][0]["speculative_tokens"], int):
+        found.append("speculative_tokens")
+    verifier = speculators["verifier"]["name_or_path"]
+    try:
+        validate_repo_id(verifier or "")
+    except ValueError:
+        found.append("name_or_path")
+    layers = config["transformer_layer_config"]
+    if layers["model_type"] not in ("llama", "qwen3"):
+        found.append("transformer_layer_config")
+    flags = (
+        "norm_before_residual",
+        "norm_before_fc",
+        "fc_norm",
+        "norm_output",
+        "draft_vocab_size",
+        "target_hidden_size",
+    )
+    found += [name for name in flags if name not in config]
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and ids != sorted(set(ids)):
+        found.append("eagle_aux_hidden_state_layer_ids")
+    if ("layers.0.self_attn.q_proj.bias" in names) != layers["attention_bias"] or "fc.bias" in names:
+        found.append("bias")
+    if ("d2t" in names) != (config.get("draft_vocab_size") != layers["vocab_size"]):
+        found.append("d2t")
+    return found
+
+
+@pytest.mark.parametrize("case", [case for case in ALL if not case.startswith("eagle1")])
+def test_a_converted_draft_follows_the_rules_of_vllm(case: str, tmp_path: Path) -> None:
+    convert(GOLDENS / case / "checkpoint", tmp_path / "out", verifier="some-org/some-target")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    names = set(load_file(tmp_path / "out" / "model.safetensors"))
+    assert vllm_objections(config, names) == []
+    assert "verifier.name_or_path is no Hub id" not in str(inspect(tmp_path / "out"))
+
+
+def test_the_rules_of_vllm_can_be_broken(tmp_path: Path) -> None:
+    load_draft("eagle1_orig_a").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    found = vllm_objections(config, set(load_file(tmp_path / "model.safetensors")))
+    assert {"speculators_model_type", "name_or_path", "norm_before_residual", "bias"} <= set(found)
+
+
+# --- formats of others -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "feature_layers"),
+    [
+        ("sp_eagle3_qwen3_tf_aux4", "speculators", (1, 3, 5, 6)),
+        ("sp_peagle_llama", "speculators", (2, 4, 5)),
+        ("eagle3_orig_a", "eagle3", (2, 4, 5)),
+        ("specforge_eagle3_31", "specforge", (2, 4, 5)),
+        ("eagle1_orig_a", "eagle", (-1,)),
+    ],
+)
+def test_every_format_is_recognised(case: str, layout: str, feature_layers: tuple[int, ...]) -> None:
+    assert read_checkpoint(GOLDENS / case / "checkpoint").layout == layout
+    assert load_draft(case).feature_layers(tiny_target(num_hidden_layers=8)) == feature_layers
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        pytest.param({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, [2, 4, 5], id="speculators"),
+        pytest.param({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, [2, 4, 5], id="modelopt"),
+        pytest.param(
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}},
+            [2, 4, 5],
+            id="specforge",
+        ),
+        pytest.param(
+            {
+                "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+            },
+            [2, 4, 5],
+            id="both",
+        ),
+        pytest.param({}, None, id="eagle"),
+        pytest.param({"eagle_config": {}}, None, id="modelopt-silent"),
+    ],
+)
+def test_layer_ids_of_every_convention(config: dict[str, Any], expected: list[int] | None) -> None:
+    assert aux_layer_ids(config) == expected
+
+
+def test_a_modelopt_export(tmp_path: Path) -> None:
+    path = copy_of("specforge_eagle3_plain", tmp_path / "draft")
+
+    def rename(weights: dict[str, Tensor]) -> None:
+        for name in [name for name in weights if name.startswith("midlayer.")]:
+            weights[name.replace("midlayer.", "layers.0.")] = weights.pop(name)
+        del weights["t2d"]
+
+    edit_weights(path, rename)
+    edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True})
+    draft = AutoDraftModel.from_pretrained(path, dtype=torch.float32)
+    assert read_checkpoint(path).layout == "modelopt"
+    assert draft.config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
+    twin = load_draft("specforge_eagle3_plain")
+    assert torch.equal(logits(draft, "specforge_eagle3_plain"), logits(twin, "specforge_eagle3_plain"))
+    assert torch.equal(draft.t2d, twin.t2d)
+
+
+@pytest.mark.parametrize(
+    ("written", "fed_back_normed", "normed_before_head"), [(True, False, True), (False, False, False)]
+)
+def test_norm_output_of_specforge_is_not_ours(
+    written: bool, fed_back_normed: bool, normed_before_head: bool, tmp_path: Path
+) -> None:
+    path = copy_of("specforge_eagle3_31", tmp_path / "draft")
+    edit_config(path, norm_output=written)
+    config = AutoDraftModel.from_pretrained(path).config
+    assert config.norm_output is fed_back_normed
+    assert config.norm_before_lm_head is normed_before_head
+
+
+def test_a_silent_config_has_rope_base_10000_and_a_wrong_layer_count_does_not_matter(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_b_fullvocab", tmp_path / "draft")
+    layers = AutoDraftModel.from_pretrained(path).config.layers
+    assert layers.rope_parameters["rope_theta"] == 10000.0
+    assert layers.num_hidden_layers == 1  # config.json says 40
+    edit_config(path, rope_theta=77.0)
+    assert AutoDraftModel.from_pretrained(path).config.layers.rope_parameters["rope_theta"] == 77.0
+
+
+def test_a_bias_of_queries_keys_and_values_alone(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_b_fullvocab", tmp_path / "draft")
+
+    def add_bias(weights: dict[str, Tensor]) -> None:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weight = weights[f"midlayer.self_attn.{name}.weight"]
+            weights[f"midlayer.self_attn.{name}.bias"] = weight.new_ones(len(weight))
+
+    edit_weights(path, add_bias)
+    draft = AutoDraftModel.from_pretrained(path)
+    assert draft.layers[0].self_attn.q_proj.bias.all()
+    assert not draft.layers[0].self_attn.o_proj.bias.any()
+
+
+def test_unsorted_layer_ids_of_others_keep_their_meaning(tmp_path: Path) -> None:
+    path = copy_of(PLAIN, tmp_path / "draft")
+    order = [2, 0, 1]  # of the features that the draft was trained on as 2, 4, 5
+    columns = torch.cat([torch.arange(i * 32, (i + 1) * 32) for i in order])
+    edit_weights(path, lambda weights: weights.update({"fc.weight": weights["fc.weight"][:, columns].contiguous()}))
+    edit_config(path, eagle_aux_hidden_state_layer_ids=[5, 2, 4])
+    draft = AutoDraftModel.from_pretrained(path)
+    assert draft.feature_layers(tiny_target()) == (5, 2, 4)
+    io = outputs(PLAIN)
+    given = {"input_ids": io["input_ids"][None, 1:], "features": io["aux_hidden_states"][None, :-1]}
+    shuffled = given | {"features": given["features"][..., columns]}
+    torch.testing.assert_close(draft(**shuffled).logits[0, :13], io["ttt_logits"][0], **CLOSE)
+    with pytest.raises(ValueError, match="ascending"):
+        draft.save_pretrained(tmp_path / "saved")
+    convert(path, tmp_path / "out")
+    again = AutoModel.from_pretrained(tmp_path / "out")
+    assert again.feature_layers(tiny_target()) == (2, 4, 5)
+    torch.testing.assert_close(again(**given).logits, draft(**shuffled).logits)
+
+
+def test_positions_are_raised_to_those_of_the_target() -> None:
+    target = load_target("eagle3_orig_a")
+    target.config.max_position_embeddings = 4096
+    path = GOLDENS / "eagle3_orig_a" / "checkpoint"
+    assert AutoDraftModel.from_pretrained(path).config.layers.max_position_embeddings == 2048
+    assert AutoDraftModel.from_pretrained(path, target=target).config.layers.max_position_embeddings == 4096
+
+
+def test_a_target_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size is 128, but the target has 96"):
+        AutoDraftModel.from_pretrained(GOLDENS / "eagle3_orig_a" / "checkpoint", target=tiny_target())
+
+
+# --- damaged files ---------------------------------------------------------------------------------------------------
+
+
+def set_d2t(*ids: int) -> Any:
+    def change(weights: dict[str, Tensor]) -> None:
+        weights["d2t"][: len(ids)] = torch.tensor(ids) - torch.arange(len(ids))
+
+    return change
+
+
+WRONG_WEIGHTS = {
+    "fc.weight is missing": lambda weights: weights.pop("fc.weight"),
+    "extra.weight is not part of this draft": lambda weights: weights.update({"extra.weight": torch.ones(2)}),
+    r"norm.weight has shape \(31,\) instead of \(32,\)": lambda weights: weights.update(
+        {"norm.weight": torch.ones(31)}
+    ),
+    "embed_tokens.weight holds values that are not finite": lambda weights: weights["embed_tokens.weight"].fill_(
+        torch.nan
+    ),
+    "which must ascend within 0..127": set_d2t(9, 8),
+    r"ids \[-1, 3": set_d2t(-1, 3),
+    "t2d marks other tokens": lambda weights: weights.update({"t2d": ~weights["t2d"]}),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_WEIGHTS)
+@pytest.mark.parametrize("loader", [AutoModel, AutoDraftModel])
+def test_wrong_weights_are_named(loader: Any, message: str, tmp_path: Path) -> None:
+    load_draft(PLAIN).save_pretrained(tmp_path)
+    edit_weights(tmp_path, WRONG_WEIGHTS[message])
+    with pytest.raises(ValueError, match=message):
+        loader.from_pretrained(tmp_path)
+    assert inspect(tmp_path).problem is not None
+
+
+def test_a_vocabulary_beyond_the_target_is_refused(tmp_path: Path) -> None:
+    path = copy_of(PLAIN, tmp_path / "draft")
+    edit_weights(path, lambda weights: weights["d2t"].__setitem__(-1, 128))
+    with pytest.raises(ValueError, match=r"must ascend within 0\.\.127"):
+        AutoDraftModel.from_pretrained(path)
+
+
+@pytest.mark.parametrize("loader", [AutoModel, AutoDraftModel])
+def test_a_truncated_file_is_named(loader: Any, tmp_path: Path) -> None:
+    load_draft(PLAIN).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(OSError, match="cut off"):
+        loader.from_pretrained(tmp_path)
+
+
+def test_a_half_copied_directory_is_refused(tmp_path: Path) -> None:
+    path = copy_of(PLAIN, tmp_path / "draft")
+    (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
+    index = {
+        "weight_map": {"fc.weight": "model-00001-of-00002.safetensors", "d2t": "model-00002-of-00002.safetensors"}
+    }
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(OSError, match=r"model-00002-of-00002.safetensors, which is missing"):
+        AutoDraftModel.from_pretrained(path)
+    (path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(OSError, match="not valid JSON"):
+        AutoDraftModel.from_pretrained(path)
+    (path / "model.safetensors.index.json").unlink()
+    with pytest.raises(OSError, match="no weights"):
+        AutoDraftModel.from_pretrained(path)
+    (path / "config.json").unlink()
+    with pytest.raises(OSError, match=r"no config\.json"):
+        AutoDraftModel.from_pretrained(path)
+
+
+def test_shards_are_read_together(tmp_path: Path) -> None:
+    draft = load_draft(PLAIN)
+    draft.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    again = AutoDraftModel.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, PLAIN), logits(draft, PLAIN))
+
+
+class Bomb:
+    """Create a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_of_a_pickle_is_executed(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_a", tmp_path / "draft")
+    torch.save({"fc.weight": Bomb(tmp_path / "exploded")}, path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="holds more than tensors"):
+        AutoDraftModel.from_pretrained(path)
+    assert not (tmp_path / "exploded").exists()
+    torch.load(path / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "exploded").exists()  # the bomb works
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    tiny_target().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="no draft that hf_spec knows"):
+        AutoDraftModel.from_pretrained(tmp_path / "llama")
+    path = copy_of(PLAIN, tmp_path / "draft")
+    edit_config(path, speculators_model_type="dflash")
+    with pytest.raises(ValueError, match="'dflash'"):
+        AutoDraftModel.from_pretrained(path)
+    with pytest.raises(TypeError, match="from_pretrained"):
+        AutoDraftModel()
+
+
+# --- reports and conversion ------------------------------------------------------------------------------------------
+
+EXPRESSIBLE = {
+    "eagle3": {"eagle3_orig_a", "eagle3_orig_b_fullvocab", PLAIN, "sp_eagle3_e2e_llama", "sp_peagle_llama"}
+    | {"specforge_eagle3_plain"},
+    "speculators": set(ALL),
+}
+EXPRESSIBLE["sglang"] = EXPRESSIBLE["eagle3"] | {"sp_eagle3_llama_ft_fullvocab", "specforge_eagle3_31"}
+
+
+@pytest.mark.parametrize("to", ["speculators", "eagle3", "sglang"])
+@pytest.mark.parametrize("case", ALL)
+def test_conversion_keeps_the_draft_or_refuses(case: str, to: Layout, tmp_path: Path) -> None:
+    source, out = GOLDENS / case / "checkpoint", tmp_path / "out"
+    if case not in EXPRESSIBLE[to]:
+        with pytest.raises(ValueError, match=r"cannot express|has no"):
+            convert(source, out, to)
+        assert list(tmp_path.iterdir()) == []
+        return
+    convert(source, out, to)
+    draft, again = (AutoDraftModel.from_pretrained(path) for path in (source, out))
+    assert torch.equal(logits(again, case), logits(draft, case))
+    only_in_speculators = {"speculators_config": None, "embed_requires_grad": None}
+    assert settings(again) | only_in_speculators == settings(draft) | only_in_speculators
+    engine = {"speculators": "vLLM", "eagle3": "llama.cpp", "sglang": "SGLang"}[to]
+    objections = [o for o in inspect(out).engines[engine] if "Hub id" not in o]
+    assert objections == ([] if case != "eagle1_orig_a" else ["does not know speculators_model_type 'eagle'"])
+
+
+def test_a_draft_of_another_width_is_exported(tmp_path: Path) -> None:
+    target = tiny_target(hidden_size=48)
+    layers = {"hidden_size": 32, "head_dim": 8}
+    config = Eagle3SpeculatorConfig.for_target(target.config, layers, target_hidden_size=48)
+    draft = Eagle3DraftModel(config).eval()
+    export(draft, tmp_path / "out", "eagle3")
+    again = AutoDraftModel.from_pretrained(tmp_path / "out")
+    given = {"input_ids": torch.arange(5)[None], "features": torch.randn(1, 5, 144)}
+    assert again.config.target_hidden_size == 48
+    assert torch.equal(again(**given).logits, draft(**given).logits)
+
+
+def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = GOLDENS / PLAIN / "checkpoint"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(FileExistsError, match="exists"):
+        convert(source, tmp_path / "full")
+    with pytest.raises(ValueError, match="'gguf'"):
+        convert(source, tmp_path / "out", "gguf")  # type: ignore[arg-type]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("hf_spec.conversion.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        convert(source, tmp_path / "out", "eagle3")
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_report_says_what_a_checkpoint_is() -> None:
+    report = inspect(GOLDENS / "sp_eagle3_qwen3_tt_2layers" / "checkpoint")
+    assert report.problem is None
+    text = str(report)
+    for part in (
+        "speculators (eagle3)",
+        "2 qwen3 layer(s) of width 32",
+        "tiny-random/qwen3-target, vocabulary 100",
+        "hidden_states[2, 3, 4] of width 32",
+        "32 of 100 tokens",
+        "norm_before_residual=True",
+        "llama.cpp    reads drafts with num_hidden_layers 1, not 2",
+    ):
+        assert part in text
+    specforge = inspect(GOLDENS / "specforge_eagle3_31" / "checkpoint")
+    assert "feeds back the normed output" in specforge.engines["SGLang"][0]
+    assert inspect(GOLDENS / "eagle3_orig_a" / "checkpoint").engines == {"vLLM": [], "SGLang": [], "llama.cpp": []}
+
+
+def test_the_config_alone_is_ours(tmp_path: Path) -> None:
+    load_draft("eagle3_orig_a").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(config, Eagle3SpeculatorConfig)
+    assert config.architectures == ["Eagle3DraftModel"]
+    assert config.shared_with_target == ["embed_tokens"]

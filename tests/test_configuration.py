@@ -1,0 +1,170 @@
+"""Configs: what they refuse, what they write, and what they read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden import tiny_target
+from transformers import AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
+
+from hf_spec.configuration import (
+    EAGLE3_FLAGS,
+    Eagle3SpeculatorConfig,
+    EagleSpeculatorConfig,
+    SpeculationConfig,
+    SpeculatorConfig,
+    default_speculators_config,
+)
+
+
+def tiny(**changes: Any) -> Eagle3SpeculatorConfig:
+    layers = LlamaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    return Eagle3SpeculatorConfig(**{"transformer_layer_config": layers} | changes)
+
+
+def methods(**changes: Any) -> dict[str, Any]:
+    config = default_speculators_config("eagle3")
+    config["proposal_methods"][0] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "named"),
+    [
+        ({"draft_vocab_size": "40"}, TypeError, r"draft_vocab_size is '40'; set a whole number"),
+        ({"draft_vocab_size": True}, TypeError, r"draft_vocab_size is True"),
+        ({"draft_vocab_size": 97}, ValueError, r"draft_vocab_size is 97, larger than .* 96 .*; set at most that"),
+        ({"target_hidden_size": 0}, TypeError, r"target_hidden_size is 0"),
+        ({"norm_output": 1}, TypeError, r"norm_output is 1; set True or False"),
+        ({"norm_before_residual": None}, TypeError, r"norm_before_residual is None"),
+        ({"fc_norm": True, "norm_before_fc": True}, ValueError, r"fc_norm and norm_before_fc .* not both"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}, ValueError, r"layer_ids \[2, 5, 4\] .* set \[2, 4, 5\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, ValueError, r"\[2, 2, 4\] .* set \[2, 4\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 2]}, ValueError, r"\[-1, 2\]; list whole numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": ["2"]}, ValueError, r"\['2'\]; list whole numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": []}, ValueError, r"\[\]; list whole numbers"),
+        ({"eagle_aux_hidden_state_layer_ids": 2}, ValueError, r"is 2; list whole numbers"),
+        ({"tie_word_embeddings": True}, ValueError, r"tie_word_embeddings is True.*set False"),
+        ({"shared_with_target": ["fc"]}, ValueError, r"shared_with_target is \['fc'\]"),
+        ({"transformer_layer_config": 3}, TypeError, r"transformer_layer_config is a int"),
+        ({"transformer_layer_config": {"model_type": "gpt2"}}, ValueError, r"is 'gpt2'; build .*llama"),
+        (
+            {"transformer_layer_config": {"layer_types": ["chunked_attention"], "num_hidden_layers": 1}},
+            ValueError,
+            r"layer_types is \['chunked_attention'\]",
+        ),
+        (
+            {"transformer_layer_config": {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}},
+            ValueError,
+            r"sliding_window is not set",
+        ),
+        ({"speculators_config": []}, TypeError, r"speculators_config is a list"),
+        ({"speculators_config": default_speculators_config("mtp")}, ValueError, r"algorithm is 'mtp'.*'eagle3'"),
+        ({"speculators_config": methods() | {"proposal_methods": []}}, ValueError, r"proposal_methods is \[\]"),
+        ({"speculators_config": methods(speculative_tokens=0)}, ValueError, r"is 0; give a whole number"),
+        ({"speculators_config": methods() | {"verifier": None}}, TypeError, r"verifier is None; name the target"),
+        ({"speculators_config": methods(proposal_type="x")}, ValueError, r"is 'greedy'; name one of \['x'\]"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(changes: dict[str, Any], error: type[Exception], named: str) -> None:
+    tiny()
+    with pytest.raises(error, match=named):
+        tiny(**changes)
+
+
+def test_a_config_spoilt_later_is_not_saved(tmp_path: Path) -> None:
+    config = tiny(eagle_aux_hidden_state_layer_ids=[1, 2, 4])
+    config.eagle_aux_hidden_state_layer_ids = [4, 1, 2]
+    with pytest.raises(ValueError, match="ascending"):
+        config.save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny(draft_vocab_size=40, norm_output=True, target_hidden_size=48),
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=Qwen3Config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        ),
+        EagleSpeculatorConfig(fc_bias=False, shared_with_target=["lm_head"]),
+    ],
+)
+def test_a_saved_config_is_read_back_by_the_auto_class(config: SpeculatorConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is type(config)
+    assert type(again.layers) is type(config.layers)
+    assert again.to_diff_dict() == config.to_diff_dict()
+
+
+def test_every_flag_is_written(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    expected = {name: name == "norm_before_lm_head" for name in EAGLE3_FLAGS}
+    assert {name: written[name] for name in EAGLE3_FLAGS} == expected
+    assert written["model_type"] == "speculators"
+    assert written["speculators_model_type"] == written["speculators_config"]["algorithm"] == "eagle3"
+    assert written["draft_vocab_size"] == 96
+    # A value that is transformers' default must be there too: other readers do not know it.
+    default = LlamaConfig(num_hidden_layers=1)
+    Eagle3SpeculatorConfig(transformer_layer_config=default).save_pretrained(tmp_path)
+    layers = json.loads((tmp_path / "config.json").read_text())["transformer_layer_config"]
+    assert layers["hidden_size"] == default.hidden_size
+    assert layers["model_type"] == "llama"
+
+
+def test_an_unknown_kind_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'dflash'.*'eagle', 'eagle3'"):
+        SpeculatorConfig.from_dict({"speculators_model_type": "dflash"})
+
+
+def test_caches_and_masks_find_the_decoder_layers() -> None:
+    layers = {"model_type": "qwen3", "num_hidden_layers": 2, "sliding_window": 4, "use_sliding_window": True}
+    config = tiny(transformer_layer_config=layers | {"layer_types": ["full_attention", "sliding_attention"]})
+    assert [layer.is_sliding for layer in DynamicCache(config=config).layers] == [False, True]
+
+
+def test_a_new_draft_takes_its_shape_from_the_target() -> None:
+    target = tiny_target(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}).config
+    config = Eagle3SpeculatorConfig.for_target(target, draft_vocab_size=40)
+    layers = config.layers
+    assert (layers.model_type, layers.num_hidden_layers, layers.vocab_size) == ("llama", 1, 96)
+    assert (layers.hidden_size, layers.max_position_embeddings) == (32, 512)
+    assert layers.rope_parameters == target.rope_parameters
+    assert layers.rope_parameters is not target.rope_parameters
+    assert config.feature_layers(8) == (2, 4, 5)
+    assert Eagle3SpeculatorConfig.for_target(Qwen3Config()).layers.model_type == "qwen3"
+
+
+def test_fewer_positions_than_the_target_has_are_refused() -> None:
+    target = tiny_target().config
+    with pytest.raises(ValueError, match=r"max_position_embeddings is 64, below the target's 512: .* set 512"):
+        Eagle3SpeculatorConfig.for_target(target, {"max_position_embeddings": 64})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": "many"},
+        {"tree": "static"},
+        {"tree": []},
+        {"tree": [(0,), ()]},
+        {"tree_top_k": 0},
+        {"min_confidence": 1.0},
+        {"verification": "lossy"},
+    ],
+)
+def test_wrong_settings_of_a_call_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        SpeculationConfig(**changes)
+
+
+def test_settings_are_merged_by_name() -> None:
+    assert SpeculationConfig(tree_top_k=3).merge(tree="dynamic") == SpeculationConfig(tree_top_k=3, tree="dynamic")
+    with pytest.raises(TypeError, match="has no \\['speculative_tokens'\\]"):
+        SpeculationConfig().merge(speculative_tokens=3)
