@@ -505,9 +505,23 @@ def test_siblings_that_were_never_drawn_are_passed_over() -> None:
 
 def test_tiny_q_does_not_overflow() -> None:
     q = torch.tensor([1.0, 1e-39])
-    proposal = Proposal.chain(torch.zeros(1, dtype=torch.long), torch.tensor([[0, 1]]), q=q.expand(1, 2, -1))
-    verdict = traverse(proposal, torch.tensor([0, 1.0]).expand(1, 3, -1), seeded())
-    assert verdict.counts.tolist() == [1] and verdict.tokens.tolist() == [[1, 1, 1]]
+    proposal = Proposal.chain(torch.zeros(1, dtype=torch.long), torch.tensor([[0, 1, 0]]), q=q.expand(1, 3, -1))
+    verdict = traverse(proposal, torch.tensor([0, 1.0]).expand(1, 4, -1), seeded())
+    assert verdict.counts.tolist() == [1] and verdict.tokens.tolist() == [[1, 1, 1, 1]]
+
+
+def test_laws_that_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rounding leaves nothing of ``p - q``, the next token comes from ``p`` and the path stays."""
+    rounds = 2000
+    p = torch.rand(rounds, 4, 5, generator=seeded()).index_fill(2, torch.tensor(0), 0)
+    p = p / p.sum(-1, keepdim=True)
+    q = torch.where(torch.rand(rounds, 3, 5, generator=seeded(1)) < 0.5, p[:, :3], p[:, :3] * (1 + 2**-23))
+    tokens = torch.randint(1, 5, (rounds, 3), generator=seeded(2))
+    proposal = Proposal.chain(torch.zeros(rounds, dtype=torch.long), tokens, q=q)
+    monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, 1 - 2**-53, dtype=dtype))
+    one, other = reject(proposal, p), traverse(proposal, p)
+    assert (one.tokens > 0).all() and (other.tokens > 0).all()
+    assert (other.counts >= one.counts).all() and set(one.counts.tolist()) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
