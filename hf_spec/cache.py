@@ -29,8 +29,17 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 
+RECURRENT = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 GROWTH = 256  # slots added at least when a buffer is full
 
 
@@ -154,6 +163,53 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
+class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
+    """One layer's slots beside the recurrent state that it keeps too."""
+
+    def __init__(self, rows: Rows, window: int | None, layer: LinearAttentionLayer) -> None:
+        LinearAttentionLayer.__init__(self, layer.number_of_states)
+        SlotLayer.__init__(self, rows, window)
+        for name in vars(LinearAttentionLayer()):
+            setattr(self, name, getattr(layer, name))
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make room for a state; slots make their own."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class States:
+    """The recurrent states of a cache, and a copy of each row's from when all it had read was text."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self._saved = [state.clone() for holder, index in self._live() for state in (holder[index],)]
+
+    def settle(self, right: Sequence[bool]) -> None:
+        """Save the states of the rows that are ``right`` and take the others back to what was saved."""
+        if all(right):
+            for saved, (holder, index) in zip(self._saved, self._live(), strict=True):
+                saved.copy_(holder[index])
+            return
+        for number, (holder, index) in enumerate(self._live()):
+            state = holder[index]
+            keep = torch.tensor(right, device=state.device)
+            self._saved[number][keep] = state[keep]
+            state[~keep] = self._saved[number][~keep]  # in place: kernels may hold on to the tensor
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        for number, (holder, index) in enumerate(self._live()):
+            on_device = rows.to(holder[index].device)
+            holder[index] = holder[index].index_select(0, on_device)
+            self._saved[number] = self._saved[number].index_select(0, on_device)
+
+    def _live(self) -> list[tuple[dict[int, Tensor], int]]:
+        """Return where each state is kept, as (dict, key): some models put a new tensor there."""
+        holders = [holder for layer in self._layers for holder in (layer.conv_states, layer.recurrent_states)]
+        return [(holder, index) for holder in holders for index, state in holder.items() if state is not None]
+
+
 class SlotCache(Cache):
     """Stand in for the host's ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
 
@@ -169,6 +225,11 @@ class SlotCache(Cache):
         length = _length(cache)
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
         return cls([_adopt_layer(layer, rows) for layer in cache.layers], rows)
+
+    @property
+    def attends(self) -> bool:
+        """Tell whether any layer keeps slots, as opposed to a recurrent state alone."""
+        return any(isinstance(layer, SlotLayer) for layer in self.layers)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` part of row b, and drop the rest of the open forest.
@@ -235,14 +296,16 @@ def unsupported_layer(cache: object) -> str | None:
     """Say why slots cannot stand in for ``cache``, or return ``None`` if they can."""
     if type(cache) is not DynamicCache or cache.offloading:
         return f"a {type(cache).__name__}" + (" with offloading" if getattr(cache, "offloading", False) else "")
-    known = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+    known = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer, *RECURRENT)
     return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in known), None)
 
 
 def _adopt_layer(layer: Any, rows: Rows) -> Any:
-    if isinstance(layer, DummyLayer):
+    if isinstance(layer, DummyLayer) or type(layer) is LinearAttentionLayer:
         return layer
-    slots = SlotLayer(rows, layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None)
+    window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+    is_hybrid = isinstance(layer, LinearAttentionLayer)
+    slots = HybridSlotLayer(rows, window, layer) if is_hybrid else SlotLayer(rows, window)
     if layer.is_initialized and layer.keys is not None:
         slots.is_initialized = True
         slots.dtype, slots.device = layer.keys.dtype, layer.keys.device

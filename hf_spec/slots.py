@@ -151,7 +151,7 @@ class Slots:
             yield block
         finally:
             _block.reset(token)
-        if not block.asked:
+        if not block.asked and self.cache.attends:
             raise ValueError(
                 f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, so "
                 "it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
@@ -164,8 +164,11 @@ class Slots:
         return block.query - self._prompt
 
     def mask(self, block: Block) -> Tensor | None:
-        """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any."""
-        if self.padding is None:
+        """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any.
+
+        A model of states alone has read the padding before the first block and takes no mask afterwards.
+        """
+        if self.padding is None or not self.cache.attends:
             return None
         return torch.nn.functional.pad(self.padding.long(), (0, block.width - self.padding.shape[1]), value=1)
 

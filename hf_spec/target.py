@@ -19,10 +19,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .cache import unsupported_layer
+from .proposal import Proposal
 from .slots import Block, Slots
 
 # Arguments of a model that are made anew for every forward.
-PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
+CACHES = ("past_key_values", "cache_params")
+PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -39,6 +41,16 @@ class Scores:
         """Keep the last position only, as the one node that a prompt leaves to be followed."""
         features = None if self.features is None else self.features[:, -1:]
         return Scores(self.logits[:, -1:], features, tuple(state[:, -1:] for state in self.hidden_states))
+
+    def at(self, columns: Tensor) -> Scores:
+        """Keep some columns of each row, (batch, kept)."""
+
+        def pick(states: Tensor) -> Tensor:
+            index = columns.to(states.device)[:, :, None]
+            return states.gather(1, index.expand(-1, -1, states.shape[-1]))
+
+        features = None if self.features is None else pick(self.features)
+        return Scores(pick(self.logits), features, tuple(pick(state) for state in self.hidden_states))
 
 
 @dataclass
@@ -61,6 +73,8 @@ class TargetRunner:
     ) -> None:
         self.model = model
         self.feature_layers = tuple(feature_layers)
+        # The host looks at the name of the class, too.
+        self._cache_name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
         self._num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.wants_hidden_states = hidden_states
         self.slots: Slots
@@ -77,7 +91,7 @@ class TargetRunner:
         with self._watching() as unnormed, self._recording(unnormed) as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self._start(
-            outputs.past_key_values, outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
+            outputs[self._cache_name], outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
         )
         features = torch.cat(record.features, dim=1) if record.features else None
         return Scores(outputs.logits[:, -1:], features, self._hidden_states(outputs))
@@ -87,7 +101,7 @@ class TargetRunner:
         model = self.model
         mask = None if bool(attention_mask.all()) else attention_mask
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        kwargs: dict[str, Any] = {"past_key_values": cache, "attention_mask": mask, "use_cache": True}
+        kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": mask, "use_cache": True}
         if takes_positions := "position_ids" in inspect.signature(model.forward).parameters:
             known = {"attention_mask": attention_mask}
             kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
@@ -167,6 +181,22 @@ class TargetRunner:
 
     # -- the forest ---------------------------------------------------------------------------------------------------
 
+    def fit(self, proposal: Proposal) -> Proposal:
+        """Leave out the guesses that this target has no room to score: none here."""
+        return proposal
+
+    def score(self, proposal: Proposal) -> Scores:
+        """Score the root and the guesses of ``proposal``, one forward for all rows and nodes."""
+        return self.extend(proposal.tokens, proposal.ancestors)
+
+    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` where the proposal is a chain."""
+        self.slots.commit(path, counts, in_place)
+
+    def release(self, committed: int) -> DynamicCache | None:
+        """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
+        return self.slots.release(committed)
+
     def extend(self, tokens: Tensor, ancestors: Tensor) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.
 
@@ -185,7 +215,7 @@ class TargetRunner:
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
-        inputs = {**self._step_kwargs, "input_ids": tokens, "past_key_values": self.slots.cache}
+        inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache}
         if (mask := self.slots.mask(block)) is not None:
             inputs["attention_mask"] = mask
         if self._last_position is not None:
