@@ -21,25 +21,32 @@ TREE = [-1, 0, 0, 1, 2, 2]
 # Largest difference that is put down to rounding, as a share of the logits' spread.
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 
-_passed: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+_passed: WeakKeyDictionary[PreTrainedModel, set[tuple[str, str]]] = WeakKeyDictionary()
 
 
 def check_target(model: PreTrainedModel, trees: bool) -> None:
-    """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own forward; asked once each."""
+    """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own forward.
+
+    Asked once per model and attention implementation.
+    """
     if model.training:  # dropout: no two forwards agree
         return
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
     passed = _passed.setdefault(model, set())
-    for name, parents, needed in (("chain", CHAIN, True), ("tree", TREE, trees)):
-        if not needed or name in passed:
+    for name, parents in (("chain", CHAIN), ("tree", TREE))[: 1 + trees]:
+        if (name, implementation) in passed:
             continue
-        difference = difference_from_plain(model, parents)
+        cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
+        try:
+            difference = difference_from_plain(model, parents)
+        except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
+            raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
         if not difference <= TOLERANCE.get(model.dtype, 1e-2):  # nan is refused too
-            cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
             raise ValueError(
-                f"{type(model).__name__} scores a {name} of guesses differently from single steps (by {difference:.2g} of "
-                f"the spread of its logits), so the text would not be what plain generate gives; {cure}."
+                f"{type(model).__name__} scores a {name} of guesses differently from single steps (by {difference:.2g} "
+                f"of the spread of its logits), so the text would not be what plain generate gives; {cure}."
             )
-        passed.add(name)
+        passed.add((name, implementation))
 
 
 @torch.no_grad()
@@ -54,13 +61,14 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
     runner.prefill_tokens(ids, mask)
     shape = torch.tensor([parents, parents], device=ids.device)
     ancestors = ancestors_of(shape, len(parents))
-    path = torch.tensor([[0, 1], [0, 0]], device=ids.device)
+    child = len(parents) - 1 - parents[::-1].index(0)  # the root's last: in a tree its states must move to be kept
+    path = torch.tensor([[0, child], [0, 0]], device=ids.device)
     first = ids[:, 1 : 1 + len(parents)]
     runner.extend(first, ancestors)
     runner.slots.commit(path, [2, 1])
     second = first.flip(0)
     logits = runner.extend(second, ancestors).logits  # (2, nodes, vocabulary)
-    texts = [torch.cat([ids[0], first[0, :2]]), torch.cat([ids[1], first[1, :1]])]
+    texts = [torch.cat([ids[0], first[0, path[0]]]), torch.cat([ids[1], first[1, :1]])]
     differences = []
     for node in sorted(set(range(1, len(parents))) - set(parents)):
         for row, text in enumerate(texts):
