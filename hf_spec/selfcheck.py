@@ -43,8 +43,8 @@ def check_target(model: PreTrainedModel, trees: bool) -> None:
             raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
         if not difference <= TOLERANCE.get(model.dtype, 1e-2):  # nan is refused too
             raise ValueError(
-                f"{type(model).__name__} scores a {name} of guesses differently from single steps (by {difference:.2g} "
-                f"of the spread of its logits), so the text would not be what plain generate gives; {cure}."
+                f"{type(model).__name__} scores a {name} of guesses differently from single steps "
+                f"(by {difference:.2g} of its logits' spread), so the text would not be what plain generate gives; {cure}."
             )
         passed.add((name, implementation))
 
