@@ -44,7 +44,7 @@ def check_target(model: PreTrainedModel, trees: bool) -> None:
         if not difference <= TOLERANCE.get(model.dtype, 1e-2):  # nan is refused too
             raise ValueError(
                 f"{type(model).__name__} scores a {name} of guesses differently from single steps "
-                f"(by {difference:.2g} of its logits' spread), so the text would not be what plain generate gives; {cure}."
+                f"(by {difference:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
             )
         passed.add((name, implementation))
 
