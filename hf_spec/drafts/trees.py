@@ -104,10 +104,12 @@ def _static(root: Tensor, law: Tensor, step: Step, paths: Sequence[Sequence[int]
             q[:, level] = laws.exp()
         for i, node in enumerate(level):
             below = children[node]
-            ordered = (draw_distinct if sample else best)(laws[:, i], max(ranks[child] for child in below) + 1)
-            chosen = ordered[:, [ranks[child] for child in below]]
+            wanted = [ranks[child] for child in below]
+            ordered = (draw_distinct if sample else best)(laws[:, i], max(wanted) + 1)
+            chosen = ordered[:, [min(rank, ordered.shape[1] - 1) for rank in wanted]]
             tokens[:, below] = chosen
             possible = laws[:, i].gather(1, chosen) > -torch.inf
+            possible &= torch.tensor(wanted, device=root.device) < ordered.shape[1]  # a vocabulary may be tiny
             present[:, below] = possible & present[:, [node]]
         level = [child for node in level for child in children[node] if child in children]
         if level:
@@ -192,7 +194,7 @@ def bushy(width: int, nodes: int, depth: int) -> list[tuple[int, ...]]:
 
 def _without_gaps(paths: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Number the children of each node 0, 1, 2, ...: drawn siblings are verified in the order they were drawn."""
-    parents, ranks = tree_from_paths(paths)
+    parents, _ = tree_from_paths(paths)
     names: list[tuple[int, ...]] = [()]
     seen: dict[int, int] = defaultdict(int)
     for parent in parents[1:]:

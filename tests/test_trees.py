@@ -1,0 +1,184 @@
+"""Trees that drafters grow, against slow twins that walk a table of laws by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_spec import SpeculationConfig
+from hf_spec.drafts.trees import bushy, draw_distinct, grow
+from hf_spec.proposal import ABSENT, Proposal
+
+VOCABULARY = 6
+
+
+class TableDraft:
+    """A draft whose law after a path of guesses is a fixed random table, different in each row."""
+
+    def __init__(self, rows: int, seed: int = 0) -> None:
+        self.rows, self.seed = rows, seed
+        self.root = torch.arange(rows) % VOCABULARY
+        self.paths: list[list[tuple[int, ...]]] = [[] for _ in range(rows)]  # of each node of the forest
+
+    def law(self, row: int, path: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % (1 << 31))
+        return (2 * torch.randn(VOCABULARY, generator=generator)).log_softmax(-1)
+
+    def first(self) -> Tensor:
+        return torch.stack([self.law(row, ()) for row in range(self.rows)])
+
+    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Tensor:
+        for row in range(self.rows):
+            known = list(self.paths[row])
+            for token, parent, seen in zip(tokens[row].tolist(), parents[row].tolist(), ancestors[row], strict=True):
+                self.paths[row].append((*(known[parent] if parent >= 0 else ()), token))
+                mine = [i for i, above in enumerate(seen.tolist()) if above]
+                # The ancestors a drafter is told are the nodes of the path, in order, and the node itself.
+                assert [self.paths[row][i][-1] for i in mine[:-1]] == list(self.paths[row][-1][:-1])
+        new = tokens.shape[1]
+        return torch.stack([torch.stack([self.law(row, p) for p in self.paths[row][-new:]]) for row in range(self.rows)])
+
+    def grow(self, limit: int, sample: bool = False, **config: object) -> Proposal:
+        return grow(self.root, self.first(), self.step, SpeculationConfig(**config), limit, sample)  # type: ignore[arg-type]
+
+
+def paths_of(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
+    """The guesses of a row as paths, in node order."""
+    tokens, parents = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token) if parent >= 0 else (-1,))
+    return [path for path, parent in zip(paths[1:], parents[1:], strict=True) if parent != ABSENT]
+
+
+def test_a_chosen_chain_is_greedy() -> None:
+    draft = TableDraft(3)
+    proposal = draft.grow(4)
+    for row in range(3):
+        path: tuple[int, ...] = ()
+        for _ in range(4):
+            path = (*path, int(draft.law(row, path).argmax()))
+        assert tuple(proposal.tokens[row, 1:].tolist()) == path
+    assert proposal.q is None
+    assert proposal.is_chain
+
+
+def test_a_drawn_chain_carries_the_law_of_every_guess() -> None:
+    draft = TableDraft(4)
+    proposal = draft.grow(3, sample=True)
+    assert proposal.q is not None
+    for row in range(4):
+        path: tuple[int, ...] = ()
+        for depth, token in enumerate(proposal.tokens[row, 1:].tolist()):
+            torch.testing.assert_close(proposal.q[row, depth], draft.law(row, path).exp())
+            path = (*path, token)
+
+
+def test_a_chain_ends_after_a_guess_without_confidence() -> None:
+    draft = TableDraft(16)
+    proposal = draft.grow(5, min_confidence=0.5)
+    lengths = set()
+    for row in range(16):
+        path: tuple[int, ...] = ()
+        for _ in range(5):
+            law = draft.law(row, path)
+            path = (*path, int(law.argmax()))
+            if law.max().exp() < 0.5:
+                break
+        assert paths_of(proposal, row) == [path[:end] for end in range(1, len(path) + 1)]
+        lengths.add(len(path))
+    assert len(lengths) > 2  # otherwise this would show little
+
+
+@pytest.mark.parametrize(("top_k", "nodes", "depth"), [(2, 5, 3), (3, 12, 4), (6, 40, 3), (4, 3, 2)])
+def test_a_dynamic_tree_keeps_the_most_probable_paths(top_k: int, nodes: int, depth: int) -> None:
+    draft = TableDraft(3)
+    proposal = draft.grow(depth, tree="dynamic", tree_top_k=top_k, tree_nodes=nodes)
+    for row in range(3):
+        assert sorted(paths_of(proposal, row)) == sorted(_dynamic_by_hand(draft, row, top_k, nodes, depth))
+
+
+def _dynamic_by_hand(draft: TableDraft, row: int, top_k: int, nodes: int, depth: int) -> list[tuple[int, ...]]:
+    """EAGLE-2 with lists: follow the best paths of each depth, then keep the best of all."""
+    scores: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(depth):
+        found = {}
+        for path in frontier:
+            values, tokens = draft.law(row, path).topk(top_k)
+            found |= {
+                (*path, token): scores.get(path, 0.0) + value
+                for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
+            }
+        scores |= found
+        frontier = sorted(found, key=found.__getitem__, reverse=True)[:top_k]
+    return sorted(scores, key=scores.__getitem__, reverse=True)[:nodes]
+
+
+def test_a_static_tree_takes_the_ranks_it_names() -> None:
+    paths = [(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0)]
+    draft = TableDraft(3)
+    proposal = draft.grow(9, tree=paths)
+    for row in range(3):
+        wanted = []
+        for ranks in paths:
+            path: tuple[int, ...] = ()
+            for rank in ranks:
+                path = (*path, int(draft.law(row, path).topk(VOCABULARY).indices[rank]))
+            wanted.append(path)
+        assert sorted(paths_of(proposal, row)) == sorted(wanted)
+    assert proposal.max_depth == 3
+
+
+def test_a_static_tree_is_cut_where_the_text_must_end() -> None:
+    proposal = TableDraft(2).grow(1, tree=[(0, 0, 0), (1, 0)])
+    assert [len(path) for path in paths_of(proposal, 0)] == [1, 1]
+
+
+def test_ranks_beyond_the_vocabulary_are_absent() -> None:
+    proposal = TableDraft(2).grow(2, tree=[(VOCABULARY + 3,), (0,)])
+    assert len(paths_of(proposal, 0)) == 1
+    assert int(proposal.tokens.max()) < VOCABULARY
+
+
+@pytest.mark.parametrize("tree", ["sampled", [(0,), (2,), (2, 5), (0, 0), (0, 1), (0, 1, 3)]])
+def test_drawn_siblings_differ_and_carry_their_parents_law(tree: object) -> None:
+    draft = TableDraft(5)
+    proposal = draft.grow(3, sample=True, tree=tree, tree_top_k=3, tree_nodes=14)
+    assert proposal.q is not None
+    for row in range(5):
+        found = paths_of(proposal, row)
+        assert len(set(found)) == len(found)
+        for node, parent in enumerate(proposal.parents[row].tolist()):
+            if node and parent != ABSENT:
+                assert parent < proposal.q.shape[1]
+                path = tuple(t for t in proposal.path_tokens(torch.full((5,), parent))[row].tolist() if t >= 0)
+                torch.testing.assert_close(proposal.q[row, parent], draft.law(row, path).exp())
+
+
+def test_drawn_siblings_follow_the_law_without_replacement() -> None:
+    law = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
+    rounds = 60_000
+    torch.manual_seed(0)
+    drawn = draw_distinct(law.expand(rounds, -1), 2)
+    counts = Counter(map(tuple, drawn.tolist()))
+    p = law.exp().tolist()
+    statistic = 0.0
+    for first, second in itertools.permutations(range(3), 2):
+        expected = rounds * p[first] * p[second] / (1 - p[first])
+        statistic += (counts.pop((first, second), 0) - expected) ** 2 / expected
+    assert not counts  # nothing of probability zero
+    assert statistic < 25.7  # 5 degrees of freedom, p = 1e-4
+
+
+@pytest.mark.parametrize(("width", "nodes", "depth"), [(10, 60, 5), (2, 7, 3), (1, 9, 4), (3, 1, 1)])
+def test_a_bushy_tree_spends_its_nodes_within_its_bounds(width: int, nodes: int, depth: int) -> None:
+    paths = bushy(width, nodes, depth)
+    assert len(paths) == min(nodes, sum(width**level for level in range(1, depth + 1)))
+    assert all(len(path) <= depth and max(path) < width for path in paths)
+    assert all(path[:-1] in paths for path in paths if len(path) > 1)
+    assert all((*path[:-1], path[-1] - 1) in paths for path in paths if path[-1])
