@@ -232,6 +232,8 @@ def _our_name(name: str) -> str:
 
 def _speculators(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     tensors.pop("mask_hidden", None)  # serves the parallel steps of peagle; one step of it is EAGLE-3
+    if not isinstance(raw.get("transformer_layer_config"), dict):
+        raise ValueError("the config has no transformer_layer_config, which speculators files describe the layers in")
     raw["speculators_model_type"] = "eagle3"
     if raw.get("speculators_config") is not None:
         raw["speculators_config"]["algorithm"] = "eagle3"

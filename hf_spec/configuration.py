@@ -190,6 +190,11 @@ class SpeculatorConfig(PreTrainedConfig):
     def validate(self) -> None:
         """Check every field; runs on construction and before saving."""
         super().validate()  # type: ignore[misc]  # made by a decorator
+        if self.speculators_model_type != type(self).speculators_model_type:
+            raise ValueError(
+                f"speculators_model_type is {self.speculators_model_type!r}, but a {type(self).__name__} is "
+                f"{type(self).speculators_model_type!r}; load it with AutoConfig"
+            )
         if self.tie_word_embeddings:
             raise ValueError(
                 "tie_word_embeddings is True: the input and output vocabularies of a draft differ; set False"

@@ -374,6 +374,9 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     edit_config(path, speculators_model_type="dflash")
     with pytest.raises(ValueError, match="'dflash'"):
         AutoDraftModel.from_pretrained(path)
+    edit_config(path, speculators_model_type="eagle3", transformer_layer_config=None)
+    with pytest.raises(ValueError, match="no transformer_layer_config"):
+        AutoDraftModel.from_pretrained(path)
     with pytest.raises(TypeError, match="from_pretrained"):
         AutoDraftModel()
 

@@ -48,6 +48,7 @@ def methods(**changes: Any) -> dict[str, Any]:
         ({"eagle_aux_hidden_state_layer_ids": []}, ValueError, r"\[\]; list whole numbers"),
         ({"eagle_aux_hidden_state_layer_ids": 2}, ValueError, r"is 2; list whole numbers"),
         ({"tie_word_embeddings": True}, ValueError, r"tie_word_embeddings is True.*set False"),
+        ({"speculators_model_type": "eagle"}, ValueError, r"speculators_model_type is 'eagle'.*AutoConfig"),
         ({"shared_with_target": ["fc"]}, ValueError, r"shared_with_target is \['fc'\]"),
         ({"transformer_layer_config": 3}, TypeError, r"transformer_layer_config is a int"),
         ({"transformer_layer_config": {"model_type": "gpt2"}}, ValueError, r"is 'gpt2'; build .*llama"),

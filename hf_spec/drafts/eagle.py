@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..configuration import EagleSpeculatorConfig
+from .feedback import FeedbackDrafter
 from .modeling import LAYERS, DraftModel, DraftOutput, only_one
 
 if TYPE_CHECKING:
@@ -54,4 +55,5 @@ class EagleDraftModel(DraftModel):
         return (-1,)
 
     def drafter(self, request: Request) -> Drafter:
-        raise NotImplementedError
+        self.bind(request.target)
+        return FeedbackDrafter(self, request)

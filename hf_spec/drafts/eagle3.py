@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..configuration import Eagle3SpeculatorConfig
+from .feedback import FeedbackDrafter
 from .modeling import LAYERS, NORMS, DraftModel, DraftOutput, only_one
 
 if TYPE_CHECKING:
@@ -126,4 +127,5 @@ class Eagle3DraftModel(DraftModel):
         return config.feature_layers(target.config.get_text_config().num_hidden_layers)
 
     def drafter(self, request: Request) -> Drafter:
-        raise NotImplementedError
+        self.bind(request.target)
+        return FeedbackDrafter(self, request)

@@ -46,7 +46,7 @@ class DraftModel(PreTrainedModel, Speculator):
     """
 
     config: Any
-    supports_gradient_checkpointing = True
+    supports_gradient_checkpointing = False  # it drops the cache, which the later steps of training read
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True

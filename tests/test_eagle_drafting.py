@@ -1,0 +1,165 @@
+"""Drafting with EAGLE models: the trees of the original code, and a cached drafter against an uncached twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from golden import CLOSE, END_TO_END, SAFEAILAB, load_draft, load_target, outputs, tiny_target
+from torch import Tensor
+
+from hf_spec import News, Request, SpeculationConfig
+from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
+from hf_spec.drafts.eagle import EagleDraftModel
+from hf_spec.drafts.eagle3 import Eagle3DraftModel
+
+# total_token (root included), depth (expansions after the root's) and top_k of the trees in each case.
+TREES = {
+    "eagle1_orig_a": [(12, 3, 4), (24, 4, 6)],
+    "eagle3_orig_a": [(12, 3, 4), (26, 5, 6), (60, 7, 10)],
+    "eagle3_orig_b_fullvocab": [(16, 3, 4), (20, 4, 5)],
+}
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def request(
+    draft: Any, target: Any, ids: Tensor, features: Tensor, config: SpeculationConfig, **kwargs: Any
+) -> Request:
+    given = {"attention_mask": torch.ones_like(ids), "law": log_softmax, "sample": False} | kwargs
+    return Request(target=target, input_ids=ids, features=features, config=config, **given)
+
+
+@pytest.mark.parametrize(("case", "number"), [(case, i) for case in SAFEAILAB for i in range(len(TREES[case]))])
+@torch.no_grad()
+def test_dynamic_trees_are_those_of_the_original_code(case: str, number: int) -> None:
+    io, draft, target = outputs(case), load_draft(case), load_target(case)
+    total, depth, top_k = TREES[case][number]
+    config = SpeculationConfig(
+        tree="dynamic", tree_top_k=top_k, tree_nodes=total - 1, num_speculative_tokens=depth + 1
+    )
+    ids, features = io["input_ids"][None], io["features"][None]
+    known = features.shape[1]
+    drafter = draft.drafter(request(draft, target, ids[:, :known], features, config))
+    proposal = drafter.propose(News(ids[:, known:], torch.tensor([1]), features[:, -1:]), depth + 1)
+    assert proposal.tokens[0].tolist() == io[f"tree{number}/draft_tokens"].tolist()
+    assert proposal.parents[0].tolist() == io[f"tree{number}/parents"].tolist()
+    assert proposal.depth[0].tolist() == io[f"tree{number}/tree_position_ids"].tolist()
+    if number > 0:
+        return
+    # A second round: some guesses became text, and the drafter goes on with its cache.
+    news = io["cont/input_ids"][None, ids.shape[1] :]
+    proposal = drafter.propose(News(news, torch.tensor([news.shape[1]]), io["cont/features"][None]), depth + 1)
+    assert proposal.tokens[0].tolist() == io["cont/draft_tokens"].tolist()
+    assert proposal.parents[0].tolist() == io["cont/parents"].tolist()
+
+
+@pytest.mark.parametrize("case", END_TO_END + SAFEAILAB)
+def test_generation_accepts_what_the_peer_accepted(case: str) -> None:
+    io, draft, target = outputs(case), load_draft(case), load_target(case)
+    prefix = "" if case in END_TO_END else "e2e/"
+    prompt, expected, accepted = io[prefix + "prompt"], io[prefix + "greedy_ids"], io[prefix + "accept_len"]
+    settings: dict[str, Any] = {"num_speculative_tokens": 4}
+    if case in SAFEAILAB:
+        total, depth, top_k = TREES[case][0]
+        settings = {
+            "tree": "dynamic",
+            "tree_top_k": top_k,
+            "tree_nodes": total - 1,
+            "num_speculative_tokens": depth + 1,
+        }
+    out = target.generate(
+        prompt[None],
+        attention_mask=torch.ones_like(prompt[None]),
+        max_new_tokens=len(expected) - len(prompt),
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        speculator=draft,
+        speculation_config=SpeculationConfig(**settings),
+        return_dict_in_generate=True,
+    )
+    assert out.sequences[0].tolist() == expected.tolist()
+    # The peer's lengths count the whole of its last block, of which generate may need only the beginning.
+    emitted = len(expected) - len(prompt) - 1
+    steps = int(((accepted + 1).cumsum(0) < emitted).sum()) + 1
+    assert out.speculation.steps == steps
+    assert out.speculation.mean_accepted_length == pytest.approx(emitted / steps)
+
+
+def drafts() -> list[Any]:
+    target = tiny_target().config
+    flags = {"draft_vocab_size": 40, "norm_output": True, "norm_before_fc": True}
+    window = {"model_type": "qwen3", "num_hidden_layers": 2, "sliding_window": 4, "use_sliding_window": True}
+    window["layer_types"] = ["sliding_attention", "full_attention"]
+    torch.manual_seed(1)
+    return [
+        pytest.param(Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(target)), id="eagle3"),
+        pytest.param(Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(target, window, **flags)), id="eagle3-window"),
+        pytest.param(EagleDraftModel(EagleSpeculatorConfig.for_target(target)), id="eagle"),
+    ]
+
+
+def uncached_chain(draft: Any, ids: Tensor, features: Tensor, steps: int) -> list[Tensor]:
+    """Draft a chain behind one row of text ``ids``, running everything anew at every step: the logits of each."""
+    found: list[Tensor] = []
+    if isinstance(draft, Eagle3DraftModel):
+        features = draft.fuse(features)
+    fed, tokens = features[None], ids[None, 1:]
+    for _ in range(steps):
+        out = draft(tokens, hidden_states=fed)
+        found.append(out.logits[0, -1])
+        guess = draft.to_target_ids(found[-1].argmax())
+        fed = torch.cat([fed, out.hidden_states[:, -1:]], dim=1)
+        tokens = torch.cat([tokens, guess.view(1, 1)], dim=1)
+    return found
+
+
+@pytest.mark.parametrize("draft", drafts())
+@torch.no_grad()
+def test_a_cached_drafter_equals_an_uncached_one_after_every_rejection(draft: Any) -> None:
+    draft.eval()
+    target, steps = tiny_target(), 3
+    generator = torch.Generator().manual_seed(5)
+    width = draft.config.num_features * 32 if isinstance(draft, Eagle3DraftModel) else 32
+    lengths = [7, 3, 5]
+    texts = [torch.randint(0, 96, (40,), generator=generator) for _ in lengths]
+    states = [torch.randn(40, width, generator=generator) for _ in lengths]
+    ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
+    features = torch.randn(3, 7, width, generator=generator)
+    for row, length in enumerate(lengths):
+        ids[row, -length:], mask[row, -length:] = texts[row][:length], 1
+        features[row, -length:] = states[row][:length]
+    seen: list[Tensor] = []
+
+    def law(logits: Tensor) -> Tensor:
+        seen.append(logits)
+        return log_softmax(logits)
+
+    config = SpeculationConfig(num_speculative_tokens=steps)
+    drafter = draft.drafter(request(draft, target, ids, features, config, attention_mask=mask, law=law))
+    rows = [0, 1, 2]
+    # What the target makes of the guesses, per round and row: these tokens are never what was guessed.
+    for counts in ([1, 1, 1], [1, 3, 2], [4, 1, 2], [2, 2, 1], [1, 4], [3, 3]):
+        if len(counts) < len(rows):
+            rows = [0, 2]
+            drafter.keep_rows(torch.tensor(rows))
+        most = max(counts)
+        news, beside = torch.zeros(len(rows), most, dtype=torch.long), torch.zeros(len(rows), most, width)
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            start = lengths[row]
+            news[i, :count] = texts[row][start : start + count]
+            beside[i, :count] = states[row][start - 1 : start - 1 + count]
+            lengths[row] += count
+        seen.clear()
+        drafter.propose(News(news, torch.tensor(counts), beside), steps)
+        for i, row in enumerate(rows):
+            length = lengths[row]
+            expected = uncached_chain(draft, texts[row][:length], states[row][: length - 1], steps)
+            for depth in range(steps):
+                logits = seen[depth][i, -1]
+                logits = logits if draft.target_ids is None else logits[draft.target_ids]
+                torch.testing.assert_close(logits, expected[depth], **CLOSE)
