@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,8 +54,10 @@ class Chooser:
         self.processors = processors
         self.text = text
         self.sample = sample
-        self.lockstep = processors.lockstep or text.stops.lockstep or (sample and config.verification == "exact")
-        self.rule = "token" if config.verification == "token" else "block"
+        stops, several = text.stops, len(text.rows) > 1
+        exact = sample and config.verification == "exact"
+        self.lockstep = processors.lockstep or stops.lockstep or exact or (stops.waits and several)
+        self.rule: Literal["token", "block"] = "token" if config.verification == "token" else "block"
         self.record = record
 
     def choose(self, proposal: Proposal, scores: Scores) -> Choice:
@@ -64,7 +67,7 @@ class Chooser:
 
     @property
     def samples_row_by_row(self) -> bool:
-        """Tell whether drawn guesses help: in lockstep the target's own draws decide, so the best guess is the best."""
+        """Tell whether drawn guesses help: in lockstep the target's own draws decide, and the best guess is best."""
         return self.sample and not self.lockstep
 
     # -- rows advance by different amounts ----------------------------------------------------------------------------
@@ -88,7 +91,7 @@ class Chooser:
         )
 
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
-        if proposal.q is not None:
+        if self.sample and proposal.q is not None:
             return verify(proposal, nodes.every().softmax(-1), self.rule)
         if not self.processors.memoryless:  # costly: ask only at the nodes on the way
             return follow(proposal, lambda node: self._pick(nodes.at(node)))
@@ -116,7 +119,7 @@ class Chooser:
             growing = [i for i, row in enumerate(rows) if row in self.text.rows]
             path.append(node)
             tokens.append(token[rows])
-            self.record.add_column(rows, growing, logits, scores.hidden_states, node, lambda _: processed[rows])
+            self.record.add_column(rows, growing, logits, scores.hidden_states, node, processed[rows])
             self.text.extend_together(token, self.record.scores_so_far())
             child = proposal.child(node, tokens[-1])
             guessed = (child >= 0).tolist()

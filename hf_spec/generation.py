@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .choice import Chooser
 from .configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -38,16 +38,25 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 class SpeculativeDecoding:
     """Decode with a draft: ``model.generate(..., custom_generate=SpeculativeDecoding(draft))``.
 
-    The same loop as ``generate(..., speculator=draft)``, without the keyword. transformers hands a ``custom_generate``
-    callable no streamer, so that one is given here. The object keeps nothing of a call and may be used again.
+    The same loop as ``generate(..., speculator=draft)``, without the keyword. transformers keeps streamer and
+    tokenizer from a ``custom_generate`` callable, so they are given here: ``streamer`` gets prompt and text,
+    ``tokenizer`` serves the statistics. The object keeps nothing of a call and may be used again.
     """
 
     def __init__(
-        self, speculator: Any, config: SpeculationConfig | None = None, *, streamer: BaseStreamer | None = None
+        self,
+        speculator: Any,
+        config: SpeculationConfig | None = None,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
     ) -> None:
+        if config is not None and not isinstance(config, SpeculationConfig):
+            raise TypeError(f"speculation_config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
         self.speculator = speculator
         self.config = config
         self.streamer = streamer
+        self.tokenizer = tokenizer
 
     @torch.no_grad()
     def __call__(
@@ -67,27 +76,30 @@ class SpeculativeDecoding:
         if config.self_check:
             check_target(model, trees=config.tree is not None)
 
-        stats = SpeculationStats(batch_size=len(input_ids))
+        stats = SpeculationStats(batch_size=len(input_ids), tokenizer=self.tokenizer)
         record = Record(generation_config, len(input_ids))
-        chooser = Chooser(Processors(logits_processor), text, generation_config.do_sample, config, record)
+        chooser = Chooser(Processors(logits_processor), text, bool(generation_config.do_sample), config, record)
         target = TargetRunner(model, speculator.feature_layers(model), record.hidden_states)
         prompt_mask = _prompt_mask(input_ids, model_kwargs.get("attention_mask"))
 
+        text.begin()
         prompt = target.prefill(input_ids, generation_config, model_kwargs)
         record.prompt(prompt.hidden_states)
-        scores = prompt.last()
-        choice = chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), scores)
+        choice = chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), prompt.last())
         stats.prefilled([tokens[0] for tokens in choice.emitted])
-        request = Request(
-            target=model,
-            input_ids=input_ids,
-            attention_mask=prompt_mask,
-            features=prompt.features,
-            config=config,
-            law=chooser.processors.draft_law(),
-            sample=chooser.samples_row_by_row and config.draft_sampling is not False,
+        drafter = speculator.drafter(
+            Request(
+                target=model,
+                input_ids=input_ids,
+                attention_mask=prompt_mask,
+                features=prompt.features,
+                config=config,
+                law=chooser.processors.draft_law(),
+                sample=chooser.samples_row_by_row and config.draft_sampling is not False,
+            )
         )
-        drafter = speculator.drafter(request)
+        features = prompt.last().features
+        del prompt  # as large as the prompt is long
         returns_cache = bool(generation_config.return_dict_in_generate) or target.slots.cache_is_the_users
         length = DraftLength(config)
 
@@ -99,7 +111,7 @@ class SpeculativeDecoding:
                 target.keep_rows(index, keep_finished=returns_cache)
                 drafter.keep_rows(index)
             rows = text.rows
-            news = choice.news(scores.features, going_on)
+            news = choice.news(features, going_on)
             with stats.timed("propose"):
                 limit = min(length.limit(stats), text.room - 1)
                 proposal = drafter.propose(news, limit) if limit > 0 else Proposal.nothing(news.root)
@@ -109,6 +121,8 @@ class SpeculativeDecoding:
                 choice = chooser.choose(proposal, scores)
                 target.slots.commit(choice.path, choice.kept, in_place=proposal.is_chain)
                 stats.step(rows, choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
+            features = scores.features
+            del proposal, scores  # nodes x vocabulary each
         stats.finish()
         return self._output(text, target, record, stats, generation_config, returns_cache)
 
@@ -122,20 +136,23 @@ class SpeculativeDecoding:
         returns_cache: bool,
     ) -> Tensor | SpeculativeOutput:
         sequences = text.finish()
-        emitted = text.final_length - text.prompt_length
+        emitted = text.length - text.prompt_length
         cache = target.slots.release(emitted - 1) if returns_cache else None
         if not generation_config.return_dict_in_generate:
             return sequences
         return SpeculativeOutput(
-            sequences=sequences, past_key_values=cache, speculation=stats, **record.outputs(emitted)
+            sequences=cast(torch.LongTensor, sequences),
+            past_key_values=cache,
+            speculation=stats,
+            **record.outputs(emitted),
         )
 
 
 class DraftLength:
     """Say how deep to guess: a fixed number, or the one that promises most text per second so far.
 
-    With acceptance rate a and a guess that costs c target forwards, a chain of k emits (1 - a^(k+1)) / (1 - a) tokens for
-    1 + c k forwards (Leviathan et al., arXiv 2211.17192, theorem 3.8). ``"auto"`` measures a and c as it goes.
+    With acceptance rate a and a guess that costs c target forwards, a chain of k emits (1 - a^(k+1)) / (1 - a) tokens
+    for 1 + c k forwards (Leviathan et al., arXiv 2211.17192, theorem 3.8). ``"auto"`` measures a and c as it goes.
     """
 
     LONGEST = 16
@@ -157,13 +174,11 @@ class DraftLength:
         if not self._adapts or stats.steps < 2 or not stats.verify_seconds:
             return self._fixed
         counts = stats.counts
-        guessed, verified = sum(counts.offered), stats.verify_seconds / stats.steps
-        # A chain stops at its first wrong guess: every step that emitted more than it accepted has tried one more.
-        tried = counts.accepted + sum(
-            offered - reached for offered, reached in zip(counts.offered[:1], counts.reached)
-        )
+        # Only behind an accepted guess is the next one tried.
+        tried = sum(map(min, counts.offered, [counts.steps, *counts.reached]))
         accept = min(0.98, counts.accepted / max(1, tried))
-        cost = stats.propose_seconds / max(1, guessed) / verified
+        depth = sum(counts.offered) / counts.steps  # that rows reach on average; all of them in the same forwards
+        cost = stats.propose_seconds / max(1.0, depth) / stats.verify_seconds
 
         def speed(k: int) -> float:
             return (1 - accept ** (k + 1)) / (1 - accept) / (1 + cost * k)
@@ -173,6 +188,7 @@ class DraftLength:
 
 def _prompt_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Return the mask of ``input_ids`` alone: the host's may begin earlier (a cache) or belong to embeddings."""
-    if attention_mask is None:
+    length = input_ids.shape[1]
+    if attention_mask is None or attention_mask.shape[1] < length:
         return torch.ones_like(input_ids)
-    return attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]
+    return attention_mask[:, attention_mask.shape[1] - length :]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -10,8 +11,8 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 
 from .configuration import SpeculationConfig
 from .generation import SpeculativeDecoding
-from .speculators import as_speculator
 from .slots import unhook_masks
+from .speculators import as_speculator, base_model
 
 _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
 
@@ -19,8 +20,10 @@ _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | Non
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
     """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
 
-    Nothing is stored on the model. A call's own ``speculator=`` comes first; ``speculator=False`` turns it off for one call.
+    Nothing is stored on the model. A call's own ``speculator=`` comes first; ``speculator=False`` turns it off
+    once.
     """
+    model = base_model(model)
     if speculator is None:
         _defaults.pop(model, None)
     else:
@@ -29,7 +32,7 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
 
 
 def install() -> None:
-    """Teach ``generate`` of every model the keywords ``speculator``, ``speculation_config``, ``num_speculative_tokens``.
+    """Teach ``generate`` the keywords ``speculator``, ``speculation_config`` and ``num_speculative_tokens``.
 
     Runs on ``import hf_spec``. Calls without a speculator are passed on untouched. May be called again.
     """
@@ -46,6 +49,8 @@ def uninstall() -> None:
 
 
 def _speculative(plain: Any) -> Any:
+    names = list(inspect.signature(plain).parameters)[1:]
+
     @functools.wraps(plain)
     def generate(
         self: Any,
@@ -55,24 +60,29 @@ def _speculative(plain: Any) -> Any:
         num_speculative_tokens: int | str | None = None,
         **kwargs: Any,
     ) -> Any:
-        if speculator is None and kwargs.get("custom_generate") is None:
+        hook = kwargs.get("custom_generate")
+        if speculator is None and hook is None:
             speculator, speculation_config = _default(self, speculation_config)
-        if isinstance(kwargs.get("custom_generate"), SpeculativeDecoding) and speculator is None:
-            decoding = kwargs.pop("custom_generate")
-            speculator, speculation_config = decoding.speculator, speculation_config or decoding.config
+        elif speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what the host drops
+            del kwargs["custom_generate"]
+            speculator, speculation_config = hook.speculator, speculation_config or hook.config
+            kwargs = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | kwargs
         if speculator is None or speculator is False:
             if speculation_config is not None or num_speculative_tokens is not None:
                 raise ValueError(
                     "speculation_config and num_speculative_tokens need a speculator; pass speculator=..."
                 )
             return plain(self, *args, **kwargs)
-        speculator = as_speculator(speculator, self)
-        config = speculation_config or speculator.defaults()
-        if num_speculative_tokens is not None:
-            config = config.merge(num_speculative_tokens=num_speculative_tokens)
+        kwargs |= dict(zip(names, args, strict=False))
         _refuse_other_ways(self, kwargs)
-        decoding = SpeculativeDecoding(speculator, config, streamer=kwargs.get("streamer"))
-        return plain(self, *args, custom_generate=decoding, **_with_stop_strings(self, kwargs))
+        speculator, tokenizer = as_speculator(speculator, self), kwargs.pop("tokenizer", None)
+        decoding = SpeculativeDecoding(
+            speculator, speculation_config, streamer=kwargs.pop("streamer", None), tokenizer=tokenizer
+        )
+        if num_speculative_tokens is not None:
+            config = decoding.config or speculator.defaults()
+            decoding.config = config.merge(num_speculative_tokens=num_speculative_tokens)
+        return plain(self, **_with_stop_strings(self, kwargs, tokenizer) | {"custom_generate": decoding})
 
     generate._hf_spec_original = plain  # type: ignore[attr-defined]
     return generate
@@ -87,24 +97,27 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise a ValueError for what the host would do, or drop, before the loop is asked."""
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. Drop `speculator`."
+            f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. "
+            "Drop `speculator`."
         )
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise ValueError(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
     if kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True (FSDP or ZeRO-3 over several processes) needs the same number of forwards on every process, "
-            "which speculation cannot promise. Generate without `speculator`, or gather the model first."
+            "synced_gpus=True (FSDP or ZeRO-3 over several processes) needs the same number of forwards on every "
+            "process, which speculation cannot promise. Generate without `speculator`, or gather the model first."
+        )
+    if _option(model, kwargs, "token_healing"):
+        raise ValueError(
+            "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
+            "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
         )
 
 
-def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Turn ``stop_strings`` into a criterion: the host drops the tokenizer of a ``custom_generate`` call."""
-    tokenizer = kwargs.get("tokenizer")
-    config = kwargs.get("generation_config")
-    configured = (getattr(one, "stop_strings", None) for one in (config, model.generation_config))
-    strings = kwargs.get("stop_strings") or next((found for found in configured if found), None)
+def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Turn ``stop_strings`` into a criterion: the host keeps the tokenizer from a ``custom_generate`` call."""
+    strings = _option(model, kwargs, "stop_strings")
     if not strings:
         return kwargs
     if tokenizer is None:
@@ -112,3 +125,10 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[s
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
+
+
+def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
+    """Look an option up where the host does: in the call, in its configuration, in the model's."""
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in found if value is not None), None)

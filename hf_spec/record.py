@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class Record:
         self._rows: dict[str, list[list[Tensor]]] = {
             name: [[] for _ in range(batch_size)] for name in ("scores", "logits", "states")
         }
+        self._stacked: list[Tensor] = []
 
     def prompt(self, states: tuple[Tensor, ...]) -> None:
         """Keep the hidden states of the prompt, one (batch, prompt, hidden) per layer."""
@@ -43,7 +45,8 @@ class Record:
             return
         for step in range(max(kept)):
             emitting = [i for i, count in enumerate(kept) if step < count]
-            self.add_column(rows, emitting, logits, states, path[:, step], scores_at)
+            node = path[:, step]
+            self.add_column(rows, emitting, logits, states, node, scores_at(node) if self._scores else None)
 
     def add_column(
         self,
@@ -52,12 +55,12 @@ class Record:
         logits: Tensor,
         states: tuple[Tensor, ...],
         node: Tensor,
-        scores_at: Callable[[Tensor], Tensor],
+        scores: Tensor | None,
     ) -> None:
-        """Add one token of each ``emitting`` row, which follows ``node`` (rows,)."""
+        """Add a token of each ``emitting`` row, which follows ``node`` (rows,); ``scores`` are (rows, vocabulary)."""
         index = torch.arange(len(rows), device=logits.device)
-        if self._scores:
-            self._keep("scores", rows, emitting, scores_at(node))
+        if self._scores and scores is not None:
+            self._keep("scores", rows, emitting, scores)
         if self._logits:
             self._keep("logits", rows, emitting, logits[index, node].float())
         if self.hidden_states:
@@ -70,9 +73,12 @@ class Record:
 
     def scores_so_far(self) -> tuple[Tensor, ...] | None:
         """Return what a stopping criterion may look at: ``None`` where scores were not asked for."""
-        return self._columns("scores") if self._scores else None
+        if not self._scores:
+            return None
+        self._stacked += self._columns("scores", len(self._stacked))
+        return tuple(self._stacked)
 
-    def outputs(self, length: int) -> dict[str, tuple[Tensor, ...] | tuple[tuple[Tensor, ...], ...] | None]:
+    def outputs(self, length: int) -> dict[str, Any]:
         """Return ``scores``, ``logits`` and ``hidden_states`` of the first ``length`` emitted tokens."""
         states = self._columns("states")[:length] if self.hidden_states else ()
         steps = [tuple(layer[:, None] for layer in step.unbind(1)) for step in states[1:]]
@@ -82,11 +88,11 @@ class Record:
             "hidden_states": (self._prompt_states, *steps) if self.hidden_states else None,
         }
 
-    def _columns(self, name: str) -> tuple[Tensor, ...]:
-        """Stack the rows per emitted token: (batch, ...) each."""
+    def _columns(self, name: str, first: int = 0) -> tuple[Tensor, ...]:
+        """Stack the rows per emitted token from the ``first`` one on: (batch, ...) each."""
         rows = self._rows[name]
         longest = max(rows, key=len)
         return tuple(
             torch.stack([row[step] if step < len(row) else torch.zeros_like(longest[step]) for row in rows])
-            for step in range(len(longest))
+            for step in range(first, len(longest))
         )

@@ -24,8 +24,9 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if isinstance(speculator, str | os.PathLike):
         from .checkpoints import AutoDraftModel
 
-        return AutoDraftModel.from_pretrained(speculator, target=target)
-    if isinstance(base := _base_model(speculator), PreTrainedModel) and base.can_generate():
+        draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target)
+        return draft
+    if isinstance(base := base_model(speculator), PreTrainedModel) and base.can_generate():
         return VanillaSpeculator(base)
     raise TypeError(
         f"speculator must be a draft model, a causal language model, 'ngram' or a path or Hub id of a draft, got "
@@ -34,6 +35,6 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     )
 
 
-def _base_model(model: Any) -> Any:
+def base_model(model: Any) -> Any:
     """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model

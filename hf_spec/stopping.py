@@ -15,15 +15,17 @@ BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, Max
 class Stops:
     """Ask the user's ``StoppingCriteriaList`` at every emitted token.
 
-    ``lockstep``: a criterion is not one of those known here, so it may count calls or look at scores and other rows; the
-    list must then be called once per token with the whole batch, as plain ``generate`` does. ``pads``: finished rows are
-    padded; otherwise they go on being generated until all are finished. ``max_length``: no row gets longer.
+    ``lockstep``: a criterion is not one of those known here, so it may count calls or look at scores and other rows;
+    the list must then be called once per token with the whole batch, as plain ``generate`` does. ``pads``: finished
+    rows are padded; otherwise they go on being generated until all are finished, and ``waits`` tells that this may be
+    later than their own end. ``max_length``: no row gets longer.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
         self._all = criteria
         self.lockstep: bool = not all(type(one) in BLOCKWISE for one in criteria)
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
+        self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
 
@@ -66,8 +68,8 @@ def _mark_stop_strings(
 ) -> None:
     """Mark in ``done`` (batch, width) the prefixes that end with a stop string.
 
-    The criterion looks at the last ``maximum_token_len`` tokens only, so all prefixes that have as many are asked in one
-    call, and shorter ones by length.
+    The criterion looks at the last ``maximum_token_len`` tokens only, so all prefixes that have as many are asked in
+    one call, and shorter ones by length.
     """
     windows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for row, (old, new) in enumerate(zip(before, after, strict=True)):

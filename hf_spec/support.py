@@ -21,7 +21,9 @@ def refuse_call(
     """Raise a ValueError if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
     _refuse_options(model, generation_config, model_kwargs)
     _refuse_target(model, model_kwargs, config, len(text.lengths))
-    _refuse_growing_rope(model, text.prompt_length, text.stops.max_length)
+    if text.stops.max_length is not None:
+        prompt = _length_of_prompt(generation_config, model_kwargs, text.prompt_length)
+        _refuse_growing_rope(model, prompt, prompt + text.stops.max_length - text.prompt_length)
 
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -42,8 +44,8 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
         raise _refusal("use_cache=False: guesses are scored over a cache; leave use_cache at True")
     if generation_config.cache_implementation not in (None, "dynamic"):
         raise _refusal(
-            f"cache_implementation={generation_config.cache_implementation!r}: only the dynamic cache can take rejected "
-            "guesses back; leave cache_implementation unset"
+            f"cache_implementation={generation_config.cache_implementation!r}: only the dynamic cache can take "
+            "rejected guesses back; leave cache_implementation unset"
         )
 
 
@@ -63,7 +65,13 @@ def _refuse_target(
         )
 
 
-def _refuse_growing_rope(model: PreTrainedModel, prompt_length: int, max_length: int | None) -> None:
+def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[str, Any], ids: int) -> int:
+    """Count the positions of the prompt, in ``ids``, embeddings or a cache: the attention mask has them all."""
+    mask = model_kwargs.get("attention_mask")
+    return int(getattr(generation_config, "_mask_length", ids) if mask is None else mask.shape[1])
+
+
+def _refuse_growing_rope(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
     # Cached keys would keep the old rotary frequencies while new ones get others.
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -72,13 +80,13 @@ def _refuse_growing_rope(model: PreTrainedModel, prompt_length: int, max_length:
         config, "original_max_position_embeddings", None
     )
     limit = original or getattr(config, "max_position_embeddings", None)
-    if rope_type not in ("dynamic", "longrope") or limit is None or max_length is None or max_length <= limit:
+    if rope_type not in ("dynamic", "longrope") or limit is None or max_length <= limit:
         return
     if rope_type == "longrope" and prompt_length > limit:
         return  # long from the start: the frequencies stay
     raise _refusal(
-        f"rope_type={rope_type!r} changes its frequencies once the text is longer than {limit} tokens, and this call may "
-        f"reach {max_length}; ask for at most {limit - prompt_length} new tokens"
+        f"rope_type={rope_type!r} changes its frequencies once the text is longer than {limit} tokens, and this call "
+        f"may reach {max_length}; ask for at most {limit - prompt_length} new tokens"
     )
 
 

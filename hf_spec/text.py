@@ -19,8 +19,8 @@ GROWTH = 256  # columns added at least when the buffer is full
 class Text:
     """Hold prompt and emitted tokens of every row, and stop rows where plain ``generate`` would.
 
-    ``rows`` are the rows that still grow. Where plain ``generate`` knows an end-of-sequence token a row that is done is
-    padded; where it does not, every row grows until all are done, and so it does here.
+    ``rows`` are the rows that still grow, ``lengths`` those of all rows. A row that is done is padded; where plain
+    ``generate`` knows no end-of-sequence token it is not, and grows on until all are done.
     """
 
     def __init__(
@@ -29,9 +29,9 @@ class Text:
         self.prompt_length = input_ids.shape[1]
         self.lengths = [self.prompt_length] * input_ids.shape[0]
         self.rows = list(range(input_ids.shape[0]))
-        self._ids = input_ids
         self.stops = stops
-        self._done: dict[int, int] = {}  # row -> length of its text when it was done
+        self._ids = input_ids
+        self._unfinished = set(self.rows)
         self._pad = 0 if pad_token is None else int(pad_token)
         self._streamer = streamer
         self._streamed = self.prompt_length
@@ -47,14 +47,24 @@ class Text:
         return [self.lengths[row] for row in self.rows]
 
     @property
+    def length(self) -> int:
+        """Return the length of the longest row: the others are padded to it."""
+        return max(self.lengths)
+
+    @property
     def room(self) -> int:
-        """Return how many tokens the shortest growing row may still emit."""
+        """Return how many tokens the longest growing row may still emit: beyond may be no position to put a guess."""
         if self.stops.max_length is None:
             return 1 << 30
-        return max((self.stops.max_length - length for length in self.row_lengths), default=0)
+        return self.stops.max_length - max(self.row_lengths)
+
+    def begin(self) -> None:
+        """Show the prompt to the streamer."""
+        if self._streamer is not None:
+            self._streamer.put(self._ids.cpu())
 
     def extend(self, tokens: Tensor, counts: Sequence[int]) -> list[int]:
-        """Append ``counts[b]`` of ``tokens[b]`` (rows, m) to each growing row; return how many were kept up to its end."""
+        """Append ``counts[b]`` of ``tokens[b]`` (rows, m) to each growing row; return how many its end let in."""
         before = self.row_lengths
         after = [length + count for length, count in zip(before, counts, strict=True)]
         self._make_room(max(before) + tokens.shape[1])
@@ -63,44 +73,29 @@ class Text:
         )
         self._ids[torch.tensor(self.rows, device=tokens.device)[:, None], columns] = tokens
         ends = self.stops.first_stop(self.ids, before, after)
-        return self._advance(before, after, ends)
+        for row, length, end in zip(self.rows, after, ends, strict=True):
+            self.lengths[row] = length if end is None else end
+        kept = [self.lengths[row] - length for row, length in zip(self.rows, before, strict=True)]
+        self.rows = [row for row, end in zip(self.rows, ends, strict=True) if end is None]
+        self._stream()
+        return kept
 
-    def extend_together(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> list[int]:
-        """Append one token to every row of the batch (batch,), ask the criteria the plain way; return the kept counts."""
-        before = self.row_lengths
-        length = max(before)
+    def extend_together(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> None:
+        """Append one token to every row of the batch (batch,) and ask the criteria the plain way."""
+        length = self.length
         self._make_room(length + 1)
         if self.stops.pads:
             growing = torch.zeros_like(tokens, dtype=torch.bool)
             growing[self.rows] = True
             tokens = torch.where(growing, tokens, self._pad)
         self._ids[:, length] = tokens
+        for row in self.rows:
+            self.lengths[row] = length + 1
         done = self.stops(self._ids[:, : length + 1], scores).tolist()
-        ends = [length + 1 if done[row] else None for row in self.rows]
-        return self._advance(before, [length + 1] * len(self.rows), ends)
-
-    def _advance(self, before: list[int], after: list[int], ends: list[int | None]) -> list[int]:
-        """Note where rows were done, drop what lies behind their end, and let the rows grow that must."""
-        for row, length, end in zip(self.rows, after, ends, strict=True):
-            if end is not None:
-                self._done.setdefault(row, end)
-            self.lengths[row] = length if end is None or not self.stops.pads else end
-        kept = [self.lengths[row] - length for row, length in zip(self.rows, before, strict=True)]
-        self.rows = [row for row in self.rows if self._grows(row)]
+        self._unfinished = {row for row in self._unfinished if not done[row]}
+        if self.stops.pads or not self._unfinished:
+            self.rows = sorted(self._unfinished)
         self._stream()
-        return kept
-
-    def _grows(self, row: int) -> bool:
-        if self.stops.pads:
-            return row not in self._done
-        return len(self._done) < len(self.lengths) or self.lengths[row] < self.final_length
-
-    @property
-    def final_length(self) -> int:
-        """Return the length of the output as far as it is known: all rows are padded or cut to it."""
-        if self.stops.pads or len(self._done) < len(self.lengths):
-            return max(self.lengths)
-        return max(self._done.values())
 
     def _make_room(self, length: int) -> None:
         if length > self._ids.shape[1]:
@@ -111,11 +106,11 @@ class Text:
         """Tell the streamer every column that all rows have reached."""
         if self._streamer is None:
             return
-        reached = min((self.lengths[row] for row in self.rows), default=self.final_length)
+        reached = min(self.row_lengths, default=self.length)
         ids = self.padded()
-        for column in range(self._streamed, min(reached, self.final_length)):
+        for column in range(self._streamed, reached):
             self._streamer.put(ids[:, column].cpu())
-        self._streamed = max(self._streamed, reached)
+        self._streamed = reached
 
     def finish(self) -> Tensor:
         """Close the stream and return the padded output, (batch, length)."""
@@ -125,8 +120,7 @@ class Text:
 
     def padded(self) -> Tensor:
         """Return all rows, padded behind their end: (batch, length of the longest row)."""
-        length = self.final_length
-        ids = self._ids[:, :length].clone()
+        ids = self._ids[:, : self.length].clone()
         ends = torch.tensor(self.lengths, device=ids.device)
-        behind = torch.arange(length, device=ids.device) >= ends[:, None]
+        behind = torch.arange(self.length, device=ids.device) >= ends[:, None]
         return ids.masked_fill_(behind, self._pad)
