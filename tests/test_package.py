@@ -1,0 +1,85 @@
+"""What a user is given: the wheel, the public names, and documents that do what they say."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from configparser import ConfigParser
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+import torch
+from hatchling.builders.wheel import WheelBuilder
+
+import hf_spec
+from hf_spec import demo
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def code_blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
+    built = WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    return ZipFile(next(iter(built)))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: ZipFile) -> None:
+    names = set(wheel.namelist())
+    wanted = {"hf_spec/py.typed"}
+    for model in demo.MODELS:
+        wanted |= {f"hf_spec/demo/{model}/{file}" for file in ("config.json", "model.safetensors", "tokenizer.json")}
+    wanted |= {str(file.relative_to(ROOT)) for file in (ROOT / "hf_spec").rglob("*.py")}
+    assert wanted <= names
+    assert {name.split("/")[0] for name in names} == {"hf_spec", f"hf_spec-{hf_spec.__version__}.dist-info"}
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_demo_family_is_small(wheel: ZipFile) -> None:
+    sizes = [file.file_size for file in wheel.infolist() if file.filename.startswith("hf_spec/demo/")]
+    assert sum(sizes) <= 10 * 10**6
+
+
+def test_commands_exist(wheel: ZipFile) -> None:
+    points = ConfigParser()
+    points.read_string(wheel.read(f"hf_spec-{hf_spec.__version__}.dist-info/entry_points.txt").decode())
+    assert set(points["console_scripts"]) == {"hf-spec"}
+    for module, _, function in (command.partition(":") for command in points["console_scripts"].values()):
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_public_names_are_there_and_documented() -> None:
+    assert len(set(hf_spec.__all__)) == len(hf_spec.__all__)
+    assert [name for name in hf_spec.__all__ if not getattr(hf_spec, name).__doc__] == []
+
+
+def test_readme_examples_run() -> None:
+    names: dict[str, Any] = {}
+    for block in code_blocks(ROOT / "README.md", "python"):
+        exec(block, names)
+    hf_spec.set_speculator(names["target"], None)
+    prompt, text = names["inputs"].input_ids, names["out"].sequences
+    assert torch.equal(text[:, : prompt.shape[1]], prompt)
+    assert names["out"].speculation.emitted == text.shape[1] - prompt.shape[1] - 1  # the first token is prefill's
+
+
+def test_ci_does_what_the_readme_says() -> None:
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").replace(" --quiet", "").splitlines()
+    (_, *told), (_, *tested) = (
+        [command.strip() for command in block.split("&&")] for block in code_blocks(ROOT / "README.md", "bash")
+    )
+    assert told[-1] == "hf-spec demo"
+    assert [command for command in tested[1:] if command not in ci] == []
+    assert tested[-1] == ci[-1]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
