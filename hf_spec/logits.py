@@ -198,8 +198,9 @@ class NodeScores:
             return self._processors.warp(logits)
         proposal, longest = self._proposal, max(self._lengths)
         spill = longest + proposal.max_depth
-        on_path = proposal.ancestors[batch, node]  # (pairs, nodes), the root too, which falls on itself
-        column = (self._ends[batch] - 1).masked_fill(~on_path, spill)
+        guessed = proposal.ancestors[batch, node]  # (pairs, nodes)
+        guessed[:, 0] = False  # the root stands in the text, or nowhere if the prompt is empty
+        column = (self._ends[batch] - 1).masked_fill(~guessed, spill)
         tokens = self._text.new_zeros((len(batch), spill + 1))
         tokens[:, :longest] = self._text[batch, :longest]
         tokens.scatter_(1, column, proposal.tokens[batch])
