@@ -1,8 +1,8 @@
 """Keys and values in slots, a length per row, and an open forest of guesses behind them.
 
 A row's committed tokens fill slots 0 .. length-1 of its buffer. Guesses are written right behind, into the *open
-forest*; rejecting them costs nothing, because the length does not move, and accepting a path moves a few slots inside the
-forest. Rows advance by different amounts::
+forest*; rejecting them costs nothing, because the length does not move, and accepting a path moves a few slots inside
+the forest. Rows advance by different amounts::
 
     row 0   p p p t t t t │ 0 1 2 3 4          7 committed slots, a forest of 5 nodes
     row 1   - p p t t │ 0 1 2 3 4              5 committed slots (the first is left padding)
@@ -47,8 +47,8 @@ GROWTH = 256  # slots added at least when a buffer is full
 class Rows:
     """Say how far each row has come: shared by all layers of a cache.
 
-    ``lengths`` (batch,) counts the committed slots; ``host_lengths`` is the same on the host, so that no layer asks the
-    accelerator; ``open`` counts the nodes of the open forest, the same in every row.
+    ``lengths`` (batch,) counts the committed slots; ``host_lengths`` is the same on the host, so that no layer asks
+    the accelerator; ``open`` counts the nodes of the open forest, the same in every row.
     """
 
     lengths: Tensor
@@ -73,8 +73,8 @@ class Rows:
 
 
 class SlotBuffer:
-    """A tensor that grows along its slots and can forget the oldest: ``data`` is (batch, slots, ...), seen from outside
-    with the slots at dimension ``dim``. ``start`` is the column of its first slot."""
+    """A tensor that grows along its slots and can forget the oldest: ``data`` is (batch, slots, ...), seen from
+    outside with the slots at dimension ``dim``. ``start`` is the column of its first slot."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -126,7 +126,7 @@ class SlotLayer(CacheLayerMixin):
     """One layer's slots; ``window`` is how many columns a query sees at most, itself included (``None``: all)."""
 
     def __init__(self, rows: Rows, window: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
         self.window = window
         self.is_sliding = window is not None
@@ -178,38 +178,6 @@ class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
-class States:
-    """The recurrent states of a cache, and a copy of each row's from when all it had read was text."""
-
-    def __init__(self, cache: Cache) -> None:
-        self._layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
-        self._saved = [state.clone() for holder, index in self._live() for state in (holder[index],)]
-
-    def settle(self, right: Sequence[bool]) -> None:
-        """Save the states of the rows that are ``right`` and take the others back to what was saved."""
-        if all(right):
-            for saved, (holder, index) in zip(self._saved, self._live(), strict=True):
-                saved.copy_(holder[index])
-            return
-        for number, (holder, index) in enumerate(self._live()):
-            state = holder[index]
-            keep = torch.tensor(right, device=state.device)
-            self._saved[number][keep] = state[keep]
-            state[~keep] = self._saved[number][~keep]  # in place: kernels may hold on to the tensor
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
-        for number, (holder, index) in enumerate(self._live()):
-            on_device = rows.to(holder[index].device)
-            holder[index] = holder[index].index_select(0, on_device)
-            self._saved[number] = self._saved[number].index_select(0, on_device)
-
-    def _live(self) -> list[tuple[dict[int, Tensor], int]]:
-        """Return where each state is kept, as (dict, key): some models put a new tensor there."""
-        holders = [holder for layer in self._layers for holder in (layer.conv_states, layer.recurrent_states)]
-        return [(holder, index) for holder in holders for index, state in holder.items() if state is not None]
-
-
 class SlotCache(Cache):
     """Stand in for the host's ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
 
@@ -234,8 +202,8 @@ class SlotCache(Cache):
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` part of row b, and drop the rest of the open forest.
 
-        ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that each
-        path is 0, 1, 2, ..., so that nothing moves.
+        ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that
+        each path is 0, 1, 2, ..., so that nothing moves.
         """
         taken = torch.as_tensor(counts, device=path.device)
         if path.shape[1] and not in_place:
@@ -292,6 +260,16 @@ def _length(cache: DynamicCache) -> int:
     return max((layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
 
 
+def keeps_state(layer: object) -> bool:
+    """Tell whether ``layer`` of a cache keeps a recurrent or convolution state."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def has_states(cache: object) -> bool:
+    """Tell whether some layer of ``cache`` keeps a recurrent or convolution state."""
+    return any(map(keeps_state, getattr(cache, "layers", [])))
+
+
 def unsupported_layer(cache: object) -> str | None:
     """Say why slots cannot stand in for ``cache``, or return ``None`` if they can."""
     if type(cache) is not DynamicCache or cache.offloading:
@@ -305,7 +283,7 @@ def _adopt_layer(layer: Any, rows: Rows) -> Any:
         return layer
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
     is_hybrid = isinstance(layer, LinearAttentionLayer)
-    slots = HybridSlotLayer(rows, window, layer) if is_hybrid else SlotLayer(rows, window)
+    slots: Any = HybridSlotLayer(rows, window, layer) if is_hybrid else SlotLayer(rows, window)
     if layer.is_initialized and layer.keys is not None:
         slots.is_initialized = True
         slots.dtype, slots.device = layer.keys.dtype, layer.keys.device

@@ -44,7 +44,7 @@ class Proposal:
 
     @classmethod
     def chain(cls, root: Tensor, guesses: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
-        """Build a chain per row from ``root`` (batch,) and ``guesses`` (batch, k), of which ``counts`` (batch,) count."""
+        """Build a chain per row: ``root`` (batch,), then ``counts`` (batch,) of the ``guesses`` (batch, k)."""
         tokens = torch.cat([root[:, None], guesses], dim=1)  # (batch, 1 + k)
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         parents = (steps - 1).expand_as(tokens)

@@ -74,7 +74,8 @@ class Block:
                 seen = self.visible[batch, query, key]
                 return seen & inner(batch, head, self.query[batch, query], self.column[batch, key])
             visible = self.visible[:, None, :, first:]  # (batch, 1, nodes, columns)
-            if inner is causal_mask_function:  # implied: history and ancestors are never later
+            # What is causal is implied: history and ancestors are never later. Typed for single indices by the host.
+            if inner is causal_mask_function:  # type: ignore[comparison-overlap]
                 return visible
             return visible & inner(batch, head, self.query[:, None, :, None], self.column[:, None, None, first:])
 
@@ -135,8 +136,8 @@ class Slots:
     def scoring(self, ancestors: Tensor, config: PreTrainedConfig) -> Iterator[Block]:
         """Open the forest for new nodes during one forward of the model with ``config``.
 
-        ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, the new ones last, lie on the path to
-        each new node, itself included. A node without ancestors but itself follows the committed text.
+        ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, the new ones last, lie on the path
+        to each new node, itself included. A node without ancestors but itself follows the committed text.
 
         Errors: a ValueError if the model never asked for a mask.
         """
@@ -153,8 +154,8 @@ class Slots:
             _block.reset(token)
         if not block.asked and self.cache.attends:
             raise ValueError(
-                f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, so "
-                "it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
+                f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "
+                "so it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
             )
         self._open_depth = forest_depth
         rows.open += ancestors.shape[1]

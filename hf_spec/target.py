@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from .cache import unsupported_layer
+from .cache import has_states, unsupported_layer
 from .proposal import Proposal
 from .slots import Block, Slots
 
@@ -71,10 +71,9 @@ class TargetRunner:
     def __init__(
         self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
     ) -> None:
-        self.model = model
+        self.model: Any = model  # its type does not tell that generation is mixed in
         self.feature_layers = tuple(feature_layers)
-        # The host looks at the name of the class, too.
-        self._cache_name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+        self._cache_name = _cache_name(model)
         self._num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
         self.wants_hidden_states = hidden_states
         self.slots: Slots
@@ -98,18 +97,12 @@ class TargetRunner:
 
     def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor) -> Scores | None:
         """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
-        model = self.model
-        mask = None if bool(attention_mask.all()) else attention_mask
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        kwargs: dict[str, Any] = {self._cache_name: cache, "attention_mask": mask, "use_cache": True}
-        if takes_positions := "position_ids" in inspect.signature(model.forward).parameters:
-            known = {"attention_mask": attention_mask}
-            kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
+        kwargs = _prompt_kwargs(self.model, input_ids, attention_mask)
         if input_ids.shape[1] == 0:
-            before_first = input_ids.new_full((1, 1), -1) if takes_positions else None
-            self._start(cache, input_ids.shape[0], input_ids.device, {"use_cache": True}, before_first)
+            before_first = input_ids.new_full((1, 1), -1) if "position_ids" in kwargs else None
+            self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, {"use_cache": True}, before_first)
             return None
-        if model._supports_logits_to_keep():
+        if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
         return self.prefill(input_ids, GenerationConfig(), kwargs)
 
@@ -181,8 +174,8 @@ class TargetRunner:
 
     # -- the forest ---------------------------------------------------------------------------------------------------
 
-    def fit(self, proposal: Proposal) -> Proposal:
-        """Leave out the guesses that this target has no room to score: none here."""
+    def fit(self, proposal: Proposal, limit: int) -> Proposal:
+        """Leave out the guesses, at most ``limit`` deep, that this target has no room to score: none here."""
         return proposal
 
     def score(self, proposal: Proposal) -> Scores:
@@ -190,7 +183,7 @@ class TargetRunner:
         return self.extend(proposal.tokens, proposal.ancestors)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
-        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` where the proposal is a chain."""
+        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
         self.slots.commit(path, counts, in_place)
 
     def release(self, committed: int) -> DynamicCache | None:
@@ -239,6 +232,41 @@ class TargetRunner:
         }
 
 
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """Make the empty cache that the host would make for ``model``."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def _cache_name(model: PreTrainedModel) -> str:
+    # The host looks at the name of the class, too.
+    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def _prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Build what ``generate`` would hand to the prefill, with an empty cache."""
+    mask = None if bool(attention_mask.all()) else attention_mask
+    kwargs: dict[str, Any] = {_cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        known = {"attention_mask": attention_mask}
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
+    return kwargs
+
+
+def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Read a prompt and then ``pieces`` (batch, n) the way of plain ``generate``, and score the tokens of the pieces."""
+    kwargs = _prompt_kwargs(model, input_ids, attention_mask)
+    outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
+    logits = []
+    for piece in pieces:
+        new = piece.shape[1]
+        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=new)
+        input_ids = torch.cat([input_ids, piece], dim=1)
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
+        outputs = model(**inputs, return_dict=True)
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
+
+
 def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
     stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
     return next(stack[-1] for stack in stacks if len(stack) == count)
@@ -279,8 +307,8 @@ def _has_rows(value: object, batch: int) -> bool:
 
 def why_unsupported(model: PreTrainedModel, cache: object) -> str | None:
     """Say why ``model`` with the host's ``cache`` cannot be scored over slots, or return ``None`` if it can."""
-    if getattr(model, "_is_stateful", False):
-        return f"{type(model).__name__} keeps a recurrent state, which cannot take rejected guesses back"
+    if getattr(model, "_is_stateful", False) and not has_states(cache):
+        return f"{type(model).__name__} keeps its recurrent state outside the cache, where it cannot be taken back"
     if cache is None:
         return f"{type(model).__name__} keeps no key-value cache of transformers"
     if (layer := unsupported_layer(cache)) is not None:
