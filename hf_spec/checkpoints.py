@@ -35,6 +35,7 @@ from .configuration import (
     EagleSpeculatorConfig,
     SpeculatorConfig,
     default_speculators_config,
+    max_positions,
 )
 from .drafts.eagle import EagleDraftModel
 from .drafts.eagle3 import Eagle3DraftModel
@@ -126,12 +127,9 @@ def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
 
     Drafts in circulation say 2048, at which other engines stop or fail. Most ropes do not depend on the number.
     """
-    layers, need = config.layers, target.config.get_text_config().max_position_embeddings
-    if (
-        layers.rope_parameters["rope_type"] in ("default", "linear", "llama3")
-        and layers.max_position_embeddings < need
-    ):
-        layers.max_position_embeddings = need
+    layers, rope = config.layers, config.layers.rope_parameters["rope_type"]
+    if rope in ("default", "linear", "llama3"):
+        layers.max_position_embeddings = max(layers.max_position_embeddings, max_positions(target.config))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -120,10 +120,15 @@ class SpeculatorConfig(PreTrainedConfig):
         self._check_layer_type()
         kwargs.pop("auto_map", None)  # names classes of whoever wrote the file
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.shared_with_target = [] if self.shared_with_target is None else self.shared_with_target
+        self._fill_in()
+        self.validate()
+
+    def _fill_in(self) -> None:
+        """Replace every None that has a meaning by it, so that it is saved."""
+        if self.shared_with_target is None:
+            self.shared_with_target = []
         if self.speculators_config is None:
             self.speculators_config = default_speculators_config(self.speculators_model_type)
-        self.validate()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -160,8 +165,8 @@ class SpeculatorConfig(PreTrainedConfig):
             **{"speculators_config": default_speculators_config(cls.speculators_model_type, target)} | flags,
         )
         config.check_target(target)
-        have, need = config.layers.max_position_embeddings, target.get_text_config().max_position_embeddings
-        if have < need:
+        have = config.layers.max_position_embeddings
+        if have < (need := max_positions(target)):
             raise ValueError(
                 f"max_position_embeddings is {have}, below the target's {need}: vLLM and SGLang fail on longer text; "
                 f"set {need}"
@@ -328,9 +333,12 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
                 f"name distinct ones of 0..{count}"
             )
 
-    def validate(self) -> None:
+    def _fill_in(self) -> None:
+        super()._fill_in()
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.layers.vocab_size
+
+    def validate(self) -> None:
         super().validate()
         for name in EAGLE3_FLAGS:
             if not isinstance(value := getattr(self, name), bool):
@@ -410,6 +418,11 @@ def default_speculators_config(kind: str, target: PreTrainedConfig | None = None
             "architectures": list((target and target.architectures) or []),
         },
     }
+
+
+def max_positions(target: PreTrainedConfig) -> int:
+    """Return how many positions a target is made for; 0 if it does not say."""
+    return getattr(target.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedConfig:

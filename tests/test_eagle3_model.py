@@ -242,6 +242,9 @@ def test_what_is_lent_is_neither_copied_nor_trained_nor_saved(tmp_path: Any) -> 
     draft.bind(target)
     assert draft._lent["embed_tokens"] is target.get_input_embeddings().weight
     assert draft._lent["lm_head"] is target.get_output_embeddings().weight
+    draft(tokens(1, 5), features=noise(1, 5, 96)).logits.sum().backward()
+    assert draft.fc.weight.grad is not None
+    assert [name for name, weight in target.named_parameters() if weight.grad is not None] == []
     assert not [name for name in draft.state_dict() if "embed" in name or "head" in name]
     draft.save_pretrained(tmp_path)
     again = AutoModel.from_pretrained(tmp_path)
@@ -283,6 +286,9 @@ def test_the_draft_vocabulary_must_ascend() -> None:
     for bad in ([3, 9, 5, 95], [3, 3, 5, 9], [-1, 2, 3, 4], [1, 2, 3, 96]):
         with pytest.raises(ValueError, match="ascend"):
             draft.set_vocabulary(torch.tensor(bad))
+    with pytest.raises(ValueError, match="guesses 4 tokens"):
+        draft.set_vocabulary(torch.arange(3))
+    assert draft.target_ids.tolist() == [3, 5, 9, 95]
     with pytest.raises(ValueError, match="draft_vocab_size"):
         tiny_draft().set_vocabulary(torch.arange(4))
 

@@ -86,10 +86,12 @@ class DraftModel(PreTrainedModel, Speculator):
         """Let the draft guess the target's tokens ``ids`` (draft vocabulary,), which must ascend."""
         if self.d2t is None or self.t2d is None:
             raise ValueError("this draft guesses the whole vocabulary: set draft_vocab_size to reduce it")
+        if ids.shape != self.d2t.shape:
+            raise ValueError(f"ids has shape {tuple(ids.shape)}; this draft guesses {len(self.d2t)} tokens")
+        _check_ids(ids, len(self.t2d))
         ids = ids.to(self.d2t)
-        self.d2t.copy_(ids - torch.arange(len(self.d2t), device=ids.device))
-        self.t2d.zero_()[ids.clamp(0, len(self.t2d) - 1)] = True
-        self._check_vocabulary()
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()[ids] = True
 
     def bind(self, target: PreTrainedModel) -> None:
         """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot."""
@@ -174,8 +176,8 @@ class DraftModel(PreTrainedModel, Speculator):
         return SpeculationConfig(num_speculative_tokens=self.config.num_speculative_tokens)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
-        cls, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
         """Load as any model of transformers, but strictly.
 
@@ -183,13 +185,13 @@ class DraftModel(PreTrainedModel, Speculator):
         unusable ``d2t``; an OSError for files that are missing or cut off.
         """
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, all at once
         try:
-            loaded: Any = super().from_pretrained(
-                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
             raise OSError(
-                f"a weight file of {path} is cut off or damaged ({error}); copy or download it again"
+                f"a weight file of {pretrained_model_name_or_path} is cut off or damaged ({error}); copy or download "
+                "it again"
             ) from error
         model, info = loaded
         model.check_weights(info)
@@ -208,29 +210,20 @@ class DraftModel(PreTrainedModel, Speculator):
         ]
         if problems:
             raise ValueError(
-                f"these weights do not fit {type(self).__name__}:\n  "
-                + "\n  ".join(problems)
-                + "\nThe config describes "
-                "another draft than the weights, or the file was saved before its weights were set."
+                f"these weights do not fit {type(self).__name__}: {'; '.join(problems)}. The config describes another "
+                "draft than the weights, or the file was saved before its weights were set"
             )
-        self._check_vocabulary()
-
-    def _check_vocabulary(self) -> None:
         ids, mask = self.target_ids, self.t2d
         if ids is None or mask is None or ids.is_meta:
             return
-        if not (ids[1:] > ids[:-1]).all() or ids[0] < 0 or ids[-1] >= len(mask):
-            raise ValueError(
-                f"d2t maps to ids {ids[:3].tolist()}...{ids[-3:].tolist()}, which must ascend within "
-                f"0..{len(mask) - 1}: d2t[i] is target id minus i, with the target ids sorted and distinct"
-            )
+        _check_ids(ids, len(mask))
         if not torch.equal(mask.nonzero()[:, 0], ids):
             raise ValueError("t2d marks other tokens than d2t maps to; rebuild it as t2d[arange + d2t] = True")
 
     def _borrowed(self, name: str) -> Tensor:
         if (weight := self._lent.get(name)) is None:
             raise ValueError(f"this draft has no {name} of its own: call draft.bind(target) first")
-        return weight
+        return weight.detach()
 
 
 def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> Tensor:
@@ -243,6 +236,14 @@ def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> 
             f"{weight.shape[1]}: a draft of another width needs its own"
         )
     return cast(Tensor, weight)
+
+
+def _check_ids(ids: Tensor, total: int) -> None:
+    if not (ids[1:] > ids[:-1]).all() or ids[0] < 0 or ids[-1] >= total:
+        raise ValueError(
+            f"d2t maps to ids {ids[:3].tolist()}...{ids[-3:].tolist()}, which must ascend within 0..{total - 1}: "
+            "d2t[i] is target id minus i, with the target ids sorted and distinct"
+        )
 
 
 def _broken(tensor: Tensor) -> bool:
