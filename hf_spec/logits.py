@@ -4,8 +4,8 @@ Plain ``generate`` shows a processor the whole batch, once per emitted token. A 
 which never become text, so processors are told apart by what their result depends on:
 
 1. *memoryless*: on the logits alone. All nodes of all rows in one call.
-2. *of the prefix*: on the row's own prefix too, its length included. Every node with the prefix it would have if it were
-   text, prefixes of one length in one call.
+2. *of the prefix*: on the row's own prefix too, its length included. Every node with the prefix it would have if it
+   were text, prefixes of one length in one call.
 3. *lockstep*: everything else, custom processors above all. They may count calls, keep a state or look at the other
    rows, so they get the contract of plain ``generate``, and rows advance together.
 """
@@ -73,15 +73,15 @@ _PURE = "_hf_spec_pure"
 def pure(processor: P) -> P:
     """Declare that a custom processor is a pure function of each row's own prefix and logits, and return it.
 
-    It may then be called with any number of rows, in any order, several times or never for one prefix, and rows need not
-    wait for each other. Use it on an instance, or as a decorator on a class; subclasses have to declare it again.
+    It may then be called with any number of rows, in any order, several times or never for one prefix, and rows need
+    not wait for each other. Use it on an instance, or as a decorator on a class; subclasses have to declare it again.
     """
     setattr(processor, _PURE, True)
     return processor
 
 
 class Processors:
-    """Sort the user's ``LogitsProcessorList`` into memoryless, of the prefix, and lockstep, and call it accordingly."""
+    """Sort the user's ``LogitsProcessorList`` into memoryless, of the prefix and lockstep, and call it accordingly."""
 
     def __init__(self, processors: LogitsProcessorList) -> None:
         self._all = processors
@@ -90,7 +90,7 @@ class Processors:
         self.lockstep: bool = not all(type(one) in MEMORYLESS or _is_of_the_prefix(one) for one in processors)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Call the whole list as plain ``generate`` does: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
+        """Call the whole list the plain way: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
         return _call(self._all, input_ids, scores.to(dtype=torch.float32, copy=True))
 
     def warp(self, scores: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ class Processors:
     def scores_at(self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
         """Process float32 ``logits`` (pairs, vocab), each after a prefix of its own. Not for a list in lockstep.
 
-        ``tokens`` (pairs, longest) are the right-padded prefixes, of which ``lengths`` count; ``rows`` are the places of
-        the pairs in the batch that ``generate`` was called with, for the processors that know them.
+        ``tokens`` (pairs, longest) are the right-padded prefixes, of which ``lengths`` count; ``rows`` are the places
+        of the pairs in the batch that ``generate`` was called with, for the processors that know them.
         """
         if self.memoryless:
             return self.warp(logits)
@@ -132,9 +132,9 @@ class Processors:
 class NodeScores:
     """Give the processed scores at the nodes of a proposal, computed where they are asked for.
 
-    ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row at
-    ``lengths[b] - 1``; ``rows`` are the places of these rows in the batch that ``generate`` was called with. Not for a
-    list in lockstep.
+    ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row
+    at ``lengths[b] - 1``; ``rows`` are the places of these rows in the batch that ``generate`` was called with. Not
+    for a list in lockstep.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class NodeScores:
         return torch.tensor(self._lengths, device=self._text.device)[:, None] + self._proposal.depth
 
     def _is_possible(self, scores: Tensor, reachable: Tensor, batch: Tensor, node: Tensor) -> Tensor:
-        """Tell which pairs (batch, node) have a reachable parent whose ``scores`` leave them a chance: (pairs,) bool."""
+        """Tell which pairs (batch, node) have a reachable parent that gives them a chance: (pairs,) bool."""
         parent = self._proposal.parents[batch, node]
         law = scores[batch, parent]  # (pairs, vocab); the root has no parent and reads whatever stands at -1
         own = law.gather(1, self._proposal.tokens[batch, node][:, None])[:, 0]
