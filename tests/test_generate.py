@@ -1,0 +1,405 @@
+"""``generate(..., speculator=...)`` called in every way that plain ``generate``, the slow twin, may be called."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, pipeline
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, tokenizer
+
+import hf_spec
+from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
+
+NEW = 20
+
+
+def greedy(model: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:
+    return model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False} | kwargs)
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    """Lend the target and see that nothing is left on it."""
+    model = target()
+    before = state_of(model)
+    yield model
+    assert state_of(model) == before
+
+
+def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
+    modules = [
+        (module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()
+    ]
+    return set(vars(model)), model.config.to_dict(), model.generation_config.to_dict(), modules
+
+
+# --- The keyword and the hook ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["vanilla", "ngram"])
+def test_keyword(model: PreTrainedModel, kind: str, shape: str, batch: str) -> None:
+    inputs = prompts(*BATCHES[batch])
+    speculator = draft() if kind == "vanilla" else NgramSpeculator(corpus=greedy(model, inputs).tolist()[:1])
+    out = greedy(model, inputs, speculator=speculator, speculation_config=SHAPES[shape], return_dict_in_generate=True)
+    assert torch.equal(out.sequences, greedy(model, inputs))
+    assert out.speculation.accepted
+
+
+def test_static_tree_and_automatic_length(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    plain = greedy(model, inputs)
+    paths = SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+    assert torch.equal(greedy(model, inputs, speculator=draft(), speculation_config=paths), plain)
+    assert torch.equal(greedy(model, inputs, speculator=draft(), num_speculative_tokens="auto"), plain)
+    confident = SpeculationConfig(min_confidence=0.5)
+    assert torch.equal(greedy(model, inputs, speculator=draft(), speculation_config=confident), plain)
+
+
+def test_num_speculative_tokens_is_a_shorthand(model: PreTrainedModel) -> None:
+    inputs = prompts(1)
+    oracle = Oracle(greedy(model, inputs), wrong=1000)
+    for count in (1, 3):
+        out = greedy(model, inputs, speculator=oracle, num_speculative_tokens=count, return_dict_in_generate=True)
+        assert len(out.speculation.acceptance_by_position) == count
+    out = greedy(
+        model,
+        inputs,
+        speculator=oracle,
+        speculation_config=TREE,
+        num_speculative_tokens=2,
+        return_dict_in_generate=True,
+    )
+    assert len(out.speculation.acceptance_by_position) == 2
+    assert out.speculation.proposed > out.speculation.accepted, "the tree was forgotten"
+
+
+def test_official_hook(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    plain = greedy(model, inputs)
+    hook = SpeculativeDecoding(draft(), CHAIN)
+    assert torch.equal(greedy(model, inputs, custom_generate=hook), plain)
+    assert torch.equal(greedy(model, inputs, custom_generate=hook), plain), "the second time"
+    hf_spec.uninstall()
+    try:
+        out = greedy(model, inputs, custom_generate=hook, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.accepted
+        with pytest.raises(ValueError, match="speculator"):
+            greedy(model, inputs, speculator=draft())
+    finally:
+        hf_spec.install()
+
+
+def test_install_and_uninstall_may_be_repeated() -> None:
+    installed = GenerationMixin.generate
+    greedy(target(), prompts(1), speculator="ngram")
+    hf_spec.install()
+    assert GenerationMixin.generate is installed
+    try:
+        hf_spec.uninstall()
+        plain = GenerationMixin.generate
+        assert plain.__module__ == "transformers.generation.utils"
+        assert "speculator" not in inspect.getsource(plain)
+        for mask in ALL_MASK_ATTENTION_FUNCTIONS.values():
+            assert mask.__module__.startswith("transformers.")
+        hf_spec.uninstall()
+        assert GenerationMixin.generate is plain
+    finally:
+        hf_spec.install()
+    assert GenerationMixin.generate.__wrapped__ is plain
+
+
+def test_calls_without_a_speculator_are_passed_on(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    result = object()
+    hf_spec.uninstall()
+    try:
+        monkeypatch.setattr(GenerationMixin, "generate", lambda *args, **kwargs: seen.append((args, kwargs)) or result)
+        hf_spec.install()
+        ids = torch.ones(1, 1)
+        assert model.generate(ids, None, max_new_tokens=3, custom_generate=None) is result
+        assert seen == [((model, ids, None), {"max_new_tokens": 3, "custom_generate": None})]
+    finally:
+        hf_spec.uninstall()
+        monkeypatch.undo()
+        hf_spec.install()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        greedy(model, prompts(3))
+        greedy(model, prompts(3), speculator="ngram")
+
+
+def test_default_speculator(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    plain = greedy(model, inputs)
+    try:
+        hf_spec.set_speculator(model, draft(), TREE)
+        out = greedy(model, inputs, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.proposed > 3 * out.speculation.row_steps, "not the default's tree"
+        out = greedy(model, inputs, return_dict_in_generate=True, num_speculative_tokens=1)
+        assert len(out.speculation.acceptance_by_position) == 1
+        out = greedy(model, inputs, return_dict_in_generate=True, speculator="ngram")
+        assert out.speculation.proposed < 3 * out.speculation.row_steps
+        assert not hasattr(greedy(model, inputs, return_dict_in_generate=True, speculator=False), "speculation")
+        hf_spec.set_speculator(model, None)
+        assert not hasattr(greedy(model, inputs, return_dict_in_generate=True), "speculation")
+        with pytest.raises(ValueError, match="draft is the target itself"):
+            hf_spec.set_speculator(model, model)
+    finally:
+        hf_spec.set_speculator(model, None)
+
+
+# --- Wrappers --------------------------------------------------------------------------------------------------------
+
+
+def adapted(model: PreTrainedModel, seed: int, size: float) -> Any:
+    """Wrap a copy of ``model`` in a LoRA adapter that changes what it says."""
+    wrapped = get_peft_model(noisy(model, 0.0), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.copy_(size * torch.randn(weight.shape, generator=generator))
+    return wrapped.eval()
+
+
+def test_peft_target_and_draft(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    wrapped = adapted(model, seed=3, size=0.2)
+    plain = greedy(wrapped, inputs)
+    assert not torch.equal(plain, greedy(model, inputs)), "the adapter does nothing"
+    assert torch.equal(greedy(wrapped, inputs, speculator=draft()), plain)
+    with wrapped.disable_adapter():
+        assert torch.equal(greedy(wrapped, inputs, speculator=draft()), greedy(model, inputs))
+    out = greedy(wrapped, inputs, speculator=adapted(model, seed=3, size=0.2), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.acceptance_by_position[0] == 1.0, "the draft's adapter is not active"
+    try:
+        hf_spec.set_speculator(wrapped, "ngram")
+        out = greedy(wrapped, inputs, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.steps
+    finally:
+        hf_spec.set_speculator(wrapped, None)
+
+
+def test_pipeline() -> None:
+    generator = pipeline("text-generation", model=target(), tokenizer=tokenizer())
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    texts = ["Once upon a time", "{}"]
+    for batch_size in (1, 2):
+        plain = generator(texts, batch_size=batch_size, **options)
+        assert generator(texts, batch_size=batch_size, speculator=draft(), **options) == plain
+    stopping = {"stop_strings": [plain[0][0]["generated_text"][-12:-8]], "tokenizer": tokenizer(), **options}
+    plain = generator(texts[0], **stopping)
+    assert generator(texts[0], speculator="ngram", **stopping) == plain
+
+
+# --- Options of the call ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_num_return_sequences(model: PreTrainedModel, shape: str) -> None:
+    inputs, options = prompts(2), {"do_sample": True, "num_return_sequences": 3, "top_k": 1}
+    out = greedy(model, inputs, speculator=draft(), speculation_config=SHAPES[shape], **options)
+    assert torch.equal(out, greedy(model, inputs, **options))
+
+
+def test_generation_config(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    plain = greedy(model, inputs)
+    stop = int(plain[1, -6])
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=stop, pad_token_id=0)
+    expected = model.generate(**inputs, generation_config=config)
+    assert expected[1, -1] == 0, "the row did not stop"
+    assert torch.equal(model.generate(**inputs, generation_config=config, speculator=draft()), expected)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    assert torch.equal(model.generate(ids, config, attention_mask=mask, speculator=draft()), expected)
+    assert config.eos_token_id == stop
+
+    other = noisy(model, 0.0)
+    other.generation_config = config
+    assert torch.equal(other.generate(**inputs, speculator=draft()), expected)
+    assert torch.equal(other.generate(**inputs, generation_config=GenerationConfig(), speculator=draft()), expected)
+    override = {"eos_token_id": [stop, int(plain[0, -9])], "max_new_tokens": NEW - 2}
+    assert torch.equal(other.generate(**inputs, speculator=draft(), **override), other.generate(**inputs, **override))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_prefill_chunk_size(name: str, chunk: int) -> None:
+    model, inputs = target(name), prompts(3, (21, 12, 5))
+    plain = greedy(model, inputs, prefill_chunk_size=chunk)
+    assert torch.equal(greedy(model, inputs, prefill_chunk_size=chunk, speculator=draft(name)), plain)
+    assert torch.equal(plain, greedy(model, inputs))
+
+
+@pytest.mark.parametrize("ids", ["without ids", "with ids", "with longer ids"])
+@pytest.mark.parametrize("kind", ["vanilla", "ngram"])
+def test_inputs_embeds(model: PreTrainedModel, kind: str, ids: str) -> None:
+    inputs = prompts(3)
+    embeds = {
+        "inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(),
+        "attention_mask": inputs["attention_mask"],
+    }
+    if ids != "without ids":
+        embeds["input_ids"] = inputs["input_ids"]
+    if ids == "with longer ids":
+        embeds["input_ids"] = torch.cat([inputs["input_ids"]] * 2, dim=1)
+    plain = greedy(model, embeds)
+    speculator = draft() if kind == "vanilla" else NgramSpeculator(corpus=plain.tolist())
+    assert torch.equal(greedy(model, embeds, speculator=speculator), plain)
+
+
+def test_inputs_without_a_mask_or_at_all(model: PreTrainedModel) -> None:
+    ids = prompts(3, (7,))["input_ids"]
+    assert torch.equal(greedy(model, {"inputs": ids}, speculator=draft()), greedy(model, {"inputs": ids}))
+    start = {"bos_token_id": 5}
+    assert torch.equal(greedy(model, {}, speculator=draft(), **start), greedy(model, {}, **start))
+
+
+def test_a_mask_with_holes(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    inputs["attention_mask"][:, -4:-2] = 0
+    for shape in SHAPES.values():
+        out = greedy(model, inputs, speculator=draft(), speculation_config=shape)
+        assert torch.equal(out, greedy(model, inputs))
+
+
+def test_the_end_of_a_position_table() -> None:
+    """Rows that are ahead must not guess beyond the last position that the model knows."""
+    model = target("gpt2", max_position_embeddings=48)
+    inputs = prompts(3, (13, 12, 11))
+    plain = greedy(model, inputs, max_new_tokens=48 - 13)
+    for shape in SHAPES.values():
+        out = greedy(
+            model, inputs, max_new_tokens=48 - 13, speculator=Oracle(plain, wrong=9), speculation_config=shape
+        )
+        assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_draft_in_another_dtype(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    inputs = prompts(3)
+    other = noisy(model).to(dtype)
+    out = greedy(model, inputs, speculator=other, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, greedy(model, inputs))
+    assert out.speculation.accepted
+
+
+def test_train_mode(model: PreTrainedModel) -> None:
+    """Without dropout train mode changes nothing; the mode stays as it was."""
+    other, guesser = noisy(model, 0.0).train(), noisy(model).train()
+    inputs = prompts(3)
+    assert torch.equal(greedy(other, inputs, speculator=guesser), greedy(model, inputs))
+    assert other.training
+    assert guesser.training
+
+
+# --- Several turns ---------------------------------------------------------------------------------------------------
+
+
+def cached(model: PreTrainedModel, inputs: dict[str, Tensor], speculator: Any, shape: str, **kwargs: Any) -> Any:
+    options = {} if speculator is None else {"speculator": speculator, "speculation_config": SHAPES[shape]}
+    return greedy(model, inputs, return_dict_in_generate=True, **options, **kwargs)
+
+
+def next_turn(out: Any, inputs: dict[str, Tensor], ends: list[int]) -> dict[str, Tensor]:
+    """Let every row go on with three new tokens after what it said; ``ends`` are the lengths of the texts."""
+    batch, length = out.sequences.shape
+    said = torch.cat([inputs["attention_mask"], torch.ones(batch, length - inputs["attention_mask"].shape[1])], 1)
+    said = said * (torch.arange(length) < torch.tensor(ends)[:, None])
+    news = torch.arange(3 * batch).view(batch, 3) + 20
+    return {
+        "input_ids": torch.cat([out.sequences, news], dim=1),
+        "attention_mask": torch.cat([said, torch.ones(batch, 3)], dim=1).long(),
+    }
+
+
+@pytest.mark.parametrize("who", ["ours, plain", "plain, ours", "ours, ours"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", ["one", "ragged"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_turns(name: str, batch: str, shape: str, who: str) -> None:
+    model, inputs = target(name), prompts(*BATCHES[batch])
+    first, second = ({"ours": draft(name), "plain": None}[one] for one in who.split(", "))
+    plain = cached(model, inputs, None, shape)
+    out = cached(model, inputs, first, shape)
+    ends = [plain.sequences.shape[1]] * len(plain.sequences)
+    more = next_turn(plain, inputs, ends)
+    expected = cached(model, more, None, shape, past_key_values=plain.past_key_values)
+    again = cached(model, more, second, shape, past_key_values=out.past_key_values)
+    assert torch.equal(again.sequences, expected.sequences)
+    assert again.past_key_values is out.past_key_values
+    assert torch.equal(greedy(model, more), expected.sequences), "plain's own cache is not usable"
+
+
+def test_turns_with_rows_that_ended_early(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    text = greedy(model, inputs)
+    eos = {"eos_token_id": int(text[1, -12])}
+    plain = cached(model, inputs, None, "chain", **eos)
+    ends = [int((row != 0).nonzero().max()) + 1 for row in plain.sequences]
+    assert min(ends) < max(ends)
+    more = next_turn(plain, inputs, ends)
+    expected = greedy(model, more)
+    for shape in SHAPES:
+        out = cached(model, inputs, draft(), shape, **eos)
+        cache = out.past_key_values
+        assert torch.equal(cached(model, more, draft(), shape, past_key_values=cache).sequences, expected)
+
+
+def test_only_the_new_tokens_of_a_turn(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    out = cached(model, inputs, draft(), "chain")
+    more = next_turn(out, inputs, [out.sequences.shape[1]] * 3)
+    expected = greedy(model, more)
+    seen = out.past_key_values.get_seq_length()
+    news = {"input_ids": more["input_ids"][:, seen:], "attention_mask": more["attention_mask"]}
+    out = cached(model, news, draft(), "tree", past_key_values=out.past_key_values)
+    assert torch.equal(out.sequences, expected[:, seen:])
+
+
+def test_a_cache_that_was_handed_in_holds_the_text(model: PreTrainedModel) -> None:
+    """As with plain ``generate``, also where the result is tokens only."""
+    inputs = prompts(1)
+    before = cached(model, inputs, None, "chain", max_new_tokens=3)
+    cache = before.past_key_values
+    inputs = {"input_ids": before.sequences, "attention_mask": torch.ones_like(before.sequences)}
+    more = greedy(model, inputs, speculator=draft(), past_key_values=cache)
+    assert cache.get_seq_length() == more.shape[1] - 1
+    longer = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+    assert torch.equal(greedy(model, longer, past_key_values=cache), greedy(model, longer))
+
+
+# --- Two calls at a time ---------------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_model(model: PreTrainedModel) -> None:
+    calls = [prompts(3, seed=1), prompts(1, (6,), seed=2), prompts(2, (17, 3), seed=3)]
+    plain = [greedy(model, inputs) for inputs in calls]
+    found: list[Tensor | None] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        for _ in range(3):
+            found[index] = greedy(model, calls[index], speculator=draft(), speculation_config=TREE)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, plain, strict=True))

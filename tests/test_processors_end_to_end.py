@@ -1,0 +1,213 @@
+"""Every logits processor of transformers, and custom ones, give the text of plain ``generate``."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from twins import SHAPES, Oracle, draft, target, tokenizer
+
+from hf_spec import NgramSpeculator, pure
+
+NEW = 16
+BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5))}
+
+
+def generate(inputs: dict[str, Tensor], options: dict[str, Any], **ours: Any) -> Any:
+    return target().generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False} | options, **ours)
+
+
+@functools.cache
+def text(batch: str) -> Tensor:
+    """What is said without processors: what they forbid or favour is taken from it."""
+    return generate(prompts(*BATCHES[batch]), {})[:, -NEW:]
+
+
+def allowed(batch: int, prefix: Tensor) -> list[int]:
+    """Allow other tokens in every row and after every prefix."""
+    return [token for token in range(99) if (token + batch + int(prefix.sum())) % 3]
+
+
+# What plain `generate` is asked for, given what it would say otherwise.
+OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "repetition penalty": lambda said: {"repetition_penalty": 1.8},
+    "no repeated n-gram": lambda said: {"no_repeat_ngram_size": 1},
+    "bad words": lambda said: {"bad_words_ids": [said[0, 3:4].tolist(), said[-1, 5:7].tolist()]},
+    "sequence bias": lambda said: {"sequence_bias": [[said[0, :2].tolist(), -9.0], [[40], 2.0], [[40, 41], 5.0]]},
+    "min length": lambda said: {"min_length": 13 + 9, "eos_token_id": said[:, 4].tolist(), "pad_token_id": 0},
+    "min new tokens": lambda said: {"min_new_tokens": 9, "eos_token_id": said[:, 4].tolist(), "pad_token_id": 0},
+    "forced end": lambda said: {"forced_eos_token_id": [7]},
+    "forced start": lambda said: {"forced_bos_token_id": 7, "max_new_tokens": 3},
+    "exponential decay": lambda said: {
+        "exponential_decay_length_penalty": (4, 1.2),
+        "eos_token_id": 7,
+        "pad_token_id": 0,
+    },
+    "allowed tokens": lambda said: {"prefix_allowed_tokens_fn": allowed},
+    "suppressed tokens": lambda said: {"suppress_tokens": said[:, 6].tolist()},
+    "suppressed at the start": lambda said: {"begin_suppress_tokens": said[:, 0].tolist()},
+    "repaired values": lambda said: {"remove_invalid_values": True, "renormalize_logits": True},
+    "guidance": lambda said: {"guidance_scale": 1.6},
+    "negative prompt": lambda said: {
+        "guidance_scale": 1.6,
+        "negative_prompt_ids": 3 + said[:, :6] % 50,
+        "negative_prompt_attention_mask": (torch.arange(6) >= torch.arange(len(said))[:, None]).long(),
+    },
+    "watermark": lambda said: {"watermarking_config": WatermarkingConfig(bias=3.0)},
+    "watermark that hashes itself": lambda said: {
+        "watermarking_config": WatermarkingConfig(bias=3.0, seeding_scheme="selfhash", context_width=2)
+    },
+    "many": lambda said: {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [said[0, 2:4].tolist()],
+        "min_new_tokens": 6,
+        "eos_token_id": [7, *said[:, 5].tolist()],
+        "pad_token_id": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_processor(case: str, batch: str) -> None:
+    inputs, options = prompts(*BATCHES[batch]), OPTIONS[case](text(batch))
+    if case == "forced start":  # acts on a prompt of one token
+        inputs = {name: value[:, -1:] for name, value in inputs.items()}
+    plain = generate(inputs, options)
+    if case != "repaired values":
+        assert not torch.equal(plain[:, inputs["input_ids"].shape[1] :], text(batch)), "the processor does nothing"
+    for config in SHAPES.values():
+        for speculator in (Oracle(plain, wrong=5), draft()):
+            out = generate(
+                inputs, options, speculator=speculator, speculation_config=config, return_dict_in_generate=True
+            )
+            assert torch.equal(out.sequences, plain)
+            assert out.speculation.accepted or case == "forced start"
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_synthid(batch: str) -> None:
+    """It draws from its own state, so plain sampling from the same seed is the twin."""
+    mark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3, context_history_size=8)
+    inputs, options = prompts(*BATCHES[batch]), {"do_sample": True, "top_k": 1, "watermarking_config": mark}
+    plain = generate(inputs, options)
+    for config in SHAPES.values():
+        assert torch.equal(generate(inputs, options, speculator=Oracle(plain), speculation_config=config), plain)
+    options = {"do_sample": True, "watermarking_config": mark}
+    torch.manual_seed(5)
+    plain = generate(inputs, options)
+    for config in SHAPES.values():
+        torch.manual_seed(5)
+        assert torch.equal(generate(inputs, options, speculator=Oracle(plain), speculation_config=config), plain)
+
+
+class Counting(LogitsProcessor):
+    """Forbid at every call another token, and keep a log."""
+
+    def __init__(self, banned: Tensor) -> None:
+        self.banned = banned
+        self.log: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.log.append(input_ids)
+        scores[:, self.banned[:, len(self.log) % self.banned.shape[1]]] = -torch.inf
+        return scores
+
+
+def same(logs: list[Tensor], others: list[Tensor]) -> bool:
+    return len(logs) == len(others) and all(torch.equal(log, other) for log, other in zip(logs, others, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_custom_processor_sees_what_plain_generate_shows(batch: str, shape: str) -> None:
+    inputs = prompts(*BATCHES[batch])
+    plain_processor = Counting(text(batch))
+    ends = {"eos_token_id": text(batch)[-1:, 3].tolist(), "pad_token_id": 0}
+    plain = generate(inputs, ends, logits_processor=LogitsProcessorList([plain_processor]))
+    for speculator in (Oracle(plain, wrong=5), draft(), "ngram"):
+        processor = Counting(text(batch))
+        out = generate(
+            inputs,
+            ends,
+            logits_processor=LogitsProcessorList([processor]),
+            speculator=speculator,
+            speculation_config=SHAPES[shape],
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, plain)
+        assert same(processor.log, plain_processor.log)
+    assert len(plain_processor.log) > 3
+
+
+class Parity(LogitsProcessor):
+    """Let even and odd tokens take turns: a pure function of the prefix."""
+
+    def __init__(self) -> None:
+        self.batches: set[int] = set()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.batches.add(len(input_ids))
+        last = input_ids[:, -1:] + torch.arange(scores.shape[1])
+        return scores.masked_fill(last % 2 == 0, -torch.inf)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pure_processor(shape: str) -> None:
+    inputs = prompts(3)
+    plain = generate(inputs, {}, logits_processor=LogitsProcessorList([Parity()]))
+    steps = {}
+    for name, processor in {"pure": pure(Parity()), "lockstep": Parity()}.items():
+        out = generate(
+            inputs,
+            {},
+            logits_processor=LogitsProcessorList([processor]),
+            speculator=Oracle(plain, wrong=3),
+            speculation_config=SHAPES[shape],
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, plain)
+        steps[name] = out.speculation.steps
+    assert steps["pure"] < steps["lockstep"], "rows waited for each other"
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer"}, "tags": {"enum": [[], ["x"]]}},
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_grammar(batch: str, shape: str) -> None:
+    """A matcher of xgrammar keeps a state per row and may be told each token once."""
+    xgrammar = pytest.importorskip("xgrammar")
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=99, stop_token_ids=[2])
+    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+    inputs = prompts(*BATCHES[batch])
+
+    def constrained(**ours: Any) -> Any:
+        processors = LogitsProcessorList([xgrammar.contrib.hf.LogitsProcessor(grammar)])
+        options = {"max_new_tokens": 60, "eos_token_id": 2, "pad_token_id": 0, "logits_processor": processors}
+        return generate(inputs, options, **ours)
+
+    plain = constrained()
+    prompt = inputs["input_ids"].shape[1]
+    for said in tokenizer().batch_decode(plain[:, prompt:], skip_special_tokens=True):
+        assert set(json.loads(said)) == set(SCHEMA["required"])
+    schema = json.dumps({"name": "Ann", "age": 1, "tags": []})
+    corpus = NgramSpeculator(corpus=tokenizer()([schema])["input_ids"], min_ngram=1)
+    for speculator in (Oracle(plain, wrong=6), corpus):
+        out = constrained(speculator=speculator, speculation_config=SHAPES[shape], return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.accepted

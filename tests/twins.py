@@ -1,0 +1,92 @@
+"""What the tests of the loop share: small targets, and drafts that are partly right about them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from architectures import build
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
+
+CHAIN = SpeculationConfig(num_speculative_tokens=4)
+TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=6)
+SHAPES = {"chain": CHAIN, "tree": TREE}
+DEPTHS = {"gemma2": 4}  # two layers of each kind
+BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}
+
+
+@functools.cache
+def target(name: str = "llama", **overrides: Any) -> PreTrainedModel:
+    return build(name, **{"num_hidden_layers": DEPTHS.get(name, 2)} | overrides)
+
+
+def noisy(model: PreTrainedModel, noise: float = 0.04, seed: int = 1) -> PreTrainedModel:
+    """Copy ``model`` with a little noise in its matrices: a draft that is right about half of the time."""
+    draft = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.ndim > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    return draft
+
+
+@functools.cache
+def draft(name: str = "llama") -> PreTrainedModel:
+    return noisy(target(name))
+
+
+@functools.cache
+def tokenizer(vocab_size: int = 99) -> PreTrainedTokenizerFast:
+    """Make a character of every token."""
+    characters = ["<pad>", "<s>", "</s>", *(chr(32 + i) for i in range(vocab_size - 3))]
+    backend = Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, []))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", padding_side="left")
+
+
+class Oracle(Speculator):
+    """Guess ``text`` (batch, length), the output of a plain call, but for every ``wrong``-th token.
+
+    Acceptance is known, differs from row to row and costs no forward. In a tree every guess has a wrong elder sibling.
+    """
+
+    def __init__(self, text: Tensor, wrong: int = 4, vocab_size: int = 99) -> None:
+        self.text = text
+        self.wrong = wrong
+        self.vocab_size = vocab_size
+
+    def drafter(self, request: Request) -> Drafter:
+        return _OracleDrafter(self, request)
+
+
+class _OracleDrafter(Drafter):
+    def __init__(self, oracle: Oracle, request: Request) -> None:
+        self._vocab_size = oracle.vocab_size
+        batch, length = oracle.text.shape
+        self._text = torch.nn.functional.pad(oracle.text, (0, 64))
+        place = torch.arange(length + 64) + torch.arange(batch)[:, None]
+        self._text = torch.where(place % oracle.wrong == 0, (self._text + 1) % oracle.vocab_size, self._text)
+        self._lengths = torch.full((batch,), request.input_ids.shape[1])
+        self._tree = request.config.tree is not None
+        self._depth = request.config.num_speculative_tokens
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        self._lengths += news.counts
+        depth = min(limit, self._depth)
+        guesses = self._text.gather(1, self._lengths[:, None] + torch.arange(depth))  # (batch, depth)
+        if not self._tree:
+            return Proposal.chain(news.root, guesses)
+        siblings = torch.stack([(guesses + 7) % self._vocab_size, guesses], dim=2).flatten(1)
+        parents = torch.tensor([-1, *(2 * (node // 2) for node in range(2 * depth))])
+        tokens = torch.cat([news.root[:, None], siblings], dim=1)
+        return Proposal(tokens, parents.expand_as(tokens), depth)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._text, self._lengths = self._text[rows], self._lengths[rows]
