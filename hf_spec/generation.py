@@ -17,6 +17,7 @@ from .logits import Processors
 from .metrics import SpeculationStats
 from .proposal import Proposal
 from .record import Record
+from .recurrent import runner_for
 from .selfcheck import check_target
 from .speculators import as_speculator
 from .stopping import Stops
@@ -79,7 +80,13 @@ class SpeculativeDecoding:
         stats = SpeculationStats(batch_size=len(input_ids), tokenizer=self.tokenizer)
         record = Record(generation_config, len(input_ids))
         chooser = Chooser(Processors(logits_processor), text, bool(generation_config.do_sample), config, record)
-        target = TargetRunner(model, speculator.feature_layers(model), record.hidden_states)
+        target = runner_for(
+            model,
+            model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
+            speculator.feature_layers(model),
+            record.hidden_states,
+            trees=config.tree is not None,
+        )
         prompt_mask = _prompt_mask(input_ids, model_kwargs.get("attention_mask"))
 
         text.begin()
@@ -114,12 +121,12 @@ class SpeculativeDecoding:
             news = choice.news(features, going_on)
             with stats.timed("propose"):
                 limit = min(length.limit(stats), text.room - 1)
-                proposal = drafter.propose(news, limit) if limit > 0 else Proposal.nothing(news.root)
+                proposal = target.fit(drafter.propose(news, limit), limit)
             with stats.timed("verify"):
-                scores = target.extend(proposal.tokens, proposal.ancestors)
+                scores = target.score(proposal)
             with stats.timed("choose"):
                 choice = chooser.choose(proposal, scores)
-                target.slots.commit(choice.path, choice.kept, in_place=proposal.is_chain)
+                target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
                 stats.step(rows, choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             features = scores.features
             del proposal, scores  # nodes x vocabulary each
@@ -137,7 +144,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeOutput:
         sequences = text.finish()
         emitted = text.length - text.prompt_length
-        cache = target.slots.release(emitted - 1) if returns_cache else None
+        cache = target.release(emitted - 1) if returns_cache else None
         if not generation_config.return_dict_in_generate:
             return sequences
         return SpeculativeOutput(

@@ -40,7 +40,9 @@ class TableDraft:
                 # The ancestors a drafter is told are the nodes of the path, in order, and the node itself.
                 assert [self.paths[row][i][-1] for i in mine[:-1]] == list(self.paths[row][-1][:-1])
         new = tokens.shape[1]
-        return torch.stack([torch.stack([self.law(row, p) for p in self.paths[row][-new:]]) for row in range(self.rows)])
+        return torch.stack(
+            [torch.stack([self.law(row, p) for p in self.paths[row][-new:]]) for row in range(self.rows)]
+        )
 
     def grow(self, limit: int, sample: bool = False, **config: object) -> Proposal:
         return grow(self.root, self.first(), self.step, SpeculationConfig(**config), limit, sample)  # type: ignore[arg-type]

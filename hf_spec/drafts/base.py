@@ -1,7 +1,7 @@
 """What every kind of draft is to the loop: a ``Speculator`` that starts a ``Drafter`` for one ``generate`` call.
 
-A speculator is what the user passes: weights or a rule, no conversation. A drafter is the state of one call. It is told
-which tokens became text and says what might come next; it does not know whether or how its guesses are verified.
+A speculator is what the user passes: weights or a rule, no conversation. A drafter is the state of one call. It is
+told which tokens became text and says what might come next; it does not know whether or how its guesses are verified.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Request:
     """What one ``generate`` call tells a speculator before the first guess.
 
-    ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be empty
-    (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the speculator
-    asked for; their last position is the prompt's, but the target may have read more than ``input_ids`` (embeddings) or
-    less (a cache handed in). ``law`` turns draft logits (..., vocabulary of the target) into the log-law that guesses are drawn or
-    chosen from, with the user's temperature, top-k, top-p, ... applied once. ``sample``: draw the guesses; choose them
-    otherwise.
+    ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be
+    empty (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the
+    speculator asked for; their last position is the prompt's, but the target may have read more than ``input_ids``
+    (embeddings) or less (a cache handed in). ``law`` turns draft logits (..., vocabulary of the target) into the
+    log-law that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied once.
+    ``sample``: draw the guesses; choose them otherwise.
     """
 
     target: PreTrainedModel
@@ -47,8 +47,8 @@ class Request:
 class News:
     """What became text since the last proposal.
 
-    ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is the
-    next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
+    ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is
+    the next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
     ``tokens[:, j]``, so they never look ahead (reference: EAGLE, arXiv 2401.15077).
     """
 
@@ -67,7 +67,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, news: News, limit: int) -> Proposal:
-        """Take in ``news`` and guess what follows: at most ``limit`` tokens deep, possibly nothing."""
+        """Take in ``news`` and guess what follows: at most ``limit`` tokens deep, which may be 0."""
 
     @abstractmethod
     def keep_rows(self, rows: Tensor) -> None:
@@ -81,7 +81,7 @@ class Speculator(ABC):
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default."""
         return ()
 
-    def check(self, target: PreTrainedModel) -> None:
+    def check(self, target: PreTrainedModel) -> None:  # noqa: B027  # most rules serve any target
         """Raise a ValueError that names cause and cure if this draft cannot serve ``target``."""
 
     def defaults(self) -> SpeculationConfig:

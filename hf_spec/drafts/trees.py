@@ -55,9 +55,11 @@ class Forest:
 def grow(root: Tensor, law: Tensor, step: Step, config: SpeculationConfig, limit: int, sample: bool) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
-    ``root`` (batch,) is the last token of the text and ``law`` (batch, vocabulary) the log-law behind it; ``limit``, at
-    least 1, bounds the depth; ``sample`` draws the guesses where it would choose the best ones.
+    ``root`` (batch,) is the last token of the text and ``law`` (batch, vocabulary) the log-law behind it; ``limit``
+    bounds the depth; ``sample`` draws the guesses where it would choose the best ones.
     """
+    if limit == 0:
+        return Proposal.nothing(root)
     if config.tree is None:
         return _chain(root, law, step, limit, sample, config.min_confidence)
     if config.tree == "dynamic":
@@ -143,7 +145,8 @@ def _dynamic(root: Tensor, law: Tensor, step: Step, limit: int, top_k: int, node
         token = best_tokens.flatten(1).gather(1, pick)
         frontier = top_k + (depth - 1) * top_k**2 + pick
         above = forest.size - top_k + pick // top_k
-    return _keep_best(root, *(torch.cat(part, dim=1) for part in (all_tokens, all_scores, all_parents)), nodes, limit)
+    tokens, scores, parents = (torch.cat(part, dim=1) for part in (all_tokens, all_scores, all_parents))
+    return _keep_best(root, tokens, scores, parents, nodes, limit)
 
 
 def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, depth: int) -> Proposal:
@@ -175,12 +178,11 @@ def draw_distinct(law: Tensor, count: int) -> Tensor:
 def bushy(width: int, nodes: int, depth: int) -> list[tuple[int, ...]]:
     """Spend at most ``nodes`` guesses on a fixed tree of ``depth`` levels, at most ``width`` children each.
 
-    Early guesses decide whether later ones matter: paths are taken in the order of what their ranks promise, where each
-    further rank promises half as much.
+    Early guesses decide whether later ones matter: paths are taken in the order of what their ranks promise, where
+    each further rank promises half as much.
     """
-    promise = [
-        (0.0, (0,))
-    ]  # (cost, path), cheapest first; a path costs the sum of its ranks and a little for its length
+    # (cost, path), cheapest first; a path costs the sum of its ranks and a little for its length
+    promise: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
     taken: list[tuple[int, ...]] = []
     while promise and len(taken) < nodes:
         cost, path = heapq.heappop(promise)

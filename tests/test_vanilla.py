@@ -1,0 +1,139 @@
+"""The vanilla drafter with its cache, against the same draft asked anew for every guess."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from architectures import build, prompts
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_spec import News, Proposal, Request, SpeculationConfig, VanillaSpeculator
+from hf_spec.drafts.vanilla import VanillaDrafter
+
+LENGTHS = (13, 9, 5)
+
+
+def law_behind(draft: PreTrainedModel, text: Tensor, mask: Tensor) -> Tensor:
+    """The draft's log-law behind a row of text (length,), without any cache."""
+    padded = torch.nn.functional.pad(mask, (0, len(text) - len(mask)), value=1)[None]
+    positions = (padded.cumsum(1) - 1).clamp(min=0)
+    logits = draft(input_ids=text[None], attention_mask=padded, position_ids=positions, use_cache=False).logits
+    return logits[0, -1].float().log_softmax(-1)
+
+
+def start(
+    draft: PreTrainedModel, config: SpeculationConfig, sample: bool = False
+) -> tuple[VanillaDrafter, dict[str, Tensor]]:
+    prompt = prompts(3, lengths=LENGTHS)
+    request = Request(
+        target=draft,
+        input_ids=prompt["input_ids"],
+        attention_mask=prompt["attention_mask"],
+        features=None,
+        config=config,
+        law=lambda logits: logits.float().log_softmax(-1),
+        sample=sample,
+    )
+    return VanillaSpeculator(draft).drafter(request), prompt
+
+
+def some_news(proposal: Proposal | None, generator: torch.Generator) -> News:
+    """What a target might make of a proposal: a random number of its guesses, then a random token."""
+    tokens, counts = torch.randint(3, 99, (3, 7), generator=generator), torch.ones(3, dtype=torch.long)
+    for row in range(3):
+        node, length = 0, 0
+        while proposal is not None and torch.rand((), generator=generator) < 0.8:
+            children = (proposal.parents[row] == node).nonzero()[:, 0].tolist()
+            if not children:
+                break
+            node = children[int(torch.randint(len(children), (), generator=generator))]
+            tokens[row, length] = proposal.tokens[row, node]
+            length += 1
+        counts[row] = length + 1
+    return News(tokens[:, : int(counts.max())], counts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("tree", [None, "dynamic", [(0,), (1,), (0, 0), (1, 0), (0, 0, 1)]])
+def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: object) -> None:
+    draft = build(name)
+    config = SpeculationConfig(tree=tree, tree_top_k=3, tree_nodes=9)  # type: ignore[arg-type]
+    drafter, prompt = start(draft, config)
+    texts = list(prompt["input_ids"])
+    generator = torch.Generator().manual_seed(1)
+    proposal, accepted = None, 0
+    for _ in range(4):
+        news = some_news(proposal, generator)
+        accepted += int(news.counts.sum()) - 3
+        texts = [torch.cat([text, news.tokens[row, : news.counts[row]]]) for row, text in enumerate(texts)]
+        proposal = drafter.propose(news, limit=4)
+        for row, text in enumerate(texts):
+            for node in range(1, proposal.tokens.shape[1]):
+                path = proposal.ancestors[row, node].nonzero()[:-1, 0]
+                before = torch.cat([text, proposal.tokens[row, path][1:]])
+                law = law_behind(draft, before, prompt["attention_mask"][row])
+                best = law.topk(3).indices.tolist()
+                siblings = (proposal.parents[row, :node] == proposal.parents[row, node]).sum()
+                if tree is None or tree == "dynamic":  # siblings stand in the order of their probability
+                    assert int(proposal.tokens[row, node]) == best[int(siblings)]
+                else:
+                    assert int(proposal.tokens[row, node]) in best
+    assert accepted > 5  # otherwise nothing came true and nothing was kept
+
+
+@torch.no_grad()
+def test_q_is_the_law_of_the_cached_draft() -> None:
+    draft = build("llama")
+    drafter, prompt = start(draft, SpeculationConfig(), sample=True)
+    generator = torch.Generator().manual_seed(2)
+    texts, proposal = list(prompt["input_ids"]), None
+    for _ in range(4):
+        news = some_news(proposal, generator)
+        texts = [torch.cat([text, news.tokens[row, : news.counts[row]]]) for row, text in enumerate(texts)]
+        proposal = drafter.propose(news, limit=3)
+        assert proposal.q is not None
+        for row, text in enumerate(texts):
+            for depth in range(3):
+                before = torch.cat([text, proposal.tokens[row, 1 : 1 + depth]])
+                law = law_behind(draft, before, prompt["attention_mask"][row])
+                torch.testing.assert_close(proposal.q[row, depth], law.exp(), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_news_without_room_for_guesses_are_read_all_the_same() -> None:
+    draft = build("llama")
+    drafter, _ = start(draft, SpeculationConfig())
+    told, _ = start(draft, SpeculationConfig())
+    first = News(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
+    assert drafter.propose(first, limit=0).max_depth == 0
+    second = News(torch.tensor([[8], [9], [10]]), torch.ones(3, dtype=torch.long))
+    both = News(torch.cat([first.tokens, second.tokens], dim=1), torch.full((3,), 2))
+    assert torch.equal(drafter.propose(second, limit=3).tokens, told.propose(both, limit=3).tokens)
+
+
+@torch.no_grad()
+def test_rows_that_go_on_guess_as_before() -> None:
+    draft = build("llama")
+    news = News(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
+    more = News(torch.tensor([[8], [9], [10]]), torch.ones(3, dtype=torch.long))
+    whole, _ = start(draft, SpeculationConfig())
+    part, _ = start(draft, SpeculationConfig())
+    whole.propose(news, limit=3)
+    part.propose(news, limit=3)
+    rows = torch.tensor([0, 2])
+    part.keep_rows(rows)
+    fewer = News(more.tokens[rows], more.counts[rows])
+    assert torch.equal(part.propose(fewer, limit=3).tokens, whole.propose(more, limit=3).tokens[rows])
+
+
+def test_a_draft_with_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="'ngram'"):
+        VanillaSpeculator(build("llama", vocab_size=64)).check(build("llama"))
+
+
+def test_the_target_is_no_draft_for_itself() -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match="smaller model"):
+        VanillaSpeculator(model).check(model)
