@@ -1,19 +1,15 @@
-"""Every knob of a speculative ``generate`` call, and the configs of draft checkpoints."""
+"""The configs of draft checkpoints: what stands in their config.json, one class per kind of draft."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeGuard, cast, get_args
+from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
-TreeKind = Literal["dynamic", "sampled"]
-VerificationRule = Literal["auto", "token", "block", "exact"]
+from .speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, is_int
 
-DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 EAGLE3_FLAGS = (
     "norm_before_residual",
     "norm_before_fc",
@@ -22,70 +18,6 @@ EAGLE3_FLAGS = (
     "norm_before_lm_head",
     "embed_requires_grad",
 )
-
-
-@dataclass(frozen=True)
-class SpeculationConfig:
-    """Choose how to guess and how to verify; everything left ``None`` is decided by the draft.
-
-    Args:
-        num_speculative_tokens: length of a chain, depth of a tree; ``"auto"`` adapts it to the acceptance seen so far.
-        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
-            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
-            of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
-        tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
-        tree_nodes: guesses in a dynamic or sampled tree.
-        draft_sampling: draw the guesses from the draft's law instead of taking its best. ``None``: as the target does.
-            Either way the output law is the target's.
-        min_confidence: end a chain after the first guess that the draft gives a smaller probability.
-        verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
-            traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
-            the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
-        self_check: compare one small ragged block with plain forwards the first time a target is used.
-    """
-
-    num_speculative_tokens: int | Literal["auto"] | None = None
-    tree: TreeKind | Sequence[Sequence[int]] | None = None
-    tree_top_k: int = 10
-    tree_nodes: int = 60
-    draft_sampling: bool | None = None
-    min_confidence: float = 0.0
-    verification: VerificationRule = "auto"
-    self_check: bool = True
-
-    def __post_init__(self) -> None:
-        count = self.num_speculative_tokens
-        if count not in (None, "auto") and not (_is_int(count) and count >= 1):
-            raise ValueError(f"num_speculative_tokens must be a whole number of at least 1 or 'auto', got {count!r}")
-        for name in ("tree_top_k", "tree_nodes"):
-            if not (_is_int(value := getattr(self, name)) and value >= 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if not 0.0 <= self.min_confidence < 1.0:
-            raise ValueError(f"min_confidence is a probability, 0 <= x < 1, got {self.min_confidence!r}")
-        if self.verification not in get_args(VerificationRule):
-            raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
-        self._check_tree()
-
-    def _check_tree(self) -> None:
-        if self.tree is None or (isinstance(self.tree, str) and self.tree in get_args(TreeKind)):
-            return
-        paths = [] if isinstance(self.tree, str) else list(self.tree)
-        if not paths or not all(len(path) and all(_is_int(rank) and rank >= 0 for rank in path) for path in paths):
-            raise ValueError(
-                f"tree must be None, one of {get_args(TreeKind)}, or a list of paths of ranks such as "
-                f"[(0,), (1,), (0, 0)], got {self.tree!r}"
-            )
-
-    def merge(self, **changes: Any) -> SpeculationConfig:
-        """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
-        known = {field.name for field in fields(self)}
-        if unknown := set(changes) - known:
-            raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")
-        return replace(self, **changes)
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class SpeculatorConfig(PreTrainedConfig):
@@ -253,7 +185,7 @@ class SpeculatorConfig(PreTrainedConfig):
             )
         for method in methods:
             count = method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
-            if not (_is_int(count) and count >= 1):
+            if not (is_int(count) and count >= 1):
                 raise ValueError(f"speculative_tokens in {method!r} is {count!r}; give a whole number of at least 1")
         if not isinstance(given.get("verifier"), dict):
             raise TypeError(
@@ -345,7 +277,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
                 raise TypeError(f"{name} is {value!r}; set True or False")
         for name in ("draft_vocab_size", "target_hidden_size"):
             value = getattr(self, name)
-            if value is not None and not (_is_int(value) and value >= 1):
+            if value is not None and not (is_int(value) and value >= 1):
                 raise TypeError(f"{name} is {value!r}; set a whole number of at least 1 or None")
         if self.draft_vocab_size > self.layers.vocab_size:
             raise ValueError(
@@ -362,7 +294,7 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
         ids = self.eagle_aux_hidden_state_layer_ids
         if ids is None:
             return
-        if not isinstance(ids, list) or not ids or not all(_is_int(i) and i >= 0 for i in ids):
+        if not isinstance(ids, list) or not ids or not all(is_int(i) and i >= 0 for i in ids):
             raise ValueError(
                 f"eagle_aux_hidden_state_layer_ids is {ids!r}; list whole numbers i >= 0, one per hidden_states[i]"
             )
