@@ -21,8 +21,12 @@ DEPTHS = {"gemma2": 4}  # two layers of each kind
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}
 
 
-@functools.cache
 def target(name: str = "llama", **overrides: Any) -> PreTrainedModel:
+    return _target(name, **overrides)
+
+
+@functools.cache
+def _target(name: str, **overrides: Any) -> PreTrainedModel:
     return build(name, **{"num_hidden_layers": DEPTHS.get(name, 2)} | overrides)
 
 
@@ -37,8 +41,12 @@ def noisy(model: PreTrainedModel, noise: float = 0.04, seed: int = 1) -> PreTrai
     return draft
 
 
-@functools.cache
 def draft(name: str = "llama") -> PreTrainedModel:
+    return _draft(name)
+
+
+@functools.cache
+def _draft(name: str) -> PreTrainedModel:
     return noisy(target(name))
 
 
@@ -75,7 +83,7 @@ class _OracleDrafter(Drafter):
         self._text = torch.where(place % oracle.wrong == 0, (self._text + 1) % oracle.vocab_size, self._text)
         self._lengths = torch.full((batch,), request.input_ids.shape[1])
         self._tree = request.config.tree is not None
-        self._depth = request.config.num_speculative_tokens
+        self._depth = request.config.num_speculative_tokens or 4
 
     def propose(self, news: News, limit: int) -> Proposal:
         self._lengths += news.counts

@@ -1,0 +1,274 @@
+"""What ``return_dict_in_generate`` returns: plain ``generate``'s tensors, and statistics that add up."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation import GenerateDecoderOnlyOutput
+from twins import BATCHES, SHAPES, Oracle, draft, target, tokenizer
+
+import hf_spec
+from hf_spec import (
+    Drafter,
+    News,
+    Proposal,
+    Request,
+    SpeculationConfig,
+    SpeculationStats,
+    Speculator,
+    VanillaSpeculator,
+    cache,
+)
+from hf_spec.cache import SlotBuffer
+from hf_spec.generation import DraftLength
+
+NEW = 18
+EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
+ENDS = {"eos_token_id": [30, 57, 72, 97], "pad_token_id": 0}
+
+
+def generate(inputs: dict[str, Tensor], name: str = "llama", **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True} | options
+    return target(name).generate(**inputs, **options)
+
+
+def lengths(sequences: Tensor, options: dict[str, Any]) -> list[int]:
+    """Count the tokens that each row emitted after a prompt of 13, up to an end token."""
+    ends = torch.tensor(options.get("eos_token_id", []))
+    return [next((i + 1 for i, token in enumerate(row[13:]) if token in ends), len(row) - 13) for row in sequences]
+
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def close(mine: Tensor, theirs: Tensor) -> bool:
+    return mine.shape == theirs.shape and mine.dtype == theirs.dtype and torch.allclose(mine, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, ENDS, {"repetition_penalty": 1.4}, ENDS | {"logits_processor": [lambda ids, scores: scores / 2]}],
+    ids=["length", "end", "prefix", "lockstep"],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_scores_logits_and_hidden_states(batch: str, shape: str, options: dict[str, Any]) -> None:
+    inputs = prompts(*BATCHES[batch])
+    plain = generate(inputs, **EVERYTHING, **options)
+    oracle = Oracle(plain.sequences, wrong=3)
+    out = generate(inputs, speculator=oracle, speculation_config=SHAPES[shape], **EVERYTHING, **options)
+    assert torch.equal(out.sequences, plain.sequences)
+    emitted = lengths(plain.sequences, options)
+    steps = max(emitted)
+    assert len(out.scores) == len(out.logits) == len(out.hidden_states) == steps
+    for step in range(steps):
+        rows = [row for row, count in enumerate(emitted) if step < count]  # the others are padding
+        assert close(out.scores[step][rows], plain.scores[step][rows])
+        assert close(out.logits[step][rows], plain.logits[step][rows])
+        assert len(out.hidden_states[step]) == len(plain.hidden_states[step])
+        for mine, theirs in zip(out.hidden_states[step], plain.hidden_states[step], strict=True):
+            assert close(mine[rows], theirs[rows])
+
+
+def test_only_what_was_asked_for() -> None:
+    out = generate(prompts(1), speculator=draft())
+    assert isinstance(out, GenerateDecoderOnlyOutput)
+    assert out.scores is out.logits is out.hidden_states is out.attentions is None
+    assert isinstance(generate(prompts(1), speculator=draft(), return_dict_in_generate=False), Tensor)
+    assert generate(prompts(1), speculator=draft(), output_scores=True).logits is None
+
+
+def test_transition_scores() -> None:
+    """A method of the model that reads the output."""
+    inputs = prompts(3)
+    plain, out = generate(inputs, output_scores=True), generate(inputs, output_scores=True, speculator=draft())
+    mine, theirs = (target().compute_transition_scores(one.sequences, one.scores) for one in (out, plain))
+    assert close(mine, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, ENDS], ids=["length", "end"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_cache(name: str, batch: str, shape: str, options: dict[str, Any]) -> None:
+    """It holds exactly the emitted text but the last token; the windowed layers hold their window."""
+    inputs = prompts(*BATCHES[batch])
+    plain = generate(inputs, name, **options)
+    out = generate(inputs, name, speculator=Oracle(plain.sequences, 3), speculation_config=SHAPES[shape], **options)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert type(out.past_key_values) is type(plain.past_key_values)
+    ends = [13 + count - 1 for count in lengths(plain.sequences, options)]  # columns
+    last = max(ends)
+    for mine, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        assert type(mine) is type(theirs)
+        assert mine.get_seq_length() == theirs.get_seq_length() == last
+        assert mine.keys.shape == theirs.keys.shape
+        for row, end in enumerate(ends):
+            held = max(0, mine.keys.shape[2] - (last - end))  # the rest is padding, and masked
+            padding = int((inputs["attention_mask"][row] == 0).sum()) - (last - mine.keys.shape[2])
+            for name_ in ("keys", "values"):
+                ours, others = (getattr(layer, name_)[row, :, max(0, padding) : held] for layer in (mine, theirs))
+                assert close(ours, others)
+    if name != "llama":
+        assert any(isinstance(layer, DynamicSlidingWindowLayer) for layer in out.past_key_values.layers)
+
+
+# --- Statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        ENDS,
+        {"stop_strings": ["Z", "k", "'"], "tokenizer": tokenizer()},
+        ENDS | {"logits_processor": [lambda ids, scores: scores]},
+    ],
+    ids=["length", "end", "strings", "lockstep"],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) -> None:
+    inputs = prompts(*BATCHES[batch])
+    plain = generate(inputs, return_dict_in_generate=False, **options)
+    config = SHAPES[shape]
+    for speculator in (Oracle(plain, wrong=3), draft(), "ngram"):
+        out = generate(inputs, speculator=speculator, speculation_config=config, **options)
+        assert torch.equal(out.sequences, plain)
+        stats: SpeculationStats = out.speculation
+        emitted = lengths(plain, options)
+        assert [1 + row.emitted for row in stats.per_row] == emitted
+        assert [row.tokens for row in stats.per_row] == [
+            row[13 : 13 + count].tolist() for row, count in zip(plain, emitted, strict=True)
+        ]
+        for row in stats.per_row:
+            assert row.accepted == sum(row.guessed) == sum(row.reached)
+            assert row.accepted <= row.proposed
+            assert row.steps >= row.emitted - row.accepted, "a step emits at most one token of its own"
+            assert row.steps <= row.emitted
+            assert row.seconds <= stats.total_seconds
+        assert stats.steps >= max(row.steps for row in stats.per_row)
+        assert stats.emitted == sum(emitted) - len(emitted)
+        parts = stats.propose_seconds + stats.verify_seconds + stats.choose_seconds
+        assert 0 < stats.time_to_first_token + parts <= stats.total_seconds
+        assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
+
+
+def test_known_acceptance() -> None:
+    """Of a chain of four whose third guess is wrong two are accepted, and a third token is the target's own."""
+    plain = generate(prompts(1)).sequences
+
+    class ThirdIsWrong(Speculator):
+        def drafter(self, request: Request) -> Drafter:
+            return self.Drafter()
+
+        class Drafter(Drafter):
+            length = 13
+
+            def propose(self, news: News, limit: int) -> Proposal:
+                self.length += int(news.counts)
+                guesses = plain[:, self.length : self.length + min(4, limit)].clone()
+                if guesses.shape[1] > 2:
+                    guesses[0, 2] += 1
+                return Proposal.chain(news.root, guesses)
+
+            def keep_rows(self, rows: Tensor) -> None:
+                raise AssertionError("the only row is never left alone")
+
+    stats = generate(prompts(1), speculator=ThirdIsWrong(), max_new_tokens=1 + 5 * 3).speculation
+    assert torch.equal(plain[0, 13 : 13 + 16], torch.tensor(stats.per_row[0].tokens))
+    assert (stats.steps, stats.emitted, stats.accepted) == (5, 15, 10)
+    assert stats.proposed == 4 + 4 + 4 + 4 + 2
+    assert stats.acceptance_by_position == [1.0, 1.0, 0.0, 0.0]
+    assert stats.mean_accepted_length == 3.0
+
+
+def test_the_text_is_shown_with_the_tokenizer_of_the_call() -> None:
+    out = generate(prompts(1), speculator=draft(), tokenizer=tokenizer())
+    html = out.speculation._repr_html_()
+    assert "accepted guesses" in html
+    assert "accepted guesses" not in generate(prompts(1), speculator=draft()).speculation._repr_html_()
+
+
+def test_automatic_length_follows_acceptance_and_cost() -> None:
+    def limit(accepted: int, propose: float, batch: int = 1) -> int:
+        stats = SpeculationStats(batch_size=batch)
+        for _ in range(10):
+            rows = list(range(batch))
+            stats.step(rows, [4] * batch, [accepted] * batch, [accepted + 1] * batch, [4] * batch)
+        stats.propose_seconds, stats.verify_seconds = propose, 1.0
+        return DraftLength(SpeculationConfig(num_speculative_tokens="auto")).limit(stats)
+
+    assert limit(0, propose=1.0) == 1
+    assert 1 < limit(2, propose=0.4) < limit(4, propose=0.4) == DraftLength.LONGEST
+    assert limit(2, propose=0.4) == limit(2, propose=0.4, batch=8), "rows share a forward"
+    assert limit(2, propose=0.01) > limit(2, propose=2.0)
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+class Watched(Speculator):
+    """Guess as ``draft`` does, and note the tensors over the vocabulary that are there before each proposal."""
+
+    def __init__(self) -> None:
+        self.draft = VanillaSpeculator(draft())
+        self.found: list[list[torch.Size]] = []
+
+    def drafter(self, request: Request) -> Drafter:
+        drafter = self.draft.drafter(request)
+        propose = drafter.propose
+
+        def watch(news: News, limit: int) -> Proposal:
+            tensors = [one for one in gc.get_objects() if type(one) is Tensor]
+            self.found.append([one.shape for one in tensors if one.shape[-1:] == (99,) and one.numel() > 99])
+            return propose(news, limit)
+
+        drafter.propose = watch  # type: ignore[method-assign]
+        return drafter
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", [None, "dynamic", "sampled"])
+def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, sample: bool) -> None:
+    """Neither the target's logits nor the draft's law; 99 is the size of the vocabulary."""
+    config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_top_k=2, tree_nodes=6)
+    watched = Watched()
+    gc.collect()
+    generate(prompts(1), speculator=watched, speculation_config=config, do_sample=sample)
+    assert len(watched.found) > 3
+    assert not any(watched.found)
+
+
+def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A huge limit reserves nothing, and buffers are copied seldom."""
+    sizes: list[int] = []
+    make_room = SlotBuffer._make_room
+
+    def watch(buffer: SlotBuffer, *args: Any) -> Tensor:
+        data = make_room(buffer, *args)
+        sizes.append(data.shape[1])
+        return data
+
+    monkeypatch.setattr(SlotBuffer, "_make_room", watch)
+    generate(prompts(2), speculator="ngram", max_new_tokens=10**6, max_time=0.1)
+    assert sizes
+    assert max(sizes) < 4 * cache.GROWTH
+    sizes.clear()
+    monkeypatch.setattr(cache, "GROWTH", 16)
+    plain = generate(prompts(2), max_new_tokens=160).sequences
+    out = generate(prompts(2), speculator=Oracle(plain, wrong=10), max_new_tokens=160)
+    assert torch.equal(out.sequences, plain)
+    assert max(sizes) < 2 * 173
+    assert 2 < len(set(sizes)) < 8
+
+
+def test_public_names() -> None:
+    assert isinstance(generate(prompts(1), speculator="ngram"), hf_spec.SpeculativeOutput)
