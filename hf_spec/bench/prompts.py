@@ -1,0 +1,88 @@
+"""What a benchmark asks: prompts of any common shape, from JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Hold what is asked: ``turns`` of a user after the messages ``history``, or one raw text (``chat=False``)."""
+
+    turns: tuple[str, ...]
+    category: str = "prompts"
+    history: tuple[dict[str, str], ...] = ()
+    chat: bool = True
+
+    def render(self, answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the token ids up to the turn that follows ``answers``.
+
+        A tokenizer without a chat template gets the messages joined by blank lines.
+        """
+        if not self.chat:
+            return list(tokenizer(self.turns[0]).input_ids)
+        messages = [*self.history]
+        for turn, answer in zip(self.turns, [*answers, None], strict=False):
+            messages.append({"role": "user", "content": turn})
+            if answer is not None:
+                messages.append({"role": "assistant", "content": answer})
+        if tokenizer.chat_template is None:
+            return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list[Prompt]:
+    """Read a JSON-lines file, at most ``limit`` prompts per category.
+
+    A line holds ``{"prompt": text}``, ``{"text": text}``, ``{"messages": [{"role", "content"}, ...]}`` (an answer at
+    the end is left out) or ``{"turns": [text, ...]}`` as in Spec-Bench, and optionally a ``"category"``.
+
+    Errors: OSError if the file cannot be read, ValueError that names the line which is none of these.
+    """
+    prompts: list[Prompt] = []
+    counts: dict[str, int] = {}
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = _parse_prompt(json.loads(line))
+        except ValueError as error:  # json.JSONDecodeError is one
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        counts[prompt.category] = counts.get(prompt.category, 0) + 1
+        if limit is None or counts[prompt.category] <= limit:
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f'{path} holds no prompts; write one JSON object per line, such as {{"prompt": "Once upon"}}')
+    return prompts
+
+
+def _parse_prompt(entry: Any) -> Prompt:
+    entry = entry if isinstance(entry, dict) else {}
+    category = str(entry.get("category", "prompts"))
+    text = entry.get("prompt", entry.get("text"))
+    if isinstance(text, str) and text:
+        return Prompt((text,), category, chat=False)
+    turns = entry.get("turns")
+    if _all_of(str, turns):
+        return Prompt(tuple(turns), category)
+    messages = entry.get("messages")
+    if _all_of(dict, messages) and all(isinstance(message.get("content"), str) for message in messages):
+        asked = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+        if asked:
+            return Prompt((messages[asked[-1]]["content"],), category, tuple(messages[: asked[-1]]))
+    raise ValueError(
+        'a prompt is {"prompt": text}, {"text": text}, {"messages": [{"role": "user", "content": text}]} or '
+        '{"turns": [text]}, none of them empty'
+    )
+
+
+def _all_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, kind) for value in values)

@@ -1,0 +1,120 @@
+"""What a benchmark found: figures by category and method, as JSON, table and picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OVERALL = "overall"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Hold what one method did with the prompts of a category; ``None`` where a figure has no meaning.
+
+    Ratios are of tokens per second: over all prompts together, and the median of the prompts' own.
+    ``mean_accepted_length`` is τ, or tokens per target forward for transformers' methods. ``outside_forwards`` is the
+    share of the time in which neither target nor draft was in its ``forward``. ``differing_rows`` counts, for greedy
+    decoding, the rows whose text is not that of plain ``generate``.
+    """
+
+    rows: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    ratio_to_plain: float
+    median_ratio_to_plain: float
+    ratio_to_assisted: float | None
+    median_ratio_to_assisted: float | None
+    mean_accepted_length: float | None
+    acceptance_rate: float | None
+    acceptance_by_position: list[float] | None
+    outside_forwards: float
+    differing_rows: int | None
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """Hold the figures of every category and ``"overall"``, by method: ``figures[category][method]``."""
+
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    figures: dict[str, dict[str, Figures]]
+
+    @property
+    def overall(self) -> dict[str, Figures]:
+        """Return the figures over all categories, by method."""
+        return self.figures[OVERALL]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, ready for JSON."""
+        return asdict(self)
+
+    def table(self, category: str = OVERALL) -> str:
+        """Lay out one category as text: acceptance in per cent of the guesses, at each position and at all."""
+        header = ["method", "tok/s", "x plain", "median", "x assisted", "τ", "accepted", "by position", "outside"]
+        lines = [[*header, "differ"]]
+        for method, one in self.figures[category].items():
+            positions = " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position or ())
+            differ = None if one.differing_rows is None else f"{one.differing_rows}/{one.rows}"
+            lines.append(
+                [
+                    method,
+                    f"{one.tokens_per_second:.1f}",
+                    f"{one.ratio_to_plain:.2f}",
+                    f"{one.median_ratio_to_plain:.2f}",
+                    _optional(one.ratio_to_assisted, ".2f"),
+                    _optional(one.mean_accepted_length, ".2f"),
+                    _optional(one.acceptance_rate, ".0%"),
+                    positions or "-",
+                    f"{one.outside_forwards:.1%}",
+                    differ or "-",
+                ]
+            )
+        columns = [column for column in zip(*lines, strict=True) if set(column[1:]) != {"-"}]
+        widths = [max(map(len, column)) for column in columns]
+        return "\n".join(_aligned(line, widths) for line in zip(*columns, strict=True))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw speed and acceptance as a PNG file. Errors: ImportError if matplotlib is missing."""
+        pyplot = import_pyplot()
+        overall = self.overall
+        picture, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.5 * max(4, len(overall))))
+        names = list(overall)[::-1]
+        bars = speed.barh(names, [overall[name].ratio_to_plain for name in names])
+        speed.bar_label(bars, fmt="%.2f", padding=3)
+        speed.axvline(1, color="grey", linewidth=0.8)
+        speed.margins(x=0.15)
+        speed.set_xlabel("tokens per second, plain generate = 1")
+        for name, one in overall.items():
+            if shares := one.acceptance_by_position:
+                accepted.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+        accepted.set(xlabel="position of the guess", ylabel="accepted", ylim=(0, 1.02))
+        if accepted.lines:
+            accepted.legend()
+        picture.tight_layout()
+        picture.savefig(path, dpi=120)
+        pyplot.close(picture)
+
+
+def import_pyplot() -> Any:
+    """Import matplotlib without a screen, or raise an ImportError that says how to install it."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'hf-spec[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _optional(value: float | None, layout: str) -> str:
+    return "-" if value is None else format(value, layout)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join([cells[0].ljust(widths[0]), *padded[1:]])

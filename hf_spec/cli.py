@@ -1,0 +1,320 @@
+"""The command ``hf-spec``: try, use and measure speculation without writing a program.
+
+Built on argparse: it needs no package of its own, and transformers' ``HfArgumentParser`` for training arguments is one
+of its parsers. A subcommand is a function that declares its options and one that runs; ``COMMANDS`` lists the former.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import logging
+
+from . import demo
+from .bench import BenchSettings, Contender, Prompt, import_pyplot, read_prompts, run_bench
+from .checkpoints import AutoDraftModel, Checkpoint, read_checkpoint
+from .configuration import SpeculationConfig
+from .conversion import Layout, convert, inspect
+from .drafts.base import Speculator
+from .metrics import RowStats, _pieces
+from .speculators import as_speculator
+
+WITHOUT_WEIGHTS = ("ngram", "mtp")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+TREE_HELP = "chain, dynamic, sampled, or a list of paths of ranks such as [[0],[1],[0,0]]"
+GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
+DEMO_SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12})
+STORIES = (
+    "Once upon a time, there was a little dog named Max.",
+    "One day, Lily and her mom went to the park.",
+    "Tom had a big red ball. He liked to play with it.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``hf-spec`` with ``argv``, the process's own arguments by default, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="hf-spec", description="Speculative decoding for Hugging Face Transformers.")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in COMMANDS:
+        add(commands)
+    args = parser.parse_args(argv)
+    try:
+        if getattr(args, "threads", None):
+            torch.set_num_threads(args.threads)
+        return int(args.run(args) or 0)
+    except (ValueError, OSError, ImportError) as error:
+        if args.traceback:
+            raise
+        print(f"hf-spec: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _command(commands: Any, run: Any, name: str, description: str) -> Any:
+    """Add a subcommand and return its ``add_argument``."""
+    parser = commands.add_parser(name, help=description, description=description)
+    parser.set_defaults(run=run)
+    return parser.add_argument
+
+
+# -- demo -------------------------------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: Any) -> None:
+    add = _command(commands, _demo, "demo", "compare plain and speculative decoding on the shipped models, offline")
+    add("--max-new-tokens", type=int, default=96, metavar="N", help="length of each story (%(default)s)")
+    add("--threads", type=int, default=1, metavar="N", help="small models gain nothing from more (%(default)s)")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    logging.disable_progress_bar()
+    target, tokenizer = load_target(str(demo.path()), "float32", "cpu")
+    contenders = [Contender("ngram chain", "ngram")]
+    for name in demo.MODELS[1:]:
+        speculator = load_speculator(str(demo.path(name)), target, "float32")
+        contenders += [
+            _contender(name.removeprefix("draft-"), speculator, speculator.defaults().merge(**shape))
+            for shape in DEMO_SHAPES
+        ]
+    prompts = [Prompt((story,), chat=False) for story in STORIES]
+    settings = BenchSettings(max_new_tokens=args.max_new_tokens, baselines=False)
+    print(f"{len(prompts)} stories of up to {args.max_new_tokens} tokens, plainly and with guesses:\n", flush=True)
+    report = run_bench(target, tokenizer, prompts, contenders, settings, progress=sys.stderr.isatty())
+    print(report.table())
+    best = max(contenders, key=lambda one: report.overall[one.name].ratio_to_plain)
+    inputs = tokenizer(STORIES[0], return_tensors="pt")
+    out: Any = target.generate(
+        **inputs,
+        speculator=best.speculator,
+        speculation_config=best.config,
+        max_new_tokens=args.max_new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\nGuessed by {best.name} and accepted are the words {_mark('marked like this', colour)}:\n")
+    print(STORIES[0] + highlighted(out.speculation.per_row[0], tokenizer, colour))
+    different = sum(report.overall[one.name].differing_rows or 0 for one in contenders)
+    print(f"\nGreedy text {'is the same as' if not different else 'DIFFERS from'} that of plain generate.")
+    return 1 if different else 0
+
+
+def highlighted(row: RowStats, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
+    """Return the text of ``row`` with accepted guesses in green, or in brackets where there is no colour."""
+    pieces = ((guessed, text) for guessed, text in _pieces(row, tokenizer) if text)
+    return "".join(_mark(text, colour) if guessed else text for guessed, text in pieces)
+
+
+def _mark(text: str, colour: bool) -> str:
+    return f"{GUESSED}{text}{NORMAL}" if colour else f"[{text}]"
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def _add_generate(commands: Any) -> None:
+    add = _command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
+    add("model", help="target: directory or Hub id")
+    add("--speculator", required=True, metavar="X", help="ngram, mtp, or a draft: directory or Hub id")
+    add("--prompt", metavar="TEXT", help="read from standard input if left out")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="length of the answer (%(default)s)")
+    add("--temperature", type=float, metavar="T", help="0 decodes greedily; left out: as the model says")
+    add("--seed", type=int, metavar="N", help="of the sampled tokens")
+    add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
+    _add_model_options(add)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    text = sys.stdin.read() if args.prompt is None else args.prompt
+    if not text.strip():
+        raise ValueError("the prompt is empty; pass --prompt TEXT or write it to standard input")
+    target, tokenizer = load_target(args.model, args.dtype, args.device)
+    speculator = load_speculator(args.speculator, target, args.dtype)
+    prompt = Prompt((text,), chat=args.chat)
+    input_ids = torch.tensor([prompt.render([], tokenizer)], device=target.device)
+    options: dict[str, Any] = {}
+    if args.temperature is not None:
+        options = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    out: Any = target.generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        speculator=speculator,
+        speculation_config=_configured(speculator, args, args.tree),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=args.max_new_tokens,
+        return_dict_in_generate=True,
+        **options,
+    )
+    print(out.speculation, file=sys.stderr)
+
+
+# -- bench ------------------------------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: Any) -> None:
+    add = _command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
+    add("model", help="target: directory or Hub id")
+    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, mtp, directories or Hub ids (ngram)")
+    add("--prompts", required=True, metavar="FILE", help="JSON lines; see docs/benchmarking.md")
+    add("--limit", type=int, metavar="N", help="prompts per category")
+    add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="per turn (%(default)s)")
+    add("--batch-size", type=int, default=1, metavar="N", help="prompts of a category decoded together (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 decodes greedily (%(default)s)")
+    add("--warmup", type=int, default=1, metavar="N", help="runs of every method that do not count (%(default)s)")
+    add("--repeats", type=int, default=1, metavar="N", help="runs of which the middle one counts (%(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="set before each run (%(default)s)")
+    add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
+    add("--json", type=writable, metavar="FILE", help="write all figures")
+    add("--png", type=writable, metavar="FILE", help="write a picture")
+    _add_model_options(add)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    prompts = read_prompts(args.prompts, args.limit)
+    settings = BenchSettings(
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        temperature=args.temperature,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        baselines=not args.no_baselines,
+        seed=args.seed,
+    )
+    if args.png:
+        import_pyplot()
+    target, tokenizer = load_target(args.model, args.dtype, args.device)
+    names = [Path(draft).name for draft in args.draft]
+    names = names if len(set(names)) == len(names) else args.draft
+    speculators = [load_speculator(draft, target, args.dtype) for draft in args.draft]
+    contenders = [
+        _contender(name, speculator, _configured(speculator, args, tree))
+        for name, speculator in zip(names, speculators, strict=True)
+        for tree in args.tree
+    ]
+    report = run_bench(target, tokenizer, prompts, contenders, settings, progress=True)
+    for category in report.figures:
+        print(f"{category}\n{report.table(category)}\n")
+    if args.json:
+        args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if args.png:
+        report.plot(args.png)
+
+
+# -- inspect and convert ----------------------------------------------------------------------------------------------
+
+
+def _add_inspect(commands: Any) -> None:
+    add = _command(commands, _inspect, "inspect", "say what a draft checkpoint is and which engines read it")
+    add("draft", help="directory or Hub id, of any format")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    print(inspect(args.draft))
+
+
+def _add_convert(commands: Any) -> None:
+    add = _command(commands, _convert, "convert", "write a draft checkpoint in the layout of another project")
+    add("draft", help="directory or Hub id, of any format")
+    add("out", help="directory to write, which must not exist")
+    add("--to", choices=get_args(Layout), default="speculators", help="layout (%(default)s)")
+    add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    convert(args.draft, args.out, args.to, verifier=args.verifier)
+    print(inspect(args.out))
+
+
+# -- what commands share ----------------------------------------------------------------------------------------------
+
+
+def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer; ``device`` may be anything that ``device_map`` takes, ``None`` chooses."""
+    device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device)
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
+    """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
+    if name in WITHOUT_WEIGHTS:
+        return as_speculator(name, target)
+    try:
+        checkpoint = read_checkpoint(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} is none of {WITHOUT_WEIGHTS}, and no draft can be read there: {error}") from error
+    if _is_draft(checkpoint):
+        draft: Any = AutoDraftModel.from_pretrained(name, target=target, dtype=dtype)
+    else:
+        draft = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    return as_speculator(draft.to(target.device), target)
+
+
+def _is_draft(checkpoint: Checkpoint) -> bool:
+    try:
+        return bool(checkpoint.layout)
+    except ValueError:  # none of the formats of drafts
+        return False
+
+
+def _configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
+    """Add the options that are given to what the draft itself wants."""
+    options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_top_k", "tree_nodes")}
+    changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
+    return speculator.defaults().merge(**changes | ({"tree": None} if tree == "chain" else {}))
+
+
+def _contender(name: str, speculator: Speculator, config: SpeculationConfig) -> Contender:
+    shape = "chain" if config.tree is None else f"{config.tree if isinstance(config.tree, str) else 'static'} tree"
+    return Contender(f"{name} {shape}", speculator, config)
+
+
+def tree_of(text: str) -> Any:
+    """Read a tree from the command line."""
+    try:
+        tree: Any = json.loads(text) if text.startswith("[") else text
+        if tree == "chain" or SpeculationConfig(tree=tree).tree:
+            return tree
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {TREE_HELP}") from None
+
+
+def length_of(text: str) -> int | str:
+    """Read a number of guesses, or ``auto``."""
+    if text == "auto" or (text.isdecimal() and int(text) > 0):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor auto")
+
+
+def writable(text: str) -> Path:
+    """Return the path of a file in a directory that exists, so that no result is lost after a long run."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory; make it first")
+    return path
+
+
+def _add_model_options(add: Any) -> None:
+    add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")
+    add("--tree-top-k", type=int, metavar="N", help="children per node of a dynamic or sampled tree")
+    add("--tree-nodes", type=int, metavar="N", help="guesses in a dynamic or sampled tree")
+    add("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: as they are stored (%(default)s)")
+    add("--device", help="cpu, cuda, cuda:1, ..., or auto for all; left out: an accelerator if there is one")
+    add("--threads", type=int, metavar="N", help="of the CPU")
+
+
+COMMANDS = (_add_demo, _add_generate, _add_bench, _add_inspect, _add_convert)

@@ -1,0 +1,338 @@
+"""Benchmarks: what they read, what they measure, and that they would notice a wrong text."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import hf_spec
+from hf_spec import Drafter, Proposal, SpeculationConfig, Speculator, VanillaSpeculator, demo
+from hf_spec.bench import BenchReport, BenchSettings, Contender, Prompt, read_prompts, run_bench
+from hf_spec.bench.runner import ForwardClock
+
+STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
+CHAIN = SpeculationConfig(num_speculative_tokens=3)
+
+
+def tiny_llama(spread: float = 0.5) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=2048,
+        initializer_range=spread,
+        rms_norm_eps=1e-3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo.path())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def twin():
+    """A draft that is always right."""
+    return tiny_llama()
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def test_every_form_of_a_prompt_is_read(tmp_path):
+    system, user, answer = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
+    path = write_lines(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "a"},
+        "",
+        {"text": "b", "category": "raw"},
+        {"messages": [system, user, answer]},
+        {"question_id": 81, "category": "writing", "turns": ["c", "d"]},
+    )
+    assert read_prompts(path) == [
+        Prompt(("a",), chat=False),
+        Prompt(("b",), "raw", chat=False),
+        Prompt(("user",), history=(system,)),
+        Prompt(("c", "d"), "writing"),
+    ]
+
+
+def test_the_limit_is_per_category(tmp_path):
+    lines = [{"prompt": f"{category}{i}", "category": category} for i in range(3) for category in "ab"]
+    found = read_prompts(write_lines(tmp_path / "prompts.jsonl", *lines), limit=2)
+    assert [prompt.turns[0] for prompt in found] == ["a0", "b0", "a1", "b1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        {},
+        {"prompt": ""},
+        {"prompt": 3},
+        {"turns": []},
+        {"turns": ["a", 3]},
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        {"messages": [{"role": "user", "content": None}]},
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line):
+    path = write_lines(tmp_path / "prompts.jsonl", {"prompt": "fine"}, "", line)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: "):
+        read_prompts(path)
+
+
+def test_a_file_without_prompts_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no prompts; write one JSON object per line"):
+        read_prompts(write_lines(tmp_path / "prompts.jsonl", ""))
+
+
+def test_a_turn_is_asked_after_the_answers_to_those_before(tokenizer):
+    prompt = Prompt(("one", "two", "three"), history=({"role": "assistant", "content": "zero"},))
+    assert tokenizer.decode(prompt.render(["ANSWER"], tokenizer)) == (
+        "<|begin|><|assistant|>zero<|end|><|user|>one<|end|><|assistant|>ANSWER<|end|><|user|>two<|end|><|assistant|>"
+    )
+
+
+def test_without_a_chat_template_messages_are_joined(tokenizer):
+    plain = AutoTokenizer.from_pretrained(demo.path())
+    plain.chat_template = None
+    assert plain.decode(Prompt(("one", "two")).render(["ANSWER"], plain)) == "<|begin|>one\n\nANSWER\n\ntwo"
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def bench(target, tokenizer, contenders, prompts=(STORY, CAT), **settings) -> BenchReport:
+    settings = {"max_new_tokens": 12, "warmup": 0} | settings
+    return run_bench(target, tokenizer, prompts, contenders, BenchSettings(**settings))
+
+
+def test_a_perfect_draft_shows_in_every_figure(target, twin, tokenizer):
+    contenders = [Contender("ngram", "ngram"), Contender("twin", twin, CHAIN)]
+    report = bench(target, tokenizer, contenders, max_new_tokens=13)
+    figures = report.overall
+    assert list(figures) == ["plain", "prompt lookup", "assisted: twin", "ngram", "twin"]
+    assert {one.differing_rows for one in figures.values()} == {0}
+    assert {one.tokens for one in figures.values()} == {26}
+    assert figures["plain"].ratio_to_plain == figures["plain"].median_ratio_to_plain == 1
+    assert figures["twin"].mean_accepted_length == 4
+    assert figures["twin"].acceptance_by_position == [1, 1, 1]
+    assert figures["assisted: twin"].mean_accepted_length == pytest.approx(13 / 4)  # 4 + 4 + 4 + 1
+    assert figures["assisted: twin"].acceptance_rate is None
+    assert figures["twin"].ratio_to_assisted == pytest.approx(
+        figures["twin"].tokens_per_second / figures["assisted: twin"].tokens_per_second
+    )
+    assert figures["ngram"].ratio_to_assisted is None
+    assert all(0 < one.outside_forwards < 1 for one in figures.values())
+
+
+def test_the_report_is_json_and_a_table_for_every_category(target, tokenizer):
+    report = bench(target, tokenizer, [Contender("ngram", "ngram", CHAIN)], [STORY, CAT, STORY], baselines=False)
+    assert list(report.figures) == ["overall", "prompts", "chat"]
+    assert [report.figures[name]["ngram"].rows for name in report.figures] == [3, 2, 1]
+    content = json.loads(json.dumps(report.to_dict()))
+    assert content["settings"]["contenders"]["ngram"]["num_speculative_tokens"] == 3
+    assert content["environment"]["hf_spec"] == hf_spec.__version__
+    assert content["figures"]["chat"]["ngram"].keys() >= {"ratio_to_plain", "outside_forwards", "differing_rows"}
+    header, *lines = report.table("chat").splitlines()
+    assert [line.split()[0] for line in lines] == ["plain", "ngram"]
+    assert "assisted" not in header  # nothing to show there
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_total_and_median_ratios_are_of_tokens_per_second(target, tokenizer):
+    report = bench(target, tokenizer, [Contender("ngram", "ngram")], repeats=3)
+    one, plain = report.overall["ngram"], report.overall["plain"]
+    assert one.tokens_per_second == pytest.approx(one.tokens / one.seconds)
+    assert one.ratio_to_plain == pytest.approx(one.tokens_per_second / plain.tokens_per_second)
+    ratios = [group["ngram"].ratio_to_plain for name, group in report.figures.items() if name != "overall"]
+    assert one.median_ratio_to_plain == pytest.approx(sum(ratios) / 2)  # of two prompts, one per category
+
+
+class Saboteur(Speculator):
+    """Turn the target's logits around in the first step of speculation."""
+
+    def drafter(self, request):
+        return SaboteurDrafter(request.target)
+
+
+class SaboteurDrafter(Drafter):
+    def __init__(self, target):
+        self.hook = target.register_forward_hook(self.turn_around)
+
+    def turn_around(self, module, args, output):
+        output.logits = -output.logits
+        self.hook.remove()
+
+    def propose(self, news, limit):
+        return Proposal.nothing(news.root)
+
+    def keep_rows(self, rows):
+        pass
+
+
+def test_a_wrong_text_is_noticed(target, tokenizer):
+    figures = bench(target, tokenizer, [Contender("sabotage", Saboteur()), Contender("ngram", "ngram")]).overall
+    assert (figures["sabotage"].differing_rows, figures["ngram"].differing_rows) == (2, 0)
+
+
+def test_sampled_texts_are_not_compared(target, tokenizer):
+    assert bench(target, tokenizer, [], temperature=1.0).overall["plain"].differing_rows is None
+
+
+def test_a_batch_is_measured_without_baselines_and_stays_in_its_category(target, twin, tokenizer):
+    report = bench(target, tokenizer, [Contender("twin", twin, CHAIN)], [STORY, CAT, STORY, CAT, CAT], batch_size=2)
+    assert list(report.overall) == ["plain", "twin"]
+    assert report.overall["twin"].ratio_to_assisted is None
+    assert (report.overall["twin"].rows, report.overall["twin"].differing_rows) == (5, 0)
+
+
+def test_every_turn_is_measured(target, tokenizer):
+    report = bench(target, tokenizer, [], [Prompt(("one", "two", "three")), Prompt(("four",))], batch_size=2)
+    assert report.overall["plain"].rows == 4
+
+
+def test_each_method_begins_in_its_turn(target, tokenizer, monkeypatch):
+    seen = []
+    generate = target.generate
+
+    def spy(**kwargs):
+        seen.append("plain" if kwargs["speculator"] is False else kwargs["speculation_config"].num_speculative_tokens)
+        return generate(**kwargs)
+
+    monkeypatch.setattr(target, "generate", spy, raising=False)
+    contenders = [Contender(str(k), "ngram", SpeculationConfig(num_speculative_tokens=k)) for k in (1, 2)]
+    bench(target, tokenizer, contenders, [STORY], repeats=4, warmup=1, baselines=False, max_new_tokens=2)
+    warmup, *rounds = (seen[i : i + 3] for i in range(0, len(seen), 3))
+    assert warmup == ["plain", 1, 2]
+    assert rounds == [["plain", 1, 2], [1, 2, "plain"], [2, "plain", 1], ["plain", 1, 2]]
+
+
+def test_plain_is_plain_where_the_model_has_a_default_speculator(target, twin, tokenizer):
+    hf_spec.set_speculator(target, twin, CHAIN)
+    with ForwardClock([twin]) as clock:
+        bench(target, tokenizer, [], baselines=False)
+    hf_spec.set_speculator(target, None)
+    assert clock.calls == [0]
+
+
+def test_the_assistant_gets_its_settings_back(target, twin, tokenizer):
+    before = twin.generation_config.to_dict()
+    bench(target, tokenizer, [Contender("chain", twin, CHAIN), Contender("again", VanillaSpeculator(twin), CHAIN)])
+    assert twin.generation_config.to_dict() == before
+
+
+def test_the_clock_counts_forwards_and_leaves_nothing_behind(target):
+    ids = torch.tensor([[1, 2, 3]])
+    with ForwardClock([target]) as clock, torch.no_grad():
+        target(input_ids=ids)
+        target(input_ids=ids)
+    seconds = clock.seconds()
+    target(input_ids=ids)
+    assert clock.calls == [2]
+    assert clock.seconds() == seconds > 0
+    assert not target._forward_hooks
+    assert not target._forward_pre_hooks
+
+
+@pytest.mark.gpu
+def test_forwards_on_the_device_take_part_of_the_time(tokenizer):
+    figures = bench(tiny_llama().cuda(), tokenizer, [Contender("twin", tiny_llama().cuda(), CHAIN)]).overall
+    assert all(0 < one.outside_forwards < 1 for one in figures.values())
+
+
+@pytest.mark.parametrize(
+    "setting", [{"max_new_tokens": 1}, {"batch_size": 0}, {"repeats": 0}, {"warmup": -1}, {"temperature": math.nan}]
+)
+def test_senseless_settings_are_refused(setting):
+    with pytest.raises(ValueError, match=next(iter(setting))):
+        BenchSettings(**setting)
+
+
+def test_names_must_differ(target, tokenizer):
+    with pytest.raises(ValueError, match="different names"):
+        bench(target, tokenizer, [Contender("same", "ngram"), Contender("same", "ngram")])
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(target, tokenizer):
+    other = LlamaForCausalLM(LlamaConfig(**target.config.to_dict() | {"vocab_size": 100}))
+    with ForwardClock([target]) as clock, pytest.raises(ValueError, match="vocabulary"):
+        bench(target, tokenizer, [Contender("other", other)])
+    assert clock.calls == [0]
+
+
+def test_the_picture_is_a_png(target, tokenizer, tmp_path):
+    pytest.importorskip("matplotlib")
+    bench(target, tokenizer, [Contender("ngram", "ngram")]).plot(tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(target, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-spec\[bench\]'"):
+        bench(target, tokenizer, [], max_new_tokens=2).plot(tmp_path / "bench.png")
+
+
+# -- examples/inflate_llama.py ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inflate():
+    path = Path(__file__).parents[1] / "examples" / "inflate_llama.py"
+    spec = importlib.util.spec_from_file_location("inflate_llama", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.inflate
+
+
+def logits(model: LlamaForCausalLM) -> torch.Tensor:
+    ids = torch.randint(3, 2048, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+
+
+def test_an_inflated_model_says_the_same(inflate):
+    small = tiny_llama(spread=0.2)
+    for norm in (module for name, module in small.named_modules() if "norm" in name):
+        torch.nn.init.normal_(norm.weight, mean=1)
+    large = inflate(small, hidden_size=96, intermediate_size=128, num_hidden_layers=5)
+    assert large.num_parameters() > 2 * small.num_parameters()
+    assert large.config.num_attention_heads // large.config.num_key_value_heads == 2
+    expected = logits(small)
+    torch.testing.assert_close(logits(large), expected, atol=1e-4, rtol=0)
+    for module in large.modules():  # negative control: the epsilon matters
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = small.config.rms_norm_eps
+    assert (logits(large) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("sizes", "problem"), [((16, 128, 5), "hidden_size is 16"), ((40, 128, 5), "multiple of 16")])
+def test_sizes_that_hold_no_small_model_are_refused(inflate, sizes, problem):
+    with pytest.raises(ValueError, match=problem):
+        inflate(tiny_llama(), *sizes)

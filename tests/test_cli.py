@@ -1,0 +1,207 @@
+"""The command ``hf-spec``, called in process on small models."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_spec import SpeculationConfig, demo
+from hf_spec.cli import highlighted, length_of, main, tree_of
+from hf_spec.metrics import RowStats
+
+EAGLE = Path(__file__).parent / "fixtures" / "goldens" / "eagle3_orig_a" / "checkpoint"
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """Save a random target, a draft that is its twin, and another draft, all with the demo family's tokenizer."""
+    paths = {}
+    for name, seed in {"target": 0, "twin": 0, "other": 1}.items():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            vocab_size=2048,
+            initializer_range=0.5,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        paths[name] = str(tmp_path_factory.mktemp(name) / name)
+        LlamaForCausalLM(config).save_pretrained(paths[name])
+        AutoTokenizer.from_pretrained(demo.path()).save_pretrained(paths[name])
+    return paths
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": PROMPT}, {"turns": ["Tell me a story."], "category": "chat"}]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return str(path)
+
+
+# -- demo -------------------------------------------------------------------------------------------------------------
+
+
+def test_demo_compares_the_shipped_models(capsys):
+    assert main(["demo", "--max-new-tokens", "8"]) == 0
+    out = capsys.readouterr().out
+    for method in ("plain", "ngram chain", "vanilla chain", "vanilla dynamic tree"):
+        assert f"\n{method} " in out
+    assert "\nOnce upon a time, there was a little dog named Max." in out
+    assert "Greedy text is the same as that of plain generate." in out
+
+
+@pytest.mark.parametrize(("colour", "text"), [(False, "one[ two] three"), (True, "one\x1b[30;42m two\x1b[0m three")])
+def test_accepted_guesses_stand_out(colour, text):
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    parts = [tokenizer(part, add_special_tokens=False).input_ids for part in ("one", " two", " three")]
+    row = RowStats(
+        tokens=[token for part in parts for token in part],
+        guessed=[i == 1 for i, part in enumerate(parts) for _ in part],
+    )
+    assert highlighted(row, tokenizer, colour) == text
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def plain_text(model: str, prompt: str, new: int, chat: bool = False) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    if chat:
+        prompt = f"<|user|>{prompt}<|end|><|assistant|>"
+    inputs = tokenizer(prompt, return_tensors="pt")
+    out = AutoModelForCausalLM.from_pretrained(model).generate(**inputs, max_new_tokens=new, do_sample=False)
+    return tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("speculator", ["ngram", "twin", "other"])
+@pytest.mark.parametrize("chat", [False, True])
+def test_generate_writes_the_text_and_then_the_figures(models, capsys, speculator, chat):
+    options = ["--prompt", PROMPT, "--max-new-tokens", "9", "--tree", "dynamic", "--tree-nodes", "6"]
+    draft = models.get(speculator, speculator)
+    assert main(["generate", models["target"], "--speculator", draft, *options, *(["--chat"] if chat else [])]) == 0
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == plain_text(models["target"], PROMPT, 9, chat).rstrip("\n")
+    assert "SpeculationStats: 8 tokens" in err
+
+
+def test_generate_reads_standard_input(models, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert main(["generate", models["target"], "--speculator", "ngram", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], PROMPT, 5).rstrip("\n")
+
+
+def test_a_seed_repeats_a_sampled_text(models, capsys):
+    texts = []
+    for seed in "112":
+        options = ["--prompt", PROMPT, "--temperature", "1.5", "--seed", seed, "--max-new-tokens", "12"]
+        assert main(["generate", models["target"], "--speculator", models["other"], *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+# -- bench ------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_prints_tables_and_writes_both_files(models, prompts, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "bench.json"), "--png", str(tmp_path / "bench.png")]
+    options = ["--max-new-tokens", "8", "--num-speculative-tokens", "3", "--tree", "chain", "[[0],[1],[0,0]]"]
+    drafts = ["--draft", models["twin"], models["other"]]
+    assert main(["bench", models["target"], *drafts, "--prompts", prompts, *options, *files]) == 0
+    names = ["twin chain", "twin static tree", "other chain", "other static tree"]
+    methods = ["plain", "prompt lookup", "assisted: twin chain", "assisted: other chain", *names]
+    report = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert list(report["figures"]) == ["overall", "prompts", "chat"]
+    assert all(list(figures) == methods for figures in report["figures"].values())
+    assert all(one["differing_rows"] == 0 for one in report["figures"]["overall"].values())
+    assert report["figures"]["overall"]["twin static tree"]["ratio_to_assisted"] > 0
+    assert report["settings"]["contenders"]["other static tree"]["tree"] == [[0], [1], [0, 0]]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert all(out.count(f"\n{method}  ") == 3 for method in methods)
+
+
+def test_bench_limits_prompts_and_leaves_baselines_out(models, prompts, capsys):
+    options = ["--limit", "1", "--batch-size", "2", "--max-new-tokens", "4", "--warmup", "0", "--no-baselines"]
+    assert main(["bench", models["target"], "--prompts", prompts, *options]) == 0
+    assert "prompt lookup" not in capsys.readouterr().out
+
+
+# -- inspect and convert ----------------------------------------------------------------------------------------------
+
+
+def test_convert_writes_what_inspect_describes(tmp_path, capsys):
+    out = str(tmp_path / "converted")
+    assert main(["convert", str(EAGLE), out, "--verifier", "org/target"]) == 0
+    assert "org/target" in capsys.readouterr().out
+    assert main(["inspect", out]) == 0
+    assert "eagle3" in capsys.readouterr().out
+    assert main(["convert", str(EAGLE), out]) == 1
+    assert "exists; choose another directory" in capsys.readouterr().err
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_tree_and_length_are_read():
+    assert [tree_of(text) for text in ("chain", "sampled", "[[0],[0,0]]")] == ["chain", "sampled", [[0], [0, 0]]]
+    assert [length_of(text) for text in ("7", "auto")] == [7, "auto"]
+    assert SpeculationConfig(tree=tree_of("[[0],[0,0]]")).tree == [[0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, or a list"),
+        (["--tree", "[0]"], "is not chain"),
+        (["--tree", "[[0]"], "is not chain"),
+        (["--num-speculative-tokens", "0"], "neither a whole number of at least 1 nor auto"),
+        (["--json", "/no/such/directory/bench.json"], "/no/such/directory is not a directory"),
+        (["--dtype", "int8"], "invalid choice"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(options, problem, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "no-model", "--prompts", "no-file", *options])
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("bench {target} --prompts missing.jsonl", "missing.jsonl"),
+        ("bench {target} --prompts {bad}", "line 2: a prompt is"),
+        ("bench {target} --prompts {prompts} --repeats 0", "repeats must be at least 1"),
+        ("bench {target} --prompts {prompts} --draft nowhere/draft", "'nowhere/draft' is none of"),
+        ("generate {target} --speculator /nowhere --prompt x", "'/nowhere' is none of"),
+        ("generate {target} --speculator {empty} --prompt x", "no draft can be read there"),
+        ("generate {target} --speculator {eagle} --prompt x", "made for another target"),
+        ("generate {empty} --speculator ngram --prompt x", "empty"),
+        ("generate {target} --speculator ngram --prompt=", "the prompt is empty"),
+        ("inspect {target}", "is no draft that hf_spec knows"),
+    ],
+)
+def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, capsys, command, problem):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad").write_text('{"prompt": "a"}\n{"prompt": 1}', encoding="utf-8")
+    places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE}
+    places |= {name: tmp_path / name for name in ("empty", "bad")}
+    argv = [part.format(**places) for part in command.split()]
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert "hf-spec: " in err
+    assert problem in err
+    with pytest.raises((ValueError, OSError)):
+        main(["--traceback", *argv])
