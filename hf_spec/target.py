@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +144,7 @@ class TargetRunner:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             caught.append(output[0] if isinstance(output, tuple) else output)
 
-        hook = _last_layer(self.model, self._num_layers).register_forward_hook(after)
+        hook = _last_layer(self.model, self._num_layers).register_forward_hook(_in_this_thread(after))
         try:
             yield caught
         finally:
@@ -163,8 +164,8 @@ class TargetRunner:
                 record.features.append(features)
 
         hooks = [
-            self.model.register_forward_pre_hook(before, with_kwargs=True),
-            self.model.register_forward_hook(after),
+            self.model.register_forward_pre_hook(_in_this_thread(before), with_kwargs=True),
+            self.model.register_forward_hook(_in_this_thread(after)),
         ]
         try:
             yield record
@@ -253,7 +254,7 @@ def _prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dic
 
 
 def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Read a prompt and then ``pieces`` (batch, n) the way of plain ``generate``, and score the tokens of the pieces."""
+    """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
     kwargs = _prompt_kwargs(model, input_ids, attention_mask)
     outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
     logits = []
@@ -279,6 +280,16 @@ def _position_tables(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
 
 
+def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep ``hook`` out of the forwards of other threads, which may generate with the same model."""
+    thread = threading.get_ident()
+
+    def guarded(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return guarded
+
+
 @contextlib.contextmanager
 def _looking_up(position: Tensor, tables: list[nn.Module]) -> Iterator[None]:
     """Let ``tables`` look up ``position`` (batch, nodes) during a forward: no length of a cache suits all rows."""
@@ -292,8 +303,8 @@ def _looking_up(position: Tensor, tables: list[nn.Module]) -> Iterator[None]:
     def after(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         return embedded.reshape(*position.shape, -1)
 
-    hooks = [table.register_forward_pre_hook(before, with_kwargs=True) for table in tables]
-    hooks += [table.register_forward_hook(after) for table in tables]
+    hooks = [table.register_forward_pre_hook(_in_this_thread(before), with_kwargs=True) for table in tables]
+    hooks += [table.register_forward_hook(_in_this_thread(after)) for table in tables]
     try:
         yield
     finally:
