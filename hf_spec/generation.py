@@ -85,7 +85,7 @@ class SpeculativeDecoding:
             model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
             speculator.feature_layers(model),
             record.hidden_states,
-            trees=config.tree is not None,
+            one_chain=config.tree is None,
         )
         prompt_mask = _prompt_mask(input_ids, model_kwargs.get("attention_mask"))
 

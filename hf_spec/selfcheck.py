@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .proposal import ancestors_of
-from .target import TargetRunner
+from .cache import has_states
+from .proposal import Proposal
+from .recurrent import runner_for
+from .target import TargetRunner, new_cache, plain_logits
 
 PROMPT = 7
 CHAIN = [-1, 0, 1, 2]
@@ -57,25 +59,23 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
     precision, where a mixture of experts may route one token otherwise. A wrong layout shows at most nodes.
     """
     ids, mask = _prompt(model)
-    runner = TargetRunner(model)
+    cache, is_chain = new_cache(model), parents == CHAIN
+    runner = runner_for(model, cache, one_chain=is_chain)
     runner.prefill_tokens(ids, mask)
     shape = torch.tensor([parents, parents], device=ids.device)
-    ancestors = ancestors_of(shape, len(parents))
     child = len(parents) - 1 - parents[::-1].index(0)  # the root's last: in a tree its states must move to be kept
     path = torch.tensor([[0, child], [0, 0]], device=ids.device)
     first = ids[:, 1 : 1 + len(parents)]
-    runner.extend(first, ancestors)
-    runner.slots.commit(path, [2, 1])
-    second = first.flip(0)
-    logits = runner.extend(second, ancestors).logits  # (2, nodes, vocabulary)
+    runner.score(Proposal(first, shape, len(parents), is_chain=is_chain))
+    runner.commit(path, [2, 1])
+    second = Proposal(first.flip(0), shape, len(parents), is_chain=is_chain)
+    logits = runner.score(second).logits  # (2, nodes, vocabulary)
     texts = [torch.cat([ids[0], first[0, path[0]]]), torch.cat([ids[1], first[1, :1]])]
     differences = []
     for node in sorted(set(range(1, len(parents))) - set(parents)):
         for row, text in enumerate(texts):
-            whole = torch.cat([text, second[row][ancestors[row, node]]])[None]
-            plain = TargetRunner(model).prefill_tokens(whole, _with_ones(mask[row], whole.shape[1]))
-            assert plain is not None
-            expected = plain.logits[0, -1].float()
+            whole = torch.cat([text, second.tokens[row][second.ancestors[row, node]]])
+            expected = _plain_logits(model, whole, mask[row], by_token=has_states(cache))
             differences.append((logits[row, node].float() - expected).abs().max() / expected.std())
     found = torch.stack(differences)
     return float(found.max() if model.dtype == torch.float32 else found.median())
@@ -90,5 +90,13 @@ def _prompt(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _with_ones(mask: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(mask, (0, length - mask.shape[0]), value=1)[None]
+def _plain_logits(model: PreTrainedModel, whole: Tensor, mask: Tensor, by_token: bool) -> Tensor:
+    """Score the end of a row ``whole`` (tokens) that begins with a prompt, in one forward or as plain ``generate``."""
+    ids = whole[None]
+    if by_token:  # what has a state may read a prompt differently from single tokens
+        rest = ids[:, PROMPT:].split(1, dim=1)
+        return plain_logits(model, ids[:, :PROMPT], mask[None], rest)[0, -1].float()
+    ones = torch.nn.functional.pad(mask, (0, len(whole) - PROMPT), value=1)[None]
+    plain = TargetRunner(model).prefill_tokens(ids, ones)
+    assert plain is not None
+    return plain.logits[0, -1].float()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
-from ..target import TargetRunner, why_unsupported
+from ..recurrent import runner_for
+from ..target import new_cache, why_unsupported
 from .base import Drafter, News, Request, Speculator
 from .trees import grow
 
@@ -38,8 +38,7 @@ class VanillaSpeculator(Speculator):
             raise ValueError(
                 "the draft is the target itself: every guess would cost as much as a token. Use a smaller model."
             )
-        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        if (reason := why_unsupported(self.model, cache)) is not None:
+        if (reason := why_unsupported(self.model, new_cache(self.model))) is not None:
             raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
 
     def drafter(self, request: Request) -> VanillaDrafter:
@@ -52,7 +51,7 @@ class VanillaDrafter(Drafter):
 
     def __init__(self, model: PreTrainedModel, request: Request) -> None:
         self._request = request
-        self._runner = TargetRunner(model)
+        self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = model.device
         self._runner.prefill_tokens(request.input_ids.to(self._device), request.attention_mask.to(self._device))
         self._open: tuple[Tensor, Tensor] | None = None  # tokens and parents of the nodes in the runner's forest
@@ -85,14 +84,14 @@ class VanillaDrafter(Drafter):
         """
         path, matched = self._came_true(tokens, counts)
         known = matched.tolist()
-        self._runner.slots.commit(path, known, in_place=self._request.config.tree is None)
+        self._runner.commit(path, known, in_place=self._request.config.tree is None)
         rest = [count - seen for count, seen in zip(counts.tolist(), known, strict=True)]
         width = max(rest)
         column = matched[:, None] + torch.arange(width, device=tokens.device)
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
         ancestors = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
         logits = self._runner.extend(block, ancestors).logits
-        self._runner.slots.commit(block, rest, in_place=True)
+        self._runner.commit(block, rest, in_place=True)
         last = torch.tensor(rest, device=tokens.device) - 1
         return logits[torch.arange(len(tokens), device=tokens.device), last]
 
