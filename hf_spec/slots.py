@@ -25,43 +25,51 @@ from .cache import SlotCache
 
 @dataclass
 class Block:
-    """Say who sees whom among the new nodes of a forward.
+    """Say who sees whom among the ``count`` new nodes of a forward.
 
-    ``lengths`` (batch,) are the committed slots, ``depth`` (batch, forest) the depth of every open node, the new ones
-    last, and ``ancestors`` (batch, nodes, forest) the forest as the new nodes see it. ``asked`` counts how often the
-    model asked for a mask: a model that never asks would ignore the forest silently.
+    ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. The new nodes continue the
+    forest as one chain, behind ``open`` nodes, where ``ancestors`` is ``None``. Otherwise ``ancestors`` (batch, nodes,
+    forest) is the forest as they see it, and ``depth`` (batch, forest) the depth of every open node, the new ones last.
+    ``asked`` counts how often the model asked for a mask: one that never asks would ignore the forest silently.
     """
 
     lengths: Tensor
-    depth: Tensor
-    ancestors: Tensor
-    padding: Tensor | None
+    open: int
+    count: int
     width: int
+    padding: Tensor | None
+    depth: Tensor | None = None
+    ancestors: Tensor | None = None
+    sees_all: bool = False  # one new node in each of rows that are equally long: nothing to hide
     asked: int = 0
-
-    @cached_property
-    def _node(self) -> Tensor:
-        """Which open node stands in a column, negative for committed ones: (batch, columns)."""
-        return torch.arange(self.width, device=self.lengths.device) - self.lengths[:, None]
 
     @cached_property
     def query(self) -> Tensor:
         """The logical column of each new node, (batch, nodes)."""
-        return self.lengths[:, None] + self.depth[:, -self.ancestors.shape[1] :]
+        if self.depth is None:
+            return self.lengths[:, None] + torch.arange(self.open, self.open + self.count, device=self.lengths.device)
+        return self.lengths[:, None] + self.depth[:, -self.count :]
 
     @cached_property
     def column(self) -> Tensor:
-        """The logical column of each slot: itself in the text, the depth behind the text in the forest."""
-        node = self._node
+        """The logical column of each slot: itself in the text and in a chain, the depth behind the text in a tree."""
+        slot = torch.arange(self.width, device=self.lengths.device)[None]
+        if self.depth is None:
+            return slot.expand(len(self.lengths), -1)
+        node = slot - self.lengths[:, None]  # negative in the text
         depth = self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
         return torch.where(node < 0, node, depth) + self.lengths[:, None]
 
     @cached_property
     def visible(self) -> Tensor:
         """History, but for the left padding, and ancestors: (batch, nodes, columns) bool."""
-        node = self._node[:, None, :].expand(-1, self.ancestors.shape[1], -1)
-        forest = self.ancestors.gather(2, node.clamp(0, self.depth.shape[1] - 1))
-        seen = torch.where(node < 0, True, forest & (node < self.depth.shape[1]))
+        slot = torch.arange(self.width, device=self.lengths.device)
+        if self.ancestors is None:
+            seen = slot <= self.query[:, :, None]
+        else:
+            node = (slot - self.lengths[:, None])[:, None].expand(-1, self.count, -1)
+            forest = self.ancestors.gather(2, node.clamp(0, self.ancestors.shape[2] - 1))
+            seen = (node < 0) | (forest & (node < self.ancestors.shape[2]))
         if self.padding is not None:
             seen[:, :, : self.padding.shape[1]] &= self.padding[:, None, :]
         return seen
@@ -98,6 +106,9 @@ def _hook_masks(implementation: str) -> None:
         block.asked += 1
         if implementation.startswith("flash"):  # takes no custom mask: only chains of one row come here
             return None
+        may_skip = implementation == "sdpa" and kwargs.get("allow_is_causal_skip", True)
+        if block.sees_all and may_skip and kwargs["mask_function"] is causal_mask_function:
+            return None
         function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"])
         changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
         return original(*args, **{**kwargs, **changed})
@@ -133,19 +144,28 @@ class Slots:
         return self.cache.rows.lengths.device
 
     @contextlib.contextmanager
-    def scoring(self, ancestors: Tensor, config: PreTrainedConfig) -> Iterator[Block]:
-        """Open the forest for new nodes during one forward of the model with ``config``.
+    def scoring(self, count: int, ancestors: Tensor | None, config: PreTrainedConfig) -> Iterator[Block]:
+        """Open the forest for ``count`` new nodes per row during one forward of the model with ``config``.
 
         ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, the new ones last, lie on the path
-        to each new node, itself included. A node without ancestors but itself follows the committed text.
+        to each new node, itself included; a node without ancestors but itself follows the committed text. ``None``:
+        the new nodes continue the forest, a chain so far, one after the other.
 
         Errors: a ValueError if the model never asked for a mask.
         """
         rows = self.cache.rows
-        depth = ancestors.sum(-1) - 1  # (batch, nodes)
-        forest_depth = depth if self._open_depth is None else torch.cat([self._open_depth, depth], dim=1)
-        width = rows.longest + rows.open + ancestors.shape[1]
-        block = Block(rows.lengths, forest_depth, ancestors, self.padding, width)
+        depth = None if ancestors is None else self._with_depth_of(ancestors)
+        is_level = rows.shortest == rows.longest and self.padding is None
+        block = Block(
+            rows.lengths,
+            rows.open,
+            count,
+            rows.longest + rows.open + count,
+            self.padding,
+            depth,
+            ancestors,
+            sees_all=ancestors is None and count == 1 and is_level,
+        )
         _hook_masks(config._attn_implementation)
         token = _block.set(block)
         try:
@@ -157,8 +177,16 @@ class Slots:
                 f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "
                 "so it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
             )
-        self._open_depth = forest_depth
-        rows.open += ancestors.shape[1]
+        self._open_depth = depth
+        rows.open += count
+
+    def _with_depth_of(self, ancestors: Tensor) -> Tensor:
+        """Return the depth of every open node, the new ones last: (batch, forest)."""
+        known = self._open_depth
+        if known is None:  # a chain, if anything
+            chain = torch.arange(self.cache.rows.open, device=ancestors.device)
+            known = chain.expand(len(ancestors), -1)
+        return torch.cat([known, ancestors.sum(-1) - 1], dim=1)
 
     def advance(self, block: Block) -> Tensor:
         """Count how far each new node stands behind the first token after the prompt, (batch, nodes)."""

@@ -75,7 +75,8 @@ class TargetRunner:
         self.model: Any = model  # its type does not tell that generation is mixed in
         self.feature_layers = tuple(feature_layers)
         self._cache_name = _cache_name(model)
-        self._num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._text_config = model.config.get_text_config(decoder=True)
+        self._num_layers = self._text_config.num_hidden_layers
         self.wants_hidden_states = hidden_states
         self.slots: Slots
         self._last_position: Tensor | None = None  # (..., batch or 1, 1) position of the prompt's last token
@@ -181,7 +182,7 @@ class TargetRunner:
 
     def score(self, proposal: Proposal) -> Scores:
         """Score the root and the guesses of ``proposal``, one forward for all rows and nodes."""
-        return self.extend(proposal.tokens, proposal.ancestors)
+        return self.extend(proposal.tokens, None if proposal.is_chain else proposal.ancestors)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
@@ -191,17 +192,18 @@ class TargetRunner:
         """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
         return self.slots.release(committed)
 
-    def extend(self, tokens: Tensor, ancestors: Tensor) -> Scores:
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.
 
         ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, these new ones last, lie on the path
-        to each new node, itself included. A node without ancestors but itself follows the committed text.
+        to each new node, itself included. A node without ancestors but itself follows the committed text. ``None``:
+        the tokens continue the forest, a chain so far, one after the other.
         """
-        tokens, ancestors = tokens.to(self.slots.device), ancestors.to(self.slots.device)
-        config = self.model.config.get_text_config(decoder=True)
+        device, config = self.slots.device, self._text_config
+        tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
         with (
             self._watching() as unnormed,
-            self.slots.scoring(ancestors, config) as block,
+            self.slots.scoring(tokens.shape[1], ancestors, config) as block,
             _looking_up(block.query, self._position_tables),
         ):
             outputs = self.model(**self._inputs(tokens, block), return_dict=True)

@@ -31,7 +31,9 @@ class TableDraft:
     def first(self) -> Tensor:
         return torch.stack([self.law(row, ()) for row in range(self.rows)])
 
-    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        if ancestors is None:  # a chain
+            ancestors = torch.ones(self.rows, 1, len(self.paths[0]) + 1, dtype=torch.bool)
         for row in range(self.rows):
             known = list(self.paths[row])
             for token, parent, seen in zip(tokens[row].tolist(), parents[row].tolist(), ancestors[row], strict=True):

@@ -63,9 +63,7 @@ class FeedbackDrafter(Drafter):
         assert news.features is not None
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)  # forget the last forest
-        width = tokens.shape[1]
-        ancestors = torch.ones(width, width, dtype=torch.bool, device=self._device).tril().expand(len(tokens), -1, -1)
-        output = self._run(tokens, ancestors, features=self._own(news.features))
+        output = self._run(tokens, None, features=self._own(news.features))
         self._slots.commit(tokens, counts.tolist(), in_place=True)
         last = counts[:, None] - 1
         self._hidden = output.hidden_states.gather(1, last[:, :, None].expand(-1, -1, output.hidden_states.shape[-1]))
@@ -75,14 +73,14 @@ class FeedbackDrafter(Drafter):
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
-    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Tensor:
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         index = (parents + 1)[:, :, None].expand(-1, -1, self._hidden.shape[-1])
         output = self._run(tokens, ancestors, hidden_states=self._hidden.gather(1, index))
         self._hidden = torch.cat([self._hidden, output.hidden_states], dim=1)
         return self._law(output.logits)
 
-    def _run(self, tokens: Tensor, ancestors: Tensor, **beside: Tensor) -> DraftOutput:
-        with self._slots.scoring(ancestors, self._draft.config.layers) as block:
+    def _run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> DraftOutput:
+        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.config.layers) as block:
             output: DraftOutput = self._draft(
                 tokens,
                 position_ids=self._first_position + self._slots.advance(block),

@@ -20,8 +20,9 @@ from ..configuration import SpeculationConfig
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
 
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
-# (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text.
-Step = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text. No
+# ancestors: the nodes continue a chain.
+Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass
@@ -70,13 +71,12 @@ def grow(root: Tensor, law: Tensor, step: Step, config: SpeculationConfig, limit
 
 
 def _chain(root: Tensor, law: Tensor, step: Step, limit: int, sample: bool, min_confidence: float) -> Proposal:
-    forest = Forest.empty(step, root)
     guesses: list[Tensor] = []
     laws: list[Tensor] = []
     counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
     for depth in range(limit):
         if depth:
-            law = forest.look_behind(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None])[:, 0]
+            law = step(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None], None)[:, 0]
         guess = draw_distinct(law, 1)[:, 0] if sample else law.argmax(-1)
         guesses.append(guess)
         laws.append(law)

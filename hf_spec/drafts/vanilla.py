@@ -51,6 +51,7 @@ class VanillaDrafter(Drafter):
 
     def __init__(self, model: PreTrainedModel, request: Request) -> None:
         self._request = request
+        self._vocabulary = _vocabulary(request.target)
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = model.device
         self._runner.prefill_tokens(request.input_ids.to(self._device), request.attention_mask.to(self._device))
@@ -65,15 +66,14 @@ class VanillaDrafter(Drafter):
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
-    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor) -> Tensor:
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         assert self._open is not None
         self._open = (torch.cat([self._open[0], tokens], 1), torch.cat([self._open[1], parents], 1))
         return self._law(self._runner.extend(tokens, ancestors).logits)
 
     def _law(self, logits: Tensor) -> Tensor:
         """Turn draft logits (..., vocabulary) into the log-law of guesses over the target's vocabulary."""
-        wanted = _vocabulary(self._request.target)
-        padded = torch.nn.functional.pad(logits.float(), (0, wanted - logits.shape[-1]), value=-torch.inf)
+        padded = torch.nn.functional.pad(logits.float(), (0, self._vocabulary - logits.shape[-1]), value=-torch.inf)
         # The processors keep tensors where the prompt is, which may be another device than the draft's.
         return self._request.law(padded.to(self._request.input_ids.device)).to(self._device)
 
@@ -89,8 +89,7 @@ class VanillaDrafter(Drafter):
         width = max(rest)
         column = matched[:, None] + torch.arange(width, device=tokens.device)
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
-        ancestors = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril().expand(len(tokens), -1, -1)
-        logits = self._runner.extend(block, ancestors).logits
+        logits = self._runner.extend(block).logits
         self._runner.commit(block, rest, in_place=True)
         last = torch.tensor(rest, device=tokens.device) - 1
         return logits[torch.arange(len(tokens), device=tokens.device), last]
