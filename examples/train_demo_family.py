@@ -58,8 +58,8 @@ def batch_of(groups: dict[str, list[Document]], step: int, rows: int, length: in
 def new_model(role: str, vocabulary: int) -> LlamaForCausalLM:
     """Return an untrained target (deep and narrow: many cheap layers to save) or draft (one layer)."""
     shapes = {
-        "target": dict(num_hidden_layers=10, hidden_size=144, intermediate_size=384, num_attention_heads=3),
-        "draft": dict(num_hidden_layers=1, hidden_size=112, intermediate_size=256, num_attention_heads=2),
+        "target": {"num_hidden_layers": 10, "hidden_size": 144, "intermediate_size": 384, "num_attention_heads": 3},
+        "draft": {"num_hidden_layers": 1, "hidden_size": 112, "intermediate_size": 256, "num_attention_heads": 2},
     }
     config = LlamaConfig(
         **shapes[role],
@@ -115,6 +115,23 @@ def new_optimizers(model: LlamaForCausalLM, learning_rate: float) -> list[torch.
     ]
 
 
+def save_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    """Write all that a resumed run needs; an interruption leaves the checkpoint before it whole."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    partial = path.with_suffix(".tmp")
+    torch.save({"model": model.state_dict(), "optimizers": states, "step": step}, partial)
+    partial.replace(path)
+
+
+def load_checkpoint(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Restore model and optimizers in place; return the number of steps done."""
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(state)
+    return int(saved["step"])
+
+
 def train(args: argparse.Namespace) -> None:
     """Train one model, resuming from its checkpoint if there is one."""
     torch.manual_seed(args.seed)
@@ -125,13 +142,7 @@ def train(args: argparse.Namespace) -> None:
     optimizers = new_optimizers(model, args.learning_rate)
     peaks = [optimizer.defaults["lr"] for optimizer in optimizers]
     checkpoint = args.work / f"{args.role}.pt"
-    start = 0
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        start = saved["step"]
+    start = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else 0
     print(f"{args.role}: {model.num_parameters()} parameters, from step {start} to {args.steps}", flush=True)
     # Two row lengths mean two compiled graphs; a graph for any length would be slower.
     run, teach = (torch.compile(m, dynamic=False) if args.compile and m else m for m in (model, teacher))
@@ -154,10 +165,7 @@ def train(args: argparse.Namespace) -> None:
             mean = sum(losses) / len(losses)
             print(f"step {step + 1} loss {mean:.4f} held-out {held_out:.4f} {speed:.0f} tokens/s", flush=True)
             losses.clear()
-            partial = checkpoint.with_suffix(".tmp")
-            states = [optimizer.state_dict() for optimizer in optimizers]
-            torch.save({"model": model.state_dict(), "optimizers": states, "step": step + 1}, partial)
-            partial.replace(checkpoint)
+            save_checkpoint(checkpoint, model, optimizers, step + 1)
 
 
 def train_loss(model: Any, teacher: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -237,7 +245,7 @@ def main() -> None:
         if function is train:
             step.add_argument("--seed", type=int, default=0)
             step.add_argument("--role", choices=("target", "draft"), required=True)
-            step.add_argument("--steps", type=int, default=3000)
+            step.add_argument("--steps", type=int, default=1500)
             step.add_argument("--tokens", type=int, default=4096, help="per step")
             step.add_argument("--learning-rate", type=float, default=3e-3)
             step.add_argument("--log-every", type=int, default=100, help="steps between reports and checkpoints")
