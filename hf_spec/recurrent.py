@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicCache
 
 from .cache import has_states, keeps_state
 from .proposal import ABSENT, NO_PARENT, Proposal
-from .target import Scores, TargetRunner, plain_logits
+from .target import Scores, TargetRunner, in_this_thread, plain_logits
 
 PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
 # Largest difference that is put down to rounding, as a share of the logits' spread.
@@ -132,8 +132,7 @@ class LazyRunner(RecurrentRunner):
     def _read(self, rows: list[list[int]]) -> Scores:
         width = max(map(len, rows))
         tokens = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=self.slots.device)
-        lower = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
-        return self.extend(tokens, lower.expand(len(rows), width, width))
+        return self.extend(tokens)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make ``counts[b]`` tokens behind the carried ones text; save the state of rows whose whole block is text."""
@@ -168,9 +167,13 @@ class StepRunner(RecurrentRunner):
         self._branches = {index: Branches(layer, batch) for index, layer in layers if keeps_state(layer)}
         self._mixers = [(mixer, self._branches[index]) for mixer, index in _mixers(self.model)]
 
-    def extend(self, tokens: Tensor, ancestors: Tensor) -> Scores:
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``TargetRunner.extend`` does."""
-        parents = _parents(ancestors)
+        if ancestors is None:
+            first = self.slots.cache.rows.open - 1
+            parents = [[parent] * len(tokens) for parent in range(first, first + tokens.shape[1])]
+        else:
+            parents = _parents(ancestors)
         with contextlib.ExitStack() as stack:
             for mixer, branches in self._mixers:
                 stack.enter_context(_reading_by_token(mixer, branches, parents))
@@ -326,8 +329,8 @@ def _reading_by_token(mixer: nn.Module, branches: Branches, parents: list[list[i
         return _joined(outputs)
 
     hooks = [
-        mixer.register_forward_pre_hook(before, with_kwargs=True),
-        mixer.register_forward_hook(after),
+        mixer.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
+        mixer.register_forward_hook(in_this_thread(after)),
     ]
     try:
         yield

@@ -145,7 +145,7 @@ class TargetRunner:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             caught.append(output[0] if isinstance(output, tuple) else output)
 
-        hook = _last_layer(self.model, self._num_layers).register_forward_hook(_in_this_thread(after))
+        hook = _last_layer(self.model, self._num_layers).register_forward_hook(in_this_thread(after))
         try:
             yield caught
         finally:
@@ -165,8 +165,8 @@ class TargetRunner:
                 record.features.append(features)
 
         hooks = [
-            self.model.register_forward_pre_hook(_in_this_thread(before), with_kwargs=True),
-            self.model.register_forward_hook(_in_this_thread(after)),
+            self.model.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
+            self.model.register_forward_hook(in_this_thread(after)),
         ]
         try:
             yield record
@@ -265,6 +265,7 @@ def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: 
         kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=new)
         input_ids = torch.cat([input_ids, piece], dim=1)
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
+        inputs.pop("logits_to_keep", None)  # some put 1 there
         outputs = model(**inputs, return_dict=True)
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
@@ -282,7 +283,7 @@ def _position_tables(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
 
 
-def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Keep ``hook`` out of the forwards of other threads, which may generate with the same model."""
     thread = threading.get_ident()
 
@@ -305,8 +306,8 @@ def _looking_up(position: Tensor, tables: list[nn.Module]) -> Iterator[None]:
     def after(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         return embedded.reshape(*position.shape, -1)
 
-    hooks = [table.register_forward_pre_hook(_in_this_thread(before), with_kwargs=True) for table in tables]
-    hooks += [table.register_forward_hook(_in_this_thread(after)) for table in tables]
+    hooks = [table.register_forward_pre_hook(in_this_thread(before), with_kwargs=True) for table in tables]
+    hooks += [table.register_forward_hook(in_this_thread(after)) for table in tables]
     try:
         yield
     finally:
