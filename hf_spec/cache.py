@@ -103,7 +103,10 @@ class SlotBuffer:
             return self.data
         kept = like[:, :0] if self.data is None else self.data[:, first - self.start :]
         size = end - first + max(GROWTH, (end - first) // 2)
-        grown = like.new_zeros((like.shape[0], size, *like.shape[2:]))
+        # The memory is laid out as the host's caches are: models may view keys as (batch * heads, columns, width).
+        ordinary = like.transpose(1, self.dim)
+        shape = (*ordinary.shape[: self.dim], size, *ordinary.shape[self.dim + 1 :])
+        grown = ordinary.new_zeros(shape).transpose(1, self.dim)
         grown[:, : kept.shape[1]] = kept
         self.data, self.start = grown, first
         return grown
@@ -119,7 +122,8 @@ class SlotBuffer:
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         if self.data is not None:
-            self.data = self.data.index_select(0, rows.to(self.data.device))
+            ordinary = self.data.transpose(1, self.dim)
+            self.data = ordinary.index_select(0, rows.to(ordinary.device)).transpose(1, self.dim)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -186,6 +190,12 @@ class SlotCache(Cache):
         self.rows = rows
         self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
         self._batch = list(range(len(rows.host_lengths)))
+
+    @property
+    def window(self) -> int | None:
+        """Return how many columns a query sees at most if all layers agree on it, itself included; else ``None``."""
+        windows = {layer.window for layer in self.layers if isinstance(layer, SlotLayer)}
+        return windows.pop() if len(windows) == 1 else None
 
     @classmethod
     def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device) -> SlotCache:

@@ -29,8 +29,9 @@ class Block:
 
     ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. The new nodes continue the
     forest as one chain, behind ``open`` nodes, where ``ancestors`` is ``None``. Otherwise ``ancestors`` (batch, nodes,
-    forest) is the forest as they see it, and ``depth`` (batch, forest) the depth of every open node, the new ones last.
-    ``asked`` counts how often the model asked for a mask: one that never asks would ignore the forest silently.
+    forest) is the forest as they see it, and ``depth`` (batch, forest) the depth of every open node, the new ones
+    last. ``window`` is what a query sees at most in every layer. ``asked`` counts how often the model asked for a
+    mask: one that never asks would ignore the forest silently.
     """
 
     lengths: Tensor
@@ -40,6 +41,7 @@ class Block:
     padding: Tensor | None
     depth: Tensor | None = None
     ancestors: Tensor | None = None
+    window: int | None = None
     sees_all: bool = False  # one new node in each of rows that are equally long: nothing to hide
     asked: int = 0
 
@@ -72,6 +74,8 @@ class Block:
             seen = (node < 0) | (forest & (node < self.ancestors.shape[2]))
         if self.padding is not None:
             seen[:, :, : self.padding.shape[1]] &= self.padding[:, None, :]
+        if self.window is not None:  # older columns are kept for other rows, and not every model's mask hides them
+            seen &= self.query[:, :, None] - self.column[:, None] < self.window
         return seen
 
     def mask_function(self, inner: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
@@ -164,6 +168,7 @@ class Slots:
             self.padding,
             depth,
             ancestors,
+            self.cache.window,
             sees_all=ancestors is None and count == 1 and is_level,
         )
         _hook_masks(config._attn_implementation)
