@@ -15,7 +15,7 @@ from .proposal import Proposal
 from .record import Record
 from .target import Scores
 from .text import Text
-from .verification import Verdict, draw, follow, verify
+from .verification import Verdict, draw, follow, match, verify
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,14 @@ class Chooser:
         verdict = self._verdict(proposal, nodes)
         figures = torch.cat([verdict.counts[:, None], _size(proposal), verdict.tokens], dim=1).tolist()
         rows = text.rows
-        kept = text.extend(verdict.tokens, [figure[0] for figure in figures])
+        emitted = [tokens[:count] for count, _, _, *tokens in figures]
+        kept = text.extend(verdict.tokens, emitted)
         self.record.add(rows, verdict.path, kept, logits, scores.hidden_states, nodes.at)
         return Choice(
             verdict.path,
             verdict.tokens,
             kept,
-            emitted=[figure[3 : 3 + count] for figure, count in zip(figures, kept, strict=True)],
+            emitted=[tokens[:count] for tokens, count in zip(emitted, kept, strict=True)],
             accepted=[min(count, figure[0] - 1) for figure, count in zip(figures, kept, strict=True)],
             proposed=[figure[1] for figure in figures],
             deepest=[figure[2] for figure in figures],
@@ -93,13 +94,11 @@ class Chooser:
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
         if self.sample and proposal.q is not None:
             return verify(proposal, nodes.every().softmax(-1), self.rule)
+        if self.sample:
+            return follow(proposal, lambda node: draw(nodes.at(node).softmax(-1)))
         if not self.processors.memoryless:  # costly: ask only at the nodes on the way
-            return follow(proposal, lambda node: self._pick(nodes.at(node)))
-        picks = self._pick(nodes.every())  # (rows, nodes)
-        return follow(proposal, lambda node: picks.gather(1, node[:, None])[:, 0])
-
-    def _pick(self, scores: Tensor) -> Tensor:
-        return draw(scores.softmax(-1)) if self.sample else scores.argmax(-1)
+            return follow(proposal, lambda node: nodes.at(node).argmax(-1))
+        return match(proposal, nodes.best())
 
     # -- all rows advance together ------------------------------------------------------------------------------------
 
@@ -150,5 +149,7 @@ class Chooser:
 def _size(proposal: Proposal) -> Tensor:
     """Count the guesses and the longest path of each row, (rows, 2)."""
     guesses = proposal.present.sum(1) - 1
+    if proposal.is_chain:
+        return torch.stack([guesses, guesses], dim=1)
     deepest = proposal.depth.masked_fill(~proposal.present, 0).amax(1)
     return torch.stack([guesses, deepest], dim=1)

@@ -86,6 +86,7 @@ class Processors:
     def __init__(self, processors: LogitsProcessorList) -> None:
         self._all = processors
         self._warpers = LogitsProcessorList([one for one in processors if type(one) in MEMORYLESS])
+        self.is_empty: bool = len(processors) == 0
         self.memoryless: bool = len(self._warpers) == len(processors)
         self.lockstep: bool = not all(type(one) in MEMORYLESS or _is_of_the_prefix(one) for one in processors)
 
@@ -156,6 +157,12 @@ class NodeScores:
     def at(self, node: Tensor) -> Tensor:
         """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
         return self._score(torch.arange(node.shape[0], device=node.device), node)
+
+    def best(self) -> Tensor:
+        """Return the token with the highest score at every node, (batch, nodes)."""
+        if self._processors.is_empty:  # spare the copies
+            return self._logits.argmax(-1)
+        return self.every().argmax(-1)
 
     def every(self) -> Tensor:
         """Return the scores at all nodes: (batch, nodes, vocab) float32.

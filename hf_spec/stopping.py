@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ class Stops:
         self.lockstep: bool = not all(type(one) in BLOCKWISE for one in criteria)
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
         self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
+        eos = [one.eos_token_id.flatten().tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
+        self._last_tokens = frozenset(chain.from_iterable(eos))
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
 
@@ -34,48 +38,48 @@ class Stops:
         finished: Tensor = self._all(input_ids, scores)
         return finished
 
-    def first_stop(self, text: Tensor, before: list[int], after: list[int]) -> list[int | None]:
+    def first_stop(self, text: Tensor, before: Sequence[int], emitted: Sequence[Sequence[int]]) -> list[int | None]:
         """Find where each row of ``text`` (batch, capacity) ends, if it does. Not for a list in lockstep.
 
-        Row b had ``before[b]`` tokens and has ``after[b]`` now. Return the length of its first prefix, longer than
-        before, after which plain ``generate`` calls it finished. Maximum time is asked once, for the whole block.
+        Row b had ``before[b]`` tokens, and ``emitted[b]`` follow them in ``text``. Return the length of its first
+        prefix, longer than before, after which plain ``generate`` calls it finished. Maximum time is asked once, for
+        the whole block.
         """
-        width = max(new - old for old, new in zip(before, after, strict=True))
-        if width == 0:
-            return [None] * len(before)
-        start = torch.tensor(before, device=text.device)[:, None]
-        column = (start + torch.arange(width, device=text.device)).clamp(max=text.shape[1] - 1)
-        block = text.gather(1, column)  # (batch, width), what lies behind after[b] included
-        done = torch.zeros_like(block, dtype=torch.bool)
+        ends: list[list[int]] = [[] for _ in before]
         for one in self._all:
             if isinstance(one, EosTokenCriteria):
-                done |= torch.isin(block, one.eos_token_id.to(block.device))
+                last = self._last_tokens
+                found = [next((i for i, token in enumerate(new, 1) if token in last), 0) for new in emitted]
             elif isinstance(one, MaxLengthCriteria):
-                done |= start + torch.arange(1, width + 1, device=text.device) >= one.max_length
+                found = [max(1, one.max_length - old) for old in before]
             elif isinstance(one, MaxTimeCriteria):
-                done[:, 0] |= bool(one(torch.zeros(1, 1), None))
+                found = [int(bool(one(torch.zeros(1, 1), None)))] * len(before)
             elif isinstance(one, StopStringCriteria):
-                _mark_stop_strings(one, text, before, after, done)
-        marks = done.tolist()
-        return [
-            next((old + i + 1 for i in range(new - old) if mark[i]), None)
-            for mark, old, new in zip(marks, before, after, strict=True)
-        ]
+                found = _first_stop_string(one, text, before, emitted)
+            for row, new in enumerate(emitted):
+                if 1 <= found[row] <= len(new):
+                    ends[row].append(before[row] + found[row])
+        return [min(found, default=None) for found in ends]
 
 
-def _mark_stop_strings(
-    criterion: StopStringCriteria, text: Tensor, before: list[int], after: list[int], done: Tensor
-) -> None:
-    """Mark in ``done`` (batch, width) the prefixes that end with a stop string.
+def _first_stop_string(
+    criterion: StopStringCriteria, text: Tensor, before: Sequence[int], emitted: Sequence[Sequence[int]]
+) -> list[int]:
+    """Count the emitted tokens up to the first one that completes a stop string, 0 where none does.
 
     The criterion looks at the last ``maximum_token_len`` tokens only, so all prefixes that have as many are asked in
     one call, and shorter ones by length.
     """
-    windows: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    for row, (old, new) in enumerate(zip(before, after, strict=True)):
-        for length in range(old + 1, new + 1):
-            windows[min(length, criterion.maximum_token_len)].append((row, length, length - old - 1))
+    windows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, (old, new) in enumerate(zip(before, emitted, strict=True)):
+        for length in range(old + 1, old + len(new) + 1):
+            windows[min(length, criterion.maximum_token_len)].append((row, length))
+    first = [0] * len(before)
     for width, prefixes in windows.items():
-        row, length, offset = torch.tensor(prefixes, device=text.device).T  # (prefixes,) each
+        row, length = torch.tensor(prefixes, device=text.device).T  # (prefixes,) each
         column = length[:, None] - width + torch.arange(width, device=text.device)
-        done[row, offset] |= criterion(text[row[:, None], column], None)
+        done = criterion(text[row[:, None], column], None).tolist()
+        for (index, end), complete in zip(prefixes, done, strict=True):
+            if complete and (not first[index] or end - before[index] < first[index]):
+                first[index] = end - before[index]
+    return first

@@ -63,18 +63,21 @@ class Text:
         if self._streamer is not None:
             self._streamer.put(self._ids.cpu())
 
-    def extend(self, tokens: Tensor, counts: Sequence[int]) -> list[int]:
-        """Append ``counts[b]`` of ``tokens[b]`` (rows, m) to each growing row; return how many its end let in."""
+    def extend(self, tokens: Tensor, emitted: Sequence[Sequence[int]]) -> list[int]:
+        """Append ``emitted[b]``, the head of ``tokens[b]`` (rows, m), to each growing row; return how many fit.
+
+        What lies behind a row's end does not.
+        """
         before = self.row_lengths
-        after = [length + count for length, count in zip(before, counts, strict=True)]
         self._make_room(max(before) + tokens.shape[1])
-        columns = torch.tensor(before, device=tokens.device)[:, None] + torch.arange(
-            tokens.shape[1], device=tokens.device
-        )
-        self._ids[torch.tensor(self.rows, device=tokens.device)[:, None], columns] = tokens
-        ends = self.stops.first_stop(self.ids, before, after)
-        for row, length, end in zip(self.rows, after, ends, strict=True):
-            self.lengths[row] = length if end is None else end
+        if len(set(before)) == 1 and len(self.rows) == len(self._ids):
+            self._ids[:, before[0] : before[0] + tokens.shape[1]] = tokens
+        else:
+            columns = torch.tensor(before)[:, None] + torch.arange(tokens.shape[1])
+            self._ids[torch.tensor(self.rows)[:, None], columns] = tokens
+        ends = self.stops.first_stop(self.ids, before, emitted)
+        for row, new, end in zip(self.rows, emitted, ends, strict=True):
+            self.lengths[row] = self.lengths[row] + len(new) if end is None else end
         kept = [self.lengths[row] - length for row, length in zip(self.rows, before, strict=True)]
         self.rows = [row for row, end in zip(self.rows, ends, strict=True) if end is None]
         self._stream()

@@ -63,6 +63,16 @@ def follow(proposal: Proposal, choose: Callable[[Tensor], Tensor]) -> Verdict:
     return _verdict(proposal, node, token)
 
 
+def match(proposal: Proposal, picks: Tensor) -> Verdict:
+    """Do as ``follow`` where the target's token after every node, ``picks`` (batch, nodes), is known beforehand."""
+    if not proposal.is_chain:
+        return follow(proposal, lambda node: picks.gather(1, node[:, None])[:, 0])
+    guessed = (proposal.tokens[:, 1:] == picks[:, :-1]) & proposal.present[:, 1:]
+    accepted = guessed.cumprod(1).sum(1, keepdim=True)  # (batch, 1)
+    path = torch.arange(picks.shape[1], device=picks.device).minimum(accepted)
+    return Verdict(path, picks.gather(1, path), accepted[:, 0] + 1)
+
+
 def reject(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
     """Decide guess by guess from the root on: accept a child, or go on to its next sibling with what is left of ``p``.
 

@@ -65,6 +65,10 @@ CRITERIA: dict[str, Callable[[PreTrainedTokenizerFast], list[StoppingCriteria]]]
 }
 
 
+def emitted(text: Tensor, before: list[int], after: list[int]) -> list[list[int]]:
+    return [row[old:new].tolist() for row, old, new in zip(text, before, after, strict=True)]
+
+
 @pytest.mark.parametrize("case", CRITERIA)
 def test_first_stop_is_that_of_plain_calls(case: str, tokenizer: PreTrainedTokenizerFast) -> None:
     criteria = StoppingCriteriaList(CRITERIA[case](tokenizer))
@@ -76,7 +80,7 @@ def test_first_stop_is_that_of_plain_calls(case: str, tokenizer: PreTrainedToken
         after = [old + chance.randint(0, 5) for old in before]
         # The text is no longer than its longest row; behind the others stands rubbish.
         text = torch.tensor([[chance.randrange(len(WORDS)) for _ in range(max(*after, 1))] for _ in range(3)])
-        first = stops.first_stop(text, before, after)
+        first = stops.first_stop(text, before, emitted(text, before, after))
         assert first == one_by_one(criteria, text, before, after)
         found += [None if length is None else length - old for length, old in zip(first, before, strict=True)]
     if case not in ("time_left", "nothing"):
@@ -98,21 +102,27 @@ def test_every_offset_inside_a_block(offset: int, tokenizer: PreTrainedTokenizer
         text = torch.full((2, 11), ID["a"])
         end = before[0] + offset + 1
         text[0, end - len(mark) : end] = torch.tensor(mark)
-        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, before, after) == [end, None]
+        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, before, emitted(text, before, after)) == [
+            end,
+            None,
+        ]
     limit = Stops(StoppingCriteriaList([MaxLengthCriteria(5 + offset)]))
-    assert limit.first_stop(text, before, after) == [5 + offset, max(7, 5 + offset)]
+    assert limit.first_stop(text, before, emitted(text, before, after)) == [5 + offset, max(7, 5 + offset)]
 
 
 def test_what_was_there_before_stops_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     text = torch.tensor([ids("stop", "a", "b", "b", "e")])
     for criterion in (EosTokenCriteria([ID["a"]]), StopStringCriteria(tokenizer, ["stop"])):
-        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, [2], [5]) == [None]
+        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, [2], emitted(text, [2], [5])) == [None]
 
 
 def test_rubbish_behind_the_text_stops_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     text = torch.tensor([ids("b", "b", "a", "stop", "a"), ids("b", "b", "b", "b", "b")])
     for criterion in (EosTokenCriteria([ID["a"]]), StopStringCriteria(tokenizer, ["stop"])):
-        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, [1, 1], [2, 5]) == [None, None]
+        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, [1, 1], emitted(text, [1, 1], [2, 5])) == [
+            None,
+            None,
+        ]
 
 
 def test_who_is_asked_how() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
-from hf_spec.verification import Verdict, draw, follow, reject, traverse, verify
+from hf_spec.verification import Verdict, draw, follow, match, reject, traverse, verify
 
 Rule = Callable[[Proposal, Tensor, torch.Generator], Verdict]
 Pick = Callable[[Tensor, int, torch.Generator], Tensor]
@@ -571,3 +571,17 @@ def test_draw_reaches_the_tail_of_a_large_vocabulary(monkeypatch: pytest.MonkeyP
     coin = float(law[:75_001].double().sum() / law.double().sum())
     monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, coin, dtype=dtype))
     assert abs(int(draw(law)) - 75_001) <= 1
+
+
+def test_match_is_follow_with_the_picks_known() -> None:
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.randint(0, 5, (400,), generator=generator)
+    root, guesses = torch.zeros(400, dtype=torch.long), torch.randint(0, 2, (400, 4), generator=generator)
+    chain = Proposal.chain(root, guesses, counts)
+    picks = torch.randint(0, 2, (400, 5), generator=generator)
+    expected = follow(chain, lambda node: picks.gather(1, node[:, None])[:, 0])
+    found = match(chain, picks)
+    assert torch.equal(found.path, expected.path)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert torch.equal(found.counts, expected.counts)
+    assert set(found.counts.tolist()) == {1, 2, 3, 4, 5}

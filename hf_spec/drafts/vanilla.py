@@ -52,6 +52,7 @@ class VanillaDrafter(Drafter):
     def __init__(self, model: PreTrainedModel, request: Request) -> None:
         self._request = request
         self._vocabulary = _vocabulary(request.target)
+        self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = model.device
         self._runner.prefill_tokens(request.input_ids.to(self._device), request.attention_mask.to(self._device))
@@ -73,9 +74,10 @@ class VanillaDrafter(Drafter):
 
     def _law(self, logits: Tensor) -> Tensor:
         """Turn draft logits (..., vocabulary) into the log-law of guesses over the target's vocabulary."""
-        padded = torch.nn.functional.pad(logits.float(), (0, self._vocabulary - logits.shape[-1]), value=-torch.inf)
+        if (missing := self._vocabulary - logits.shape[-1]) != 0:
+            logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         # The processors keep tensors where the prompt is, which may be another device than the draft's.
-        return self._request.law(padded.to(self._request.input_ids.device)).to(self._device)
+        return self._request.law(logits.to(self._request.input_ids.device)).to(self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
@@ -84,7 +86,7 @@ class VanillaDrafter(Drafter):
         """
         path, matched = self._came_true(tokens, counts)
         known = matched.tolist()
-        self._runner.commit(path, known, in_place=self._request.config.tree is None)
+        self._runner.commit(path, known, in_place=self._is_chain)
         rest = [count - seen for count, seen in zip(counts.tolist(), known, strict=True)]
         width = max(rest)
         column = matched[:, None] + torch.arange(width, device=tokens.device)
@@ -97,6 +99,11 @@ class VanillaDrafter(Drafter):
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
         whose logits are needed again."""
+        if self._is_chain and self._open is not None:
+            known = self._open[0][:, : tokens.shape[1] - 1]
+            steps = torch.arange(known.shape[1], device=tokens.device)
+            same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
+            return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
         node = torch.full_like(counts, -1)
         matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
         path = []
