@@ -129,10 +129,8 @@ def positions_shifted(patch: pytest.MonkeyPatch) -> None:
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
     def visible(block: Block) -> Tensor:
-        columns = torch.arange(block.width)
-        seen = (columns < block.lengths[:, None] + block.depth.shape[1])[:, None].repeat(
-            1, block.ancestors.shape[1], 1
-        )
+        used = torch.arange(block.width) < block.lengths[:, None] + block.open + block.count
+        seen = used[:, None].repeat(1, block.count, 1)
         if block.padding is not None:
             seen[:, :, : block.padding.shape[1]] &= block.padding[:, None]
         return seen
