@@ -135,6 +135,7 @@ class SlotLayer(CacheLayerMixin):
         self.window = window
         self.is_sliding = window is not None
         self.buffers = {"keys": SlotBuffer(2), "values": SlotBuffer(2), "indexer_keys": SlotBuffer(1)}
+        self._indexer_positions: Tensor | None = None  # (axes, batch, prompt)
 
     @property
     def first(self) -> int:
@@ -153,6 +154,27 @@ class SlotLayer(CacheLayerMixin):
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the keys of a sparse-attention indexer, (batch, nodes, width)."""
         return self.buffers["indexer_keys"].write(indexer_key_states, self.rows, self.first)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Return positions (axes, batch, columns) of an indexer's keys; some more than there are columns.
+
+        The model puts those of its queries behind them, and looks those of a key up by its column.
+        """
+        if self._indexer_positions is None:
+            return None
+        return _continued(self._indexer_positions, self.get_seq_length() + GROWTH)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Ignore what the model puts there: in a chain each column stands one further on than the last."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        for buffer in self.buffers.values():
+            buffer.keep_rows(rows)
+        if (positions := self._indexer_positions) is not None:
+            self._indexer_positions = positions.index_select(1, rows.to(positions.device))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of columns that ``update`` returns, and the first of them."""
@@ -231,8 +253,9 @@ class SlotCache(Cache):
         if keep_finished:
             for row in set(range(len(self._batch))) - set(kept):
                 self._retired[self._batch[row]] = (self.rows.host_lengths[row], self._row(row))
-        for buffer in self._buffers():
-            buffer.keep_rows(rows)
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer):
+                layer.keep_rows(rows)
         self._batch = [self._batch[row] for row in kept]
         self.rows.lengths = self.rows.lengths.index_select(0, rows)
         self.rows.host_lengths = [self.rows.host_lengths[row] for row in kept]
@@ -300,7 +323,15 @@ def _adopt_layer(layer: Any, rows: Rows) -> Any:
         for name, buffer in slots.buffers.items():
             if (states := getattr(layer, name, None)) is not None:
                 buffer.adopt(states, layer.get_seq_length() - states.shape[buffer.dim])
+        if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
+            slots._indexer_positions = positions.expand(-1, len(rows.host_lengths), -1)
     return slots
+
+
+def _continued(positions: Tensor, columns: int) -> Tensor:
+    """Let ``positions`` (axes, batch, n) go on one by one to as many ``columns``."""
+    behind = torch.arange(1, 1 + columns - positions.shape[-1], device=positions.device)
+    return torch.cat([positions, positions[..., -1:] + behind], dim=-1)
 
 
 def _release_layer(slots: SlotLayer, layer: Any, states: list[dict[str, Tensor]], lengths: list[int]) -> None:
@@ -315,5 +346,7 @@ def _release_layer(slots: SlotLayer, layer: Any, states: list[dict[str, Tensor]]
             part = row[max(0, len(row) - end) :] if end > 0 else row[:0]
             target[end - len(part) : end] = part
         setattr(layer, name, whole.transpose(1, slots.buffers[name].dim))
+    if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
+        layer.indexer_position_ids = _continued(positions, longest)
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = longest

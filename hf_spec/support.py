@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from .cache import has_states
 from .configuration import SpeculationConfig
 from .target import why_unsupported
 from .text import Text
@@ -55,6 +56,11 @@ def _refuse_target(
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
     if (reason := why_unsupported(model, cache)) is not None:
         raise _refusal(f"{reason}; generate without `speculator`")
+    if batch > 1 and has_states(cache) and getattr(cache, "_is_user_defined", False):
+        raise _refusal(
+            "past_key_values with recurrent states cannot be handed back for several rows, which end at different "
+            "lengths; pass one row, or no past_key_values"
+        )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation.startswith("flash") and (batch > 1 or config.tree is not None):
         asked = "a tree of guesses" if config.tree is not None else "rows that advance by different amounts"

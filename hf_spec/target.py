@@ -319,12 +319,28 @@ def _has_rows(value: object, batch: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
 
 
+# Recurrent architectures of transformers whose guesses cannot be scored, by model type.
+_BIAS = "its relative position bias counts columns from one place for the whole batch"
+_OWN_CACHE = "it keeps recurrent states in a cache of its own kind"
+REFUSED = {
+    "inkling2_text": _BIAS,
+    "inkling_text": _BIAS,
+    "minimax": _OWN_CACHE,
+    "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
+    "rwkv": "it keeps recurrent states outside any cache, and its batches are not what single rows are",
+    "xlstm": _OWN_CACHE,
+}
+
+
 def why_unsupported(model: PreTrainedModel, cache: object) -> str | None:
     """Say why ``model`` with the host's ``cache`` cannot be scored over slots, or return ``None`` if it can."""
-    if getattr(model, "_is_stateful", False) and not has_states(cache):
-        return f"{type(model).__name__} keeps its recurrent state outside the cache, where it cannot be taken back"
+    name = type(model).__name__
+    if (reason := REFUSED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+        return f"{name} is not supported: {reason}"
     if cache is None:
-        return f"{type(model).__name__} keeps no key-value cache of transformers"
+        return f"{name} keeps no key-value cache of transformers"
+    if getattr(model, "_is_stateful", False) and not has_states(cache):
+        return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     if (layer := unsupported_layer(cache)) is not None:
-        return f"the cache of {type(model).__name__} is {layer}, not a DynamicCache of attention layers"
+        return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
     return None
