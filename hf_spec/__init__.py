@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from .configuration import SpeculationConfig
+from .checkpoints import AutoDraftModel
+from .configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig, SpeculationConfig, SpeculatorConfig
+from .conversion import convert, inspect
 from .drafts.base import Drafter, News, Request, Speculator
+from .drafts.eagle import EagleDraftModel
+from .drafts.eagle3 import Eagle3DraftModel
+from .drafts.modeling import DraftModel, DraftOutput
 from .drafts.ngram import NgramSpeculator
 from .drafts.vanilla import VanillaSpeculator
 from .generation import SpeculativeDecoding, SpeculativeOutput

@@ -73,7 +73,7 @@ class SpeculativeDecoding:
         config = self.config or speculator.defaults()
         text = Text(input_ids, Stops(stopping_criteria), generation_config._pad_token_tensor, self.streamer)
         refuse_call(model, generation_config, model_kwargs, config, text)
-        speculator.check(model)
+        speculator.check(model, config)
         if config.self_check:
             check_target(model, trees=config.tree is not None)
 

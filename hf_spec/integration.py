@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from .checkpoints import register_auto_classes
 from .configuration import SpeculationConfig
 from .generation import SpeculativeDecoding
 from .slots import unhook_masks
@@ -27,16 +28,17 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
     if speculator is None:
         _defaults.pop(model, None)
     else:
-        as_speculator(speculator, model).check(model)
+        as_speculator(speculator, model).check(model, config)
         _defaults[model] = (speculator, config)
 
 
 def install() -> None:
-    """Teach ``generate`` the keywords ``speculator``, ``speculation_config`` and ``num_speculative_tokens``.
+    """Teach ``generate`` the keywords ``speculator``, ``speculation_config``, ``num_speculative_tokens``, and AutoModel drafts.
 
     Runs on ``import hf_spec``. Calls without a speculator are passed on untouched. May be called again.
     """
     if not hasattr(GenerationMixin.generate, "_hf_spec_original"):
+        register_auto_classes()
         GenerationMixin.generate = _speculative(GenerationMixin.generate)  # type: ignore[method-assign]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .checkpoints import AutoDraftModel
 from .drafts.base import Speculator
 from .drafts.ngram import NgramSpeculator
 from .drafts.vanilla import VanillaSpeculator
@@ -17,16 +18,15 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 
     Raises a TypeError for anything else, and what ``AutoDraftModel.from_pretrained`` raises for a path.
     """
-    if isinstance(speculator, Speculator):
-        return speculator
+    if isinstance(base := base_model(speculator), Speculator):
+        return base
     if speculator == "ngram":
         return NgramSpeculator()
     if isinstance(speculator, str | os.PathLike):
-        from .checkpoints import AutoDraftModel
-
-        draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target)
+        place = {"dtype": target.dtype, "device_map": {"": target.device}}
+        draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target, **place)
         return draft
-    if isinstance(base := base_model(speculator), PreTrainedModel) and base.can_generate():
+    if isinstance(base, PreTrainedModel) and base.can_generate():
         return VanillaSpeculator(base)
     raise TypeError(
         f"speculator must be a draft model, a causal language model, 'ngram' or a path or Hub id of a draft, got "

@@ -219,4 +219,4 @@ def test_bad_values_are_refused() -> None:
     with pytest.raises(TypeError, match="input_ids"):
         NgramSpeculator(corpus=[1, 2, 3])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="dynamic"):
-        start([[1]], tree="sampled")
+        NgramSpeculator().check(None, SpeculationConfig(tree="sampled"))  # type: ignore[arg-type]

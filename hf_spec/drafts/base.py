@@ -81,8 +81,11 @@ class Speculator(ABC):
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default."""
         return ()
 
-    def check(self, target: PreTrainedModel) -> None:  # noqa: B027  # most rules serve any target
-        """Raise a ValueError that names cause and cure if this draft cannot serve ``target``."""
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:  # noqa: B027
+        """Raise a ValueError that names cause and cure if this draft cannot serve ``target``, or not as ``config`` asks.
+
+        By default it can.
+        """
 
     def defaults(self) -> SpeculationConfig:
         """Return the settings used where the user chose none."""

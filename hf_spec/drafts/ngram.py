@@ -13,7 +13,9 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ..configuration import SpeculationConfig
 from ..proposal import ABSENT, NO_PARENT, Proposal
 from .base import Drafter, News, Request, Speculator
 
@@ -59,8 +61,16 @@ class NgramSpeculator(Speculator):
         for sequence in corpus:
             self.corpus.extend([*_token_ids(sequence), BREAK])
 
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
+        """Raise a ValueError for a tree of drawn guesses, which cannot be looked up."""
+        if config is not None and config.tree == "sampled":
+            raise ValueError(
+                "tree='sampled' draws its guesses from a draft's law, and n-gram guesses are looked up: "
+                "use tree='dynamic', a list of paths, or None for a chain"
+            )
+
     def drafter(self, request: Request) -> NgramDrafter:
-        """Index the prompt of every row; raise a ValueError for a tree of drawn guesses, which cannot be looked up."""
+        """Index the prompt of every row."""
         return NgramDrafter(self, request)
 
 
@@ -94,11 +104,6 @@ class NgramDrafter(Drafter):
 
     def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
         config, tree = request.config, request.config.tree
-        if tree == "sampled":
-            raise ValueError(
-                "tree='sampled' draws its guesses from a draft's law, and n-gram guesses are looked up: "
-                "use tree='dynamic', a list of paths, or None for a chain"
-            )
         self._speculator = speculator
         self._is_chain = tree is None
         self._most_nodes = config.tree_nodes if tree == "dynamic" else None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..recurrent import runner_for
 from ..target import new_cache, why_unsupported
@@ -25,7 +26,7 @@ class VanillaSpeculator(Speculator):
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
 
-    def check(self, target: PreTrainedModel) -> None:
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError if the vocabularies differ or the draft has no cache that takes guesses back."""
         own, wanted = _vocabulary(self.model), _vocabulary(target)
         name = type(self.model).__name__
