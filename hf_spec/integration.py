@@ -14,6 +14,7 @@ from .configuration import SpeculationConfig
 from .generation import SpeculativeDecoding
 from .slots import unhook_masks
 from .speculators import as_speculator, base_model
+from .support import refuse_cache
 
 _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
 
@@ -33,9 +34,9 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
 
 
 def install() -> None:
-    """Teach ``generate`` the keywords ``speculator``, ``speculation_config``, ``num_speculative_tokens``, and AutoModel drafts.
+    """Teach ``generate`` its new keywords, and AutoModel what drafts are.
 
-    Runs on ``import hf_spec``. Calls without a speculator are passed on untouched. May be called again.
+    The keywords are ``speculator``, ``speculation_config`` and ``num_speculative_tokens``. Runs on ``import hf_spec``. Calls without a speculator are passed on untouched. May be called again.
     """
     if not hasattr(GenerationMixin.generate, "_hf_spec_original"):
         register_auto_classes()
@@ -110,6 +111,7 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "synced_gpus=True (FSDP or ZeRO-3 over several processes) needs the same number of forwards on every "
             "process, which speculation cannot promise. Generate without `speculator`, or gather the model first."
         )
+    refuse_cache(_option(model, kwargs, "cache_implementation"))  # before the host makes it
     if _option(model, kwargs, "token_healing"):
         raise ValueError(
             "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "

@@ -26,7 +26,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         place = {"dtype": target.dtype, "device_map": {"": target.device}}
         draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target, **place)
         return draft
-    if isinstance(base, PreTrainedModel) and base.can_generate():
+    if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return VanillaSpeculator(base)
     raise TypeError(
         f"speculator must be a draft model, a causal language model, 'ngram' or a path or Hub id of a draft, got "

@@ -43,10 +43,15 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
         )
     if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
         raise _refusal("use_cache=False: guesses are scored over a cache; leave use_cache at True")
-    if generation_config.cache_implementation not in (None, "dynamic"):
+    refuse_cache(generation_config.cache_implementation)
+
+
+def refuse_cache(implementation: str | None) -> None:
+    """Raise a ValueError unless ``cache_implementation`` leaves the cache as it is by default."""
+    if implementation not in (None, "dynamic"):
         raise _refusal(
-            f"cache_implementation={generation_config.cache_implementation!r}: only the dynamic cache can take "
-            "rejected guesses back; leave cache_implementation unset"
+            f"cache_implementation={implementation!r}: only the dynamic cache can take rejected guesses back; leave "
+            "cache_implementation unset"
         )
 
 

@@ -283,7 +283,7 @@ def test_the_call_after_a_failure(where: str, at: int, shape: str) -> None:
 
 def test_an_abandoned_streamer() -> None:
     """Nobody reads it any more and its thread still generates while the next call begins."""
-    streamer = TextIteratorStreamer(tokenizer())
+    streamer = TextIteratorStreamer(tokenizer(), timeout=60)
     longer = {"max_new_tokens": 60, "speculator": draft()}
     thread = threading.Thread(target=generate, args=(prompts(1), longer), kwargs={"streamer": streamer})
     thread.start()

@@ -1,0 +1,213 @@
+"""What cannot work is refused before any forward, with cause and cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, prompts
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+from twins import TREE, draft, noisy, target
+
+import hf_spec
+from hf_spec import NgramSpeculator, SpeculationConfig
+
+INPUTS = prompts(2)
+SAMPLED = SpeculationConfig(tree="sampled")
+
+
+@pytest.fixture(autouse=True)
+def no_forward() -> Iterator[None]:
+    """Fail if any model runs."""
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, args: seen.append(type(module).__name__) if isinstance(module, PreTrainedModel) else None
+    )
+    yield
+    hook.remove()
+    assert not seen
+
+
+def refuse(
+    cause: str, cure: str, model: PreTrainedModel | None = None, error: type[Exception] = ValueError, **options: Any
+) -> None:
+    options = {**INPUTS, "max_new_tokens": 5, "speculator": "ngram"} | options
+    with pytest.raises(error, match=cause) as caught:
+        (model or target()).generate(**options)
+    assert cure in str(caught.value)
+
+
+def static() -> StaticCache:
+    return StaticCache(config=target().config, max_cache_len=30)
+
+
+OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "beams": ("num_beams=3", "num_beams=1", {"num_beams": 3}),
+    "beams with a streamer": ("num_beams=3", "num_beams=1", {"num_beams": 3, "streamer": object()}),
+    "no cache": ("use_cache=False", "True", {"use_cache": False}),
+    "static cache": ("cache_implementation='static'", "unset", {"cache_implementation": "static"}),
+    "offloaded cache": ("cache_implementation='offloaded'", "unset", {"cache_implementation": "offloaded"}),
+    "quantised cache": ("cache_implementation='quantized'", "unset", {"cache_implementation": "quantized"}),
+    "a static cache": ("StaticCache", "without `speculator`", {"past_key_values": static}),
+    "an offloaded cache": (
+        "offloading",
+        "without `speculator`",
+        {"past_key_values": lambda: DynamicCache(offloading=True)},
+    ),
+    "an encoder's cache": (
+        "EncoderDecoderCache",
+        "without `speculator`",
+        {"past_key_values": lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())},
+    ),
+    "another model": ("assistant_model", "one of them", {"assistant_model": draft}),
+    "another method": ("custom_generate", "one of them", {"custom_generate": lambda: print}),
+    "several processes": ("synced_gpus", "without `speculator`", {"synced_gpus": True}),
+    "prompt lookup": ("prompt_lookup_num_tokens", "drop", {"prompt_lookup_num_tokens": 3}),
+    "contrastive search": ("penalty_alpha", "drop", {"penalty_alpha": 0.6, "top_k": 4}),
+    "layers as drafts": ("assistant_early_exit", "drop", {"assistant_early_exit": 1}),
+    "attention weights": ("output_attentions", "False", {"output_attentions": True, "return_dict_in_generate": True}),
+    "healing": ("token_healing", "heal_tokens", {"token_healing": True}),
+    "strings without a tokenizer": ("stop_strings", "tokenizer=", {"stop_strings": "a"}),
+    "target as its draft": ("the target itself", "smaller", {"speculator": target}),
+    "a drawn tree of n-grams": ("'sampled'", "'dynamic'", {"speculation_config": SAMPLED}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_option(case: str) -> None:
+    cause, cure, options = OPTIONS[case]
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    refuse(cause, cure, **options)
+    if len(options) == 1 and "speculator" not in options:  # asked for in a configuration
+        config = GenerationConfig(
+            max_new_tokens=5, **{name: options[name] for name in options if name in GenerationConfig().to_dict()}
+        )
+        if set(options) <= set(config.to_dict()):
+            refuse(cause, cure, generation_config=config, max_new_tokens=None)
+
+
+def test_encoder_decoder() -> None:
+    config = BartConfig(
+        vocab_size=99,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
+    model = BartForConditionalGeneration(config)
+    refuse("encoder-decoder", "decoder-only", model)
+    with pytest.raises(ValueError, match="decoder-only"):
+        model.generate(**INPUTS, custom_generate=hf_spec.SpeculativeDecoding("ngram"))
+    refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=model)
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm", "recurrent_gemma", "reformer"])
+def test_state_outside_the_cache(name: str) -> None:
+    refuse("state|cache", "without `speculator`", build(name))
+    if name != "reformer":
+        refuse("state|cache", "'ngram'", speculator=build(name))
+
+
+def test_flash_attention() -> None:
+    model = noisy(target(), 0.0)
+    model.config._attn_implementation = "flash_attention_2"
+    one = prompts(1)
+    refuse("flash_attention_2 takes no custom mask", "sdpa", model)
+    refuse("flash_attention_2 takes no custom mask", "tree=None", model, speculation_config=TREE, **one)
+    refuse("rows that advance", "sdpa", model, num_return_sequences=2, do_sample=True, **one)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("prompt", ["ids", "embeddings", "cache"])
+def test_rotary_frequencies_that_change_with_the_length(kind: str, prompt: str) -> None:
+    rope: dict[str, Any] = {
+        "rope_type": kind,
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 20,
+    }
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = target(max_position_embeddings=20 if kind == "dynamic" else 40, head_dim=8)
+    model = type(model)(
+        type(model.config)(
+            **model.config.to_dict()
+            | {"rope_parameters": rope, "max_position_embeddings": 20 if kind == "dynamic" else 40}
+        )
+    )
+    inputs: dict[str, Any] = dict(INPUTS)
+    if prompt == "embeddings":
+        inputs = {
+            "inputs_embeds": torch.zeros(2, 13, 32),
+            "attention_mask": INPUTS["attention_mask"],
+            "input_ids": None,
+        }
+    elif prompt == "cache":
+        inputs = {"input_ids": INPUTS["input_ids"][:, -1:], "past_key_values": DynamicCache(config=model.config)}
+        inputs["past_key_values"].update(torch.zeros(2, 2, 12, 8), torch.zeros(2, 2, 12, 8), 0)
+    refuse(f"rope_type='{kind}'", "at most 7 new tokens", model, max_new_tokens=8, **inputs)
+
+
+def test_vocabularies_that_differ() -> None:
+    refuse("vocabulary of 120", "of the target's family", speculator=target(vocab_size=120))
+    refuse("vocabulary of 80", "'ngram'", speculator=target(vocab_size=80))
+
+
+def test_a_draft_for_another_target_is_no_default() -> None:
+    with pytest.raises(ValueError, match="vocabulary"):
+        hf_spec.set_speculator(target(), target(vocab_size=80))
+    assert target() not in hf_spec.integration._defaults
+
+
+# --- Values of the keywords ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [3, True, object(), nn.Linear(2, 2), ["ngram"]], ids=repr)
+def test_what_is_no_speculator(value: Any) -> None:
+    refuse("speculator must be", "AutoModel.from_pretrained", error=TypeError, speculator=value)
+
+
+def test_a_model_without_a_head() -> None:
+    refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=target().model)
+
+
+def test_a_name_that_is_nearly_right() -> None:
+    refuse("n-gram", "", error=Exception, speculator="n-gram")
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, "many", True])
+def test_number_of_tokens(count: Any) -> None:
+    refuse("num_speculative_tokens", "at least 1", num_speculative_tokens=count)
+
+
+@pytest.mark.parametrize("config", [{"tree": "dynamic"}, "dynamic", 4, SpeculationConfig], ids=repr)
+def test_what_is_no_configuration(config: Any) -> None:
+    refuse("speculation_config", "SpeculationConfig", error=TypeError, speculation_config=config)
+
+
+@pytest.mark.parametrize("speculator", [None, False])
+@pytest.mark.parametrize("setting", [{"num_speculative_tokens": 3}, {"speculation_config": SpeculationConfig()}])
+def test_settings_without_a_speculator(setting: dict[str, Any], speculator: Any) -> None:
+    refuse("need a speculator", "speculator=", speculator=speculator, **setting)
+
+
+def test_misspelt_keywords_are_still_refused_by_the_host() -> None:
+    refuse("speculater", "", speculator="ngram", speculater="ngram")
+
+
+@pytest.mark.parametrize("arguments", [{"max_ngram": 2, "min_ngram": 3}, {"match": "nearest"}])
+def test_ngram_arguments(arguments: Any) -> None:
+    with pytest.raises(ValueError, match=r"ngram|match"):
+        NgramSpeculator(**arguments)
