@@ -149,7 +149,9 @@ class SlotLayer(CacheLayerMixin):
         """Write the states of new nodes and return all that a query may need."""
         self.is_initialized = True
         keys = self.buffers["keys"].write(key_states, self.rows, self.first)
-        return keys, self.buffers["values"].write(value_states, self.rows, self.first)
+        values = self.buffers["values"].write(value_states, self.rows, self.first)
+        self.keys, self.values = keys, values  # some models ask a layer whether it holds any
+        return keys, values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Write the keys of a sparse-attention indexer, (batch, nodes, width)."""
@@ -289,8 +291,14 @@ class SlotCache(Cache):
 
 
 def _length(cache: DynamicCache) -> int:
-    """Read the length from a layer that has seen tokens (layers that share another's keys have not)."""
-    return max((layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)), default=0)
+    """Read the length from the layers that have seen tokens (those that share another's keys have not)."""
+    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)} - {0}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the layers of the cache hold {sorted(lengths)} tokens: some attend to images, say, not to the text, "
+            "and cannot be scored over slots. Generate without `speculator`."
+        )
+    return lengths.pop() if lengths else 0
 
 
 def keeps_state(layer: object) -> bool:
@@ -319,6 +327,7 @@ def _adopt_layer(layer: Any, rows: Rows) -> Any:
     slots: Any = HybridSlotLayer(rows, window, layer) if is_hybrid else SlotLayer(rows, window)
     if layer.is_initialized and layer.keys is not None:
         slots.is_initialized = True
+        slots.keys, slots.values = layer.keys, layer.values
         slots.dtype, slots.device = layer.keys.dtype, layer.keys.device
         for name, buffer in slots.buffers.items():
             if (states := getattr(layer, name, None)) is not None:

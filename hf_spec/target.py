@@ -319,14 +319,18 @@ def _has_rows(value: object, batch: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
 
 
-# Recurrent architectures of transformers whose guesses cannot be scored, by model type.
+# Architectures of transformers whose guesses cannot be scored, by model type.
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
 _OWN_CACHE = "it keeps recurrent states in a cache of its own kind"
 REFUSED = {
+    "cpmant": "it reads its prompt again in every forward",
+    "gpt_neo": "its causal mask counts columns from one place for the whole batch",
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "minimax": _OWN_CACHE,
+    "prophetnet": "it goes on from its cache with one token at a time only",
     "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
+    "roformer": "it gives all rows the same positions",
     "rwkv": "it keeps recurrent states outside any cache, and its batches are not what single rows are",
     "xlstm": _OWN_CACHE,
 }
@@ -337,10 +341,10 @@ def why_unsupported(model: PreTrainedModel, cache: object) -> str | None:
     name = type(model).__name__
     if (reason := REFUSED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
         return f"{name} is not supported: {reason}"
-    if cache is None:
+    if cache is None or _cache_name(model) not in inspect.signature(model.forward).parameters:
         return f"{name} keeps no key-value cache of transformers"
-    if getattr(model, "_is_stateful", False) and not has_states(cache):
-        return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     if (layer := unsupported_layer(cache)) is not None:
         return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
+    if getattr(model, "_is_stateful", False) and not has_states(cache):
+        return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     return None
