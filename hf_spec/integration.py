@@ -36,7 +36,8 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
 def install() -> None:
     """Teach ``generate`` its new keywords, and AutoModel what drafts are.
 
-    The keywords are ``speculator``, ``speculation_config`` and ``num_speculative_tokens``. Runs on ``import hf_spec``. Calls without a speculator are passed on untouched. May be called again.
+    The keywords are ``speculator``, ``speculation_config`` and ``num_speculative_tokens``; calls without a speculator
+    are passed on untouched. Runs on ``import hf_spec`` and may be called again.
     """
     if not hasattr(GenerationMixin.generate, "_hf_spec_original"):
         register_auto_classes()
