@@ -1,7 +1,22 @@
-"""Train drafts: the training-time test, its losses, data, and a ``Trainer``."""
+"""Train drafts: the training-time test, its losses, data, and a ``Trainer``. Needs ``pip install hf-spec[train]``."""
 
 from __future__ import annotations
 
+from .arguments import DraftTrainingArguments
+from .data import DraftCollator, prepare_dataset
+from .evaluation import measure
+from .trainer import DraftTrainer
 from .unrolling import unroll
+from .vocabulary import count_tokens, most_frequent, new_draft
 
-__all__ = ["unroll"]
+__all__ = [
+    "DraftCollator",
+    "DraftTrainer",
+    "DraftTrainingArguments",
+    "count_tokens",
+    "measure",
+    "most_frequent",
+    "new_draft",
+    "prepare_dataset",
+    "unroll",
+]

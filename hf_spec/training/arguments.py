@@ -1,0 +1,69 @@
+"""Every knob of training a draft: those of ``TrainingArguments``, some with other defaults, and a few more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from transformers import SchedulerType, TrainingArguments
+
+from .losses import Normalizer, Objective, Outside
+
+
+@dataclass
+class DraftTrainingArguments(TrainingArguments):
+    """Choose how to train a draft. Defaults are EAGLE-3's where it has any (arXiv 2503.01840).
+
+    Args:
+        unroll_steps: steps of the training-time test. Drafts that are not fed their own output need one only.
+        step_decay: step k weighs ``step_decay ** k``.
+        objective: ``"kl"`` (from the target's law), ``"ce"`` (its best token), ``"tv"`` (total variation, one minus
+            the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows), ``"reverse_kl"``.
+        normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents.
+        outside_vocabulary: ``"drop"`` leaves positions whose best target token the draft cannot guess out of the loss
+            and counts them wrong; ``"keep"`` compares within the draft vocabulary, as the speculators library does.
+        feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states (EAGLE-1: 1.0).
+        freeze_lm_head: do not train the draft's own output layer, as the speculators library does.
+        logit_rows: rows whose logits exist at once. Fewer need less memory, more are faster.
+        eval_prompts: held-out prompts that ``evaluate()`` generates from; 0 for none.
+        eval_prompt_length: length of a prompt taken from plain text, which does not say where an answer begins.
+        eval_max_new_tokens: how far it generates.
+        eval_speculative_tokens: how many tokens are guessed at a time; ``None``: what the draft's config says.
+        eval_temperature: temperature of a second, sampled measurement; ``None`` for the greedy one only.
+    """
+
+    unroll_steps: int = 7
+    step_decay: float = 0.8
+    objective: str = "kl"
+    normalizer: str = "token"
+    outside_vocabulary: str = "drop"
+    feature_loss_weight: float = 0.0
+    freeze_lm_head: bool = False
+    logit_rows: int = 512
+    eval_prompts: int = 16
+    eval_prompt_length: int = 32
+    eval_max_new_tokens: int = 64
+    eval_speculative_tokens: int | None = None
+    eval_temperature: float | None = None
+
+    learning_rate: float = 1e-4
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 0.5
+    lr_scheduler_type: SchedulerType | str = "cosine"
+    warmup_steps: float = 0.015
+    remove_unused_columns: bool = False
+    label_names: list[str] | None = field(default_factory=list)
+    ddp_find_unused_parameters: bool | None = False  # every trained parameter always gets a gradient
+
+    def __post_init__(self) -> None:
+        for name, choices in (("objective", Objective), ("normalizer", Normalizer), ("outside_vocabulary", Outside)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(choices)}")
+        for name in ("unroll_steps", "logit_rows", "eval_prompt_length", "eval_max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; set at least 1")
+        if self.step_decay <= 0:
+            raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns would remove what the target reads; leave it False")
+        super().__post_init__()  # type: ignore[no-untyped-call]

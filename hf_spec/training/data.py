@@ -1,0 +1,254 @@
+"""From conversations or plain text to token ids with the target's own answers marked.
+
+A row is taught only where the target would have to guess: ``loss_mask`` is 1 on what the assistant says. Which tokens
+those are, the chat template tells: by ``{% generation %}`` where it has it, else by rendering the conversation up to
+each answer and comparing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import datasets  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+REASONS = {
+    "short": "have no two answer tokens in a row, so nothing is guessed in them",
+    "broken": "are no conversation that the chat template takes",
+    "long": "are longer than max_length",
+}
+
+
+def prepare_dataset(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int = 2048,
+    packing: bool = False,
+    too_long: Literal["truncate", "drop"] = "truncate",
+    last_turn_only: bool = False,
+    text_column: str = "text",
+    num_proc: int | None = None,
+) -> datasets.Dataset:
+    """Turn conversations or plain text into rows for ``DraftTrainer``.
+
+    ``dataset`` is one of the ``datasets`` library or the path of a jsonl file, with a column of conversations
+    (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too) or of text, which
+    is an answer throughout. ``tokenizer`` is the target's. Rows get ``input_ids`` and ``loss_mask``, and with
+    ``packing`` several documents share a row of up to ``max_length`` tokens and ``document_ids`` tell them apart.
+    ``last_turn_only`` teaches the last answer of a conversation only, for models whose template drops the reasoning of
+    earlier ones. Rows of which nothing can be learnt are left out, counted by reason in a log message.
+
+    Errors: a ValueError for an unknown column, a tokenizer without a chat template or without offsets, and if no row
+    is left.
+    """
+    if isinstance(dataset, str | os.PathLike):
+        dataset = datasets.load_dataset("json", data_files=os.fspath(dataset), split="train")
+    if not len(dataset):
+        raise ValueError("the dataset is empty")
+    chat = next((name for name in CHAT_COLUMNS if name in dataset.column_names), None)
+    if chat is None and text_column not in dataset.column_names:
+        raise ValueError(
+            f"no column of {list(CHAT_COLUMNS)} and no {text_column!r}, but {dataset.column_names}; rename one, or "
+            "name the text with text_column="
+        )
+    if chat is not None:
+        _check_tokenizer(tokenizer)
+    tokenize = _Tokenize(tokenizer, chat, text_column, max_length, too_long, last_turn_only)
+    rows = dataset.map(tokenize, remove_columns=dataset.column_names, num_proc=num_proc, desc="Tokenizing")
+    kept = rows.filter(lambda skipped: skipped == "", input_columns="skipped", desc="Filtering")
+    _report(rows["skipped"], len(kept))
+    kept = kept.remove_columns("skipped")
+    return kept.map(_Pack(max_length), batched=True, desc="Packing") if packing else kept
+
+
+def _report(skipped: Iterable[str], kept: int) -> None:
+    reasons = list(skipped)
+    found = [f"{reasons.count(reason)} rows {text}" for reason, text in REASONS.items() if reason in reasons]
+    if not kept:
+        raise ValueError(f"no row is left to learn from: {'; '.join(found)}")
+    if found:
+        logger.warning(f"{kept} of {len(reasons)} rows are kept: {'; '.join(found)}")
+
+
+def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "these are conversations, but the tokenizer has no chat template: take the target's instruct tokenizer, "
+            "set tokenizer.chat_template, or give plain text"
+        )
+    if not tokenizer.is_fast and "{% generation" not in tokenizer.chat_template:
+        raise ValueError(
+            "answers are found by where tokens stand in the text, which slow tokenizers do not tell: load the fast "
+            "one, or mark answers with {% generation %} in the chat template"
+        )
+
+
+@dataclass(frozen=True)
+class _Tokenize:
+    """Turn one example into ids and a mask; a class, because worker processes and fingerprints pickle it."""
+
+    tokenizer: Any
+    chat: str | None
+    text_column: str
+    max_length: int
+    too_long: str
+    last_turn_only: bool
+
+    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
+        nothing: dict[str, Any] = {"input_ids": [], "loss_mask": []}
+        try:
+            ids, answers = self._ids(example)
+        except _Unusable:
+            return nothing | {"skipped": "broken"}
+        if len(ids) > self.max_length and self.too_long == "drop":
+            return nothing | {"skipped": "long"}
+        ids, answers = ids[: self.max_length], answers[: self.max_length]
+        if not any(one and two for one, two in itertools.pairwise(answers[1:])):
+            return nothing | {"skipped": "short"}
+        return {"input_ids": ids, "loss_mask": answers, "skipped": ""}
+
+    def _ids(self, example: dict[str, Any]) -> tuple[list[int], list[int]]:
+        if self.chat is None:
+            ids = self.tokenizer(example[self.text_column])["input_ids"]
+            return ids, [1] * len(ids)
+        return tokenize_chat(self.tokenizer, messages_of(example[self.chat]), self.last_turn_only)
+
+
+class _Unusable(Exception):
+    """Say that a conversation cannot be rendered."""
+
+
+def messages_of(conversation: Any) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them."""
+    messages = []
+    for message in conversation or []:
+        role = message.get("role") or message.get("from")
+        content = message.get("content") if message.get("content") is not None else message.get("value")
+        if role is None:
+            raise _Unusable
+        rest = {name: value for name, value in message.items() if value is not None}
+        rest = {name: value for name, value in rest.items() if name not in ("role", "from", "content", "value")}
+        messages.append({"role": ROLES.get(role, role), "content": content, **rest})
+    return messages
+
+
+def tokenize_chat(
+    tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return token ids and a mask of the assistant's tokens, its end token included."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None:
+        raise _Unusable
+    messages = messages[: last + 1]
+    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        ids, answers = _by_markers(tokenizer, messages)
+    else:
+        ids, answers = _by_rendering(tokenizer, messages, last_turn_only)
+    if last_turn_only:
+        before = max((i for i, answer in enumerate(answers[: _last_start(answers)]) if answer), default=-1)
+        answers = [0] * (before + 1) + answers[before + 1 :]
+    return ids, answers
+
+
+def _last_start(answers: list[int]) -> int:
+    """Return where the last run of ones begins."""
+    start = len(answers)
+    while start and not answers[start - 1]:
+        start -= 1
+    while start and answers[start - 1]:
+        start -= 1
+    return start
+
+
+def _by_markers(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:  # templates raise what they like
+        raise _Unusable from error
+    return list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
+
+
+def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[int], list[int]]:
+    """Find each answer between what the template renders before it and with it."""
+    whole = _render(tokenizer, messages)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or (last_turn_only and i < len(messages) - 1):
+            continue
+        before, after = _render(tokenizer, messages[:i], prompt=True), _render(tokenizer, messages[: i + 1])
+        # A template may render an answer otherwise once it is history, without its reasoning for example: then what
+        # stands in the text is not what the target said, and only the last one can be taught.
+        if whole.startswith(before) and whole.startswith(after.rstrip()):
+            spans.append((len(before), len(after.rstrip())))
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    answers = [
+        int(any(first <= start < end or start < first < stop for first, end in spans))
+        for start, stop in encoded["offset_mapping"]
+    ]
+    return list(encoded["input_ids"]), answers
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+    if not messages:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    except Exception as error:  # templates raise what they like
+        raise _Unusable from error
+
+
+@dataclass(frozen=True)
+class _Pack:
+    """Put documents into rows of up to ``max_length`` tokens, the longest first into the first row with room."""
+
+    max_length: int
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        bins: list[list[int]] = []
+        room: list[int] = []
+        for i in sorted(range(len(batch["input_ids"])), key=lambda i: -len(batch["input_ids"][i])):
+            length = len(batch["input_ids"][i])
+            place = next((place for place, left in enumerate(room) if left >= length), None)
+            if place is None:
+                bins.append([])
+                room.append(self.max_length)
+                place = len(bins) - 1
+            bins[place].append(i)
+            room[place] -= length
+        packed: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "document_ids": []}
+        for members in bins:
+            for name in ("input_ids", "loss_mask"):
+                packed[name].append([token for i in members for token in batch[name][i]])
+            numbers = [[number] * len(batch["input_ids"][i]) for number, i in enumerate(members)]
+            packed["document_ids"].append([number for document in numbers for number in document])
+        return packed
+
+
+@dataclass(frozen=True)
+class DraftCollator:
+    """Pad rows on the right, where causal models do not look; padding is document -1 of packed rows."""
+
+    pad_token_id: int = 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        fill = {"input_ids": self.pad_token_id, "loss_mask": 0, "document_ids": -1}
+        longest = max(len(row["input_ids"]) for row in rows)
+        batch = {}
+        for name in (name for name in fill if name in rows[0]):
+            padded = [[*row[name], *[fill[name]] * (longest - len(row[name]))] for row in rows]
+            batch[name] = torch.tensor(padded)
+        return batch

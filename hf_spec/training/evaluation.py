@@ -1,0 +1,89 @@
+"""Measure a draft by what it is for: speculative generation from held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..configuration import SpeculationConfig
+from ..generation import SpeculativeDecoding
+from ..metrics import Counts, SpeculationStats
+from ..speculators import as_speculator
+
+
+@torch.no_grad()
+def measure(
+    draft: Any,
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    num_speculative_tokens: int | None = None,
+    temperature: float | None = None,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Counts:
+    """Generate from ``prompts`` (token ids) with ``draft`` and count what was accepted.
+
+    ``temperature`` ``None`` is greedy. The state of random numbers is as before afterwards.
+    """
+    speculator = as_speculator(draft, target)
+    config = speculator.defaults().merge(self_check=False)
+    if num_speculative_tokens is not None:
+        config = config.merge(num_speculative_tokens=num_speculative_tokens)
+    sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    counts = Counts()
+    devices = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        for start in range(0, len(prompts), batch_size):
+            stats = _generate(
+                target, speculator, config, prompts[start : start + batch_size], max_new_tokens, sampling
+            )
+            for row in stats.per_row:
+                counts.add(row)
+    return counts
+
+
+def _generate(
+    target: Any,
+    speculator: Any,
+    config: SpeculationConfig,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: dict[str, Any],
+) -> SpeculationStats:
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    out = target.generate(
+        ids,
+        attention_mask=mask,
+        custom_generate=SpeculativeDecoding(speculator, config),
+        max_new_tokens=max_new_tokens,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    stats: SpeculationStats = out.speculation
+    return stats
+
+
+def prompts_of(rows: Sequence[dict[str, Any]], count: int, plain_length: int) -> list[list[int]]:
+    """Take up to ``count`` prompts from prepared ``rows``: what stands before the first answer of a document.
+
+    Of a document that is an answer from its start, as plain text is, the first ``plain_length`` tokens.
+    """
+    prompts = []
+    for row in rows:
+        ids, answers = list(row["input_ids"]), list(row["loss_mask"])
+        documents = list(row.get("document_ids") or [0] * len(ids))
+        end = documents.count(documents[0])  # the first document of a pack is enough
+        if 1 not in answers[:end]:
+            continue
+        first = answers.index(1) or min(plain_length, end)
+        prompts.append(ids[:first])
+        if len(prompts) == count:
+            break
+    return prompts

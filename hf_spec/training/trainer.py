@@ -1,0 +1,301 @@
+"""Train a draft with everything that ``transformers.Trainer`` has, while the target looks on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..drafts.modeling import DraftModel
+from ..metrics import Counts
+from .arguments import DraftTrainingArguments
+from .card import model_card
+from .checks import check_before_saving
+from .data import DraftCollator
+from .evaluation import measure, prompts_of
+from .kinds import Text, Unrolled, count_steps, unrolled
+from .losses import Examiner, Marks, row_shares, taught_rows
+from .tally import Tally
+from .teacher import Reader
+
+
+class DraftTrainer(Trainer):
+    """Train ``model``, a draft of any kind, to guess what ``target`` says.
+
+    Datasets have the columns ``input_ids``, ``loss_mask`` (1 where a token is the target's own answer) and, if packed,
+    ``document_ids``: see ``prepare_dataset``. The target stays as it is and runs in this process. ``evaluate()`` adds
+    what speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how often the k-th
+    guess is accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
+
+    Args:
+        model: a ``DraftModel``, or a small causal language model to distil; or use ``model_init``.
+        target: the language model it drafts for; may carry an adapter of PEFT.
+        eval_prompts: held-out prompts as token ids; taken from ``eval_dataset`` by default.
+        peft_config: train an adapter of PEFT on the draft instead of the draft.
+        **kwargs: all that ``Trainer`` takes.
+
+    Errors: a ValueError if the draft was made for another target, or if training is spread over several devices by
+    threads (start one process per device instead).
+    """
+
+    loss_is_scaled_for_ga = True  # by the rows of all batches of a step, see _get_num_items_in_batch
+
+    def __init__(
+        self,
+        model: Any = None,
+        target: Any = None,
+        args: DraftTrainingArguments | None = None,
+        *,
+        eval_prompts: Sequence[Sequence[int]] | None = None,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if target is None:
+            raise TypeError("DraftTrainer needs the target: DraftTrainer(draft, target, args, ...)")
+        args = args if args is not None else DraftTrainingArguments(output_dir="draft")
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
+                "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
+            )
+        self.target: PreTrainedModel = _bare(target)
+        self.eval_prompts = eval_prompts
+        self._peft_config = peft_config
+        self._tallies = {True: Tally(), False: Tally()}  # of training, and not
+        kwargs.setdefault("data_collator", DraftCollator())
+        super().__init__(None if model is None else self._prepare_draft(model, args), args, **kwargs)
+        self._forget_use_cache()
+        if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
+            self.target.to(args.device)
+
+    # -- the draft ----------------------------------------------------------------------------------------------------
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        return self._prepare_draft(super().call_model_init(trial), self.settings)
+
+    def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:
+        draft = _bare(model)
+        if isinstance(draft, DraftModel):
+            draft.bind(self.target)
+            if args.freeze_lm_head and draft.lm_head is not None:
+                draft.lm_head.requires_grad_(False)
+        elif draft.config.get_text_config().vocab_size != self.target.config.get_text_config().vocab_size:
+            raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
+        if self._peft_config is not None:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, self._peft_config)
+        _make_teachable(draft)
+        self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
+        self._steps = count_steps(draft, args.unroll_steps)
+        return model
+
+    def _forget_use_cache(self) -> None:
+        """Undo what the host writes into any model's config: a draft has no such option."""
+        if isinstance(draft := self.draft, DraftModel):
+            draft.config.__dict__.pop("use_cache", None)
+
+    @property
+    def draft(self) -> Any:
+        """Return the draft without what wraps it for training."""
+        return _bare(self.accelerator.unwrap_model(self.model))
+
+    @property
+    def settings(self) -> DraftTrainingArguments:
+        """Return ``args`` by its type."""
+        return cast(DraftTrainingArguments, self.args)
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        divisor = self._divisor(inputs) if num_items_in_batch is None else num_items_in_batch
+        scale = 1.0
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            scale = float(self.accelerator.num_processes)  # gradients are averaged over processes
+        with torch.no_grad(), self._own_precision():
+            features, hidden = self._reader.read(inputs["input_ids"], inputs.get("document_ids"))
+        text = Text(inputs["input_ids"], inputs.get("document_ids"), features)
+        lesson = functools.partial(self._lesson, text, inputs["loss_mask"], hidden, divisor)
+        # Through the wrapped model, so that whatever wraps it sees one forward.
+        loss, marks, rows = model(lesson=lesson)
+        self._tallies[model.training].add(marks, self._divisor(inputs), rows)
+        return (loss * scale, {}) if return_outputs else loss * scale
+
+    def _lesson(
+        self, text: Text, answers: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
+    ) -> tuple[Tensor, Marks, Tensor]:
+        """Teach one batch; return loss, marks (losses not weighted by step) and the rows that count."""
+        args = self.settings
+        made = unrolled(draft, text, self._steps, bool(args.activation_checkpointing))
+        rows = taught_rows(answers, self._steps, text.document_ids)
+        shares, _ = row_shares(rows, args.normalizer, text.document_ids)  # type: ignore[arg-type]
+        factor = self._step_weights(shares.device) / divisor.clamp(min=1)  # (steps,)
+        shares = shares * factor[:, None, None]
+        examiner = Examiner(
+            made.head,
+            self._target_logits,
+            draft.target_ids if isinstance(draft, DraftModel) else None,
+            args.objective,  # type: ignore[arg-type]
+            args.outside_vocabulary,  # type: ignore[arg-type]
+            args.logit_rows,
+        )
+        loss, marks = examiner.mark(made.states, hidden, shares, made.trained)
+        if args.feature_loss_weight:
+            loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, shares)
+        return loss, Marks(marks.losses / factor, marks.right, marks.overlap, marks.inside), rows
+
+    def _own_precision(self) -> torch.autocast:
+        """Let the target compute as it does when it generates, whatever precision the draft is trained in."""
+        return torch.autocast(self.args.device.type, enabled=False)
+
+    def _target_logits(self, hidden: Tensor) -> Tensor:
+        with self._own_precision():
+            return self._reader.logits(hidden)
+
+    def _step_weights(self, device: torch.device) -> Tensor:
+        return self.settings.step_decay ** torch.arange(self._steps, device=device, dtype=torch.float32)
+
+    def _divisor(self, inputs: dict[str, Any]) -> Tensor:
+        documents = inputs.get("document_ids")
+        rows = taught_rows(inputs["loss_mask"], self._steps, documents)
+        return row_shares(rows, self.settings.normalizer, documents)[1]  # type: ignore[arg-type]
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """Count what the shares of each step are divided by, (steps,): over accumulated batches and processes."""
+        if not batch_samples:
+            return None
+        counts = torch.stack([self._divisor(batch) for batch in batch_samples]).sum(0).to(device)
+        return self._over_processes(counts) if self.args.average_tokens_across_devices else counts
+
+    def _over_processes(self, sums: Tensor) -> Tensor:
+        if self.accelerator.num_processes == 1:
+            return sums
+        return cast(Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
+
+    # -- logs and evaluation ------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs |= self._tallies[True].figures()
+            self._tallies[True] = Tally()
+        super().log(logs, start_time)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        self._tallies[False] = Tally()
+        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        if output.metrics is None:
+            return output
+        tally = self._tallies[False]
+        figures = tally.figures(self._over_processes)
+        if tally.sums is not None:  # over all rows, where the host averages batches
+            figures["loss"] = tally.loss(self._step_weights(torch.device("cpu")), self._over_processes)
+        figures |= self._measured(dataloader.dataset)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
+
+    def _measured(self, dataset: Any) -> dict[str, float]:
+        """Generate from held-out prompts, each process from its own, and return what was accepted."""
+        args = self.settings
+        prompts = self.eval_prompts
+        if prompts is None:
+            prompts = prompts_of(dataset, args.eval_prompts, args.eval_prompt_length)
+        if not args.eval_prompts or not prompts:
+            return {}
+        mine = prompts[self.args.process_index :: self.args.world_size]
+        options = (args.eval_max_new_tokens, args.eval_speculative_tokens)
+        figures: dict[str, float] = {}
+        for name, temperature in (("", None), ("sampled_", args.eval_temperature)):
+            if name and temperature is None:
+                continue
+            draft = self.draft
+            training = draft.training
+            draft.eval()
+            counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
+            draft.train(training)
+            figures |= {f"{name}{key}": value for key, value in self._acceptance(counts).items()}
+        return figures
+
+    def _acceptance(self, counts: Counts) -> dict[str, float]:
+        depth = 32  # processes may have guessed to different depths
+        flat = [counts.steps, counts.emitted]
+        for by_depth in (counts.offered, counts.reached):
+            flat += [*by_depth[:depth], *[0] * (depth - len(by_depth))]
+        steps, emitted, *found = self._over_processes(torch.tensor(flat, dtype=torch.float64)).tolist()
+        figures = {"acceptance_length": emitted / max(1, steps)}
+        for k, (offered, reached) in enumerate(zip(found[:depth], found[depth:], strict=True), start=1):
+            if offered:
+                figures[f"acceptance_{k}"] = reached / offered
+        return figures
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        check_before_saving(self.draft, self.target)
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self._write_card(output_dir or cast(str, self.args.output_dir))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write what hf_spec knows about the draft; the host's card knows of no target."""
+        if self.is_world_process_zero():
+            self._write_card(cast(str, self.args.output_dir))
+
+    def _write_card(self, directory: str) -> None:
+        card = model_card(self.draft, self.target, self.settings, self._steps, self.state.log_history)
+        Path(directory, "README.md").write_text(card, encoding="utf-8")
+
+
+def _bare(model: Any) -> Any:
+    """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _make_teachable(draft: Any) -> None:
+    """Let ``draft(lesson=...)`` run a whole lesson with the draft inside one call, as its wrappers expect."""
+    plain = type(draft).forward
+
+    @functools.wraps(plain)
+    def forward(self: Any, *args: Any, lesson: Any = None, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs) if lesson is None else lesson(self)
+
+    draft.forward = MethodType(forward, draft)
+    if isinstance(draft, DraftModel):  # its steps are recomputed as a whole, see unrolling.outputs
+        draft.activation_checkpointing_enable = lambda **kwargs: None  # type: ignore[method-assign]
+
+
+def _feature_loss(made: Unrolled, hidden: Tensor, shares: Tensor) -> Tensor:
+    """Compare the draft's guesses at the target's last hidden state with ``hidden`` (batch, length, hidden)."""
+    if not made.guesses or made.guesses[0].shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            "feature_loss_weight needs a draft that is fed hidden states as wide as the target's; set it to 0"
+        )
+    loss = shares.new_zeros(())
+    for step, (guess, share) in enumerate(zip(made.guesses, shares, strict=True)):
+        true = hidden[:, 1:].roll(-step, dims=1)
+        loss = loss + (functional.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1) * share).sum()
+    return loss

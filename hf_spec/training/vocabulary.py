@@ -1,0 +1,65 @@
+"""Which of the target's tokens a draft can guess, and new drafts that begin with the target's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+
+from ..configuration import SpeculatorConfig
+from ..drafts.modeling import DraftModel
+
+
+def count_tokens(dataset: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
+    """Count how often each token is an answer in a prepared ``dataset``, (vocab_size,)."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in dataset:
+        ids = torch.as_tensor(row["input_ids"])[torch.as_tensor(row["loss_mask"]).bool()]
+        counts += torch.bincount(ids, minlength=vocab_size)
+    return counts
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """Return the ``size`` most frequent tokens of ``counts`` (vocabulary,), ascending; of equals the lower ids.
+
+    Errors: a ValueError if there are not so many.
+    """
+    if not 1 <= size <= len(counts):
+        raise ValueError(f"a draft vocabulary of {size} tokens cannot be chosen from {len(counts)}")
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def new_draft(config: SpeculatorConfig, target: PreTrainedModel, token_counts: Tensor | None = None) -> Any:
+    """Make an untrained draft of ``target`` whose embeddings and output layer begin as the target's.
+
+    ``token_counts`` (vocabulary,), see ``count_tokens``, choose the draft vocabulary if the config makes it smaller
+    than the target's.
+
+    Errors: a ValueError if counts are missing, or if a draft of another width would keep random embeddings.
+    """
+    draft: DraftModel = AutoModel.from_config(config, dtype=torch.float32)
+    draft.check(target)
+    if draft.d2t is not None:
+        if token_counts is None:
+            raise ValueError(
+                f"the draft guesses {len(draft.d2t)} of {config.layers.vocab_size} tokens: pass token_counts, from "
+                "count_tokens(dataset, vocab_size), to choose them"
+            )
+        draft.set_vocabulary(most_frequent(token_counts, len(draft.d2t)))
+    embeddings: Any = target.get_input_embeddings()
+    head: Any = target.get_output_embeddings()
+    ids = draft.target_ids
+    same_width = config.layers.hidden_size == target.config.get_text_config().hidden_size
+    with torch.no_grad():
+        if draft.embed_tokens is not None and same_width:
+            draft.embed_tokens.weight.copy_(embeddings.weight)
+        elif draft.embed_tokens is not None and not any(p.requires_grad for p in draft.embed_tokens.parameters()):
+            raise ValueError(
+                "a draft of another width than the target must learn its embeddings: embed_requires_grad=True"
+            )
+        if draft.lm_head is not None and same_width and head is not None:
+            draft.lm_head.weight.copy_(head.weight if ids is None else head.weight[ids.to(head.weight.device)])
+    return draft

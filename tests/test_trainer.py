@@ -1,0 +1,332 @@
+"""DraftTrainer on tiny models: it learns all that it should and nothing else, resumes, measures and saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import tiny_target
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+
+import hf_spec
+from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
+from hf_spec.drafts.modeling import DraftModel
+from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
+
+STEPS = 3
+
+
+def text(rows: int = 4, length: int = 16, seed: int = 0, prompt: int = 3) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 96, (rows, length), generator=generator).tolist()
+    return [{"input_ids": row, "loss_mask": [0] * prompt + [1] * (length - prompt)} for row in ids]
+
+
+def sharp_target() -> Any:
+    """Return a target whose best tokens differ by far."""
+    target = tiny_target()
+    with torch.no_grad():
+        target.lm_head.weight.mul_(20)
+    return target
+
+
+def eagle3(target: Any, vocabulary: int | None = None, **flags: Any) -> Any:
+    torch.manual_seed(1)
+    config = Eagle3SpeculatorConfig.for_target(target.config, draft_vocab_size=vocabulary, **flags)
+    return new_draft(config, target, torch.arange(96) if vocabulary else None)
+
+
+def eagle1(target: Any) -> Any:
+    torch.manual_seed(1)
+    return new_draft(EagleSpeculatorConfig.for_target(target.config, shared_with_target=["lm_head"]), target)
+
+
+def vanilla(target: Any) -> Any:
+    torch.manual_seed(1)
+    shape = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
+
+
+def arguments(folder: Path, **changes: Any) -> DraftTrainingArguments:
+    given = {
+        "output_dir": str(folder),
+        "unroll_steps": STEPS,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "eval_max_new_tokens": 12,
+        "eval_prompts": 2,
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+        "lr_scheduler_type": "constant",
+    }
+    return DraftTrainingArguments(**(given | changes))
+
+
+def losses(trainer: DraftTrainer) -> list[float]:
+    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+
+
+@pytest.mark.parametrize("make", [eagle3, eagle1, vanilla])
+def test_overfitting_makes_every_step_right(make: Any, tmp_path: Path) -> None:
+    target = sharp_target()
+    args = arguments(
+        tmp_path,
+        max_steps=120,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        step_decay=1.0,
+        max_grad_norm=1.0,
+        eval_prompts=0,
+    )
+    trainer = DraftTrainer(make(target), target, args, train_dataset=text(2), eval_dataset=text(2))
+    trainer.train()
+    found = trainer.evaluate()
+    steps = 1 if make is vanilla else STEPS
+    assert [found[f"eval_accuracy_{k}"] for k in range(1, steps + 1)] == [1.0] * steps
+    assert found["eval_expected_length"] == 1 + steps
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_all_that_is_trained_changes_and_nothing_else(freeze: bool, tmp_path: Path) -> None:
+    target = sharp_target()
+    draft = eagle3(target, 40, norm_before_fc=True, norm_output=True)
+    before = {name: tensor.clone() for name, tensor in [*draft.state_dict().items(), *_named(target)]}
+    args = arguments(tmp_path, freeze_lm_head=freeze)
+    DraftTrainer(draft, target, args, train_dataset=text()).train()
+    assert all(parameter.grad is None for parameter in target.parameters())
+    for name, tensor in [*draft.state_dict().items(), *_named(target)]:
+        frozen = name.startswith(("target.", "embed_tokens", "d2t", "t2d")) or (freeze and name == "lm_head.weight")
+        assert torch.equal(tensor, before[name]) == frozen, name
+
+
+def _named(target: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(f"target.{name}", tensor) for name, tensor in target.state_dict().items()]
+
+
+def test_resumed_training_is_uninterrupted_training(tmp_path: Path) -> None:
+    target = sharp_target()
+    kwargs: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "cosine"}
+    data = {"train_dataset": text(8), "eval_dataset": text(2, seed=5)}
+    whole = DraftTrainer(eagle3(target, 40), target, arguments(tmp_path / "a", **kwargs), **data)
+    whole.train()
+    resumed = DraftTrainer(eagle3(target, 40), target, arguments(tmp_path / "b", **kwargs), **data)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert losses(resumed)[-3:] == losses(whole)[-3:]
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("normalizer", ["token", "sequence"])
+def test_accumulated_batches_are_one_batch(normalizer: str, tmp_path: Path) -> None:
+    target = sharp_target()
+    rows = text(2) + text(2, 10, seed=3)  # batches of different lengths
+    found = []
+    for size, accumulated in ((4, 1), (1, 4), (2, 2)):
+        args = arguments(
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulated,
+            normalizer=normalizer,
+            max_steps=2,
+        )
+        trainer = DraftTrainer(eagle3(target, 40), target, args, train_dataset=rows)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_packed_documents_weigh_as_single_ones(tmp_path: Path) -> None:
+    target, single = sharp_target(), text(3, 8)
+    packed = {
+        "input_ids": [token for row in single for token in row["input_ids"]],
+        "loss_mask": [token for row in single for token in row["loss_mask"]],
+        "document_ids": [number for number in range(3) for _ in range(8)],
+    }
+    found = []
+    for rows in (single, [packed]):
+        args = arguments(tmp_path, per_device_train_batch_size=len(rows), max_steps=2)
+        trainer = DraftTrainer(eagle3(target, 40), target, args, train_dataset=rows)
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"logit_rows": 3}, {"bf16": True}])
+def test_saving_memory_keeps_the_loss(option: dict[str, Any], tmp_path: Path) -> None:
+    target, found = sharp_target(), []
+    for changes in ({}, option):
+        trainer = DraftTrainer(eagle3(target, 40), target, arguments(tmp_path, **changes), train_dataset=text())
+        trainer.train()
+        found.append(losses(trainer))
+    assert found[1] == pytest.approx(found[0], rel=3e-2 if "bf16" in option else 1e-4)
+
+
+def test_evaluation_measures_by_generation_and_picks_the_best(tmp_path: Path) -> None:
+    target = sharp_target()
+    args = arguments(
+        tmp_path,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_acceptance_length",
+        eval_temperature=1.0,
+    )
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    draft = eagle3(target, 40)
+    trainer = DraftTrainer(draft, target, args, train_dataset=text(), eval_dataset=text(seed=9), eval_prompts=prompts)
+    trainer.train()
+    logged = [logs for logs in trainer.state.log_history if "eval_acceptance_length" in logs]
+    assert len(logged) == 2
+    assert trainer.state.best_metric == max(logs["eval_acceptance_length"] for logs in logged)
+    assert {"eval_loss", "eval_accuracy_3", "eval_overlap_1", "eval_sampled_acceptance_length"} <= logged[0].keys()
+    metrics = trainer.evaluate()
+    emitted = steps = 0
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = target.generate(
+            ids, speculator=draft, max_new_tokens=12, do_sample=False, return_dict_in_generate=True
+        ).speculation
+        emitted, steps = emitted + out.per_row[0].emitted, steps + out.per_row[0].steps
+    assert metrics["eval_acceptance_length"] == pytest.approx(emitted / steps)
+
+
+def test_what_a_text_shows_is_what_generation_measures(tmp_path: Path) -> None:
+    """On a text that the target wrote itself, the chain's accuracy is how often a drafter's guesses are accepted."""
+    target = sharp_target()
+    draft = eagle3(target, 60)
+    prompts = torch.randint(0, 96, (2, 4), generator=torch.Generator().manual_seed(7))
+    written = target.generate(prompts, max_new_tokens=20, do_sample=False)  # (2, 24)
+    rows = [{"input_ids": row, "loss_mask": [0] * 4 + [1] * 20} for row in written.tolist()]
+    args = arguments(tmp_path, max_steps=12, learning_rate=3e-3)
+    trainer = DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows, eval_prompts=[])
+    trainer.train()
+    shown = trainer.evaluate()
+    accepted = {step: [0, 0] for step in range(1, STEPS + 1)}  # guesses right and made, by depth
+    for length in range(4, 23):
+        out = target.generate(
+            written[:, :length],
+            speculator=draft,
+            num_speculative_tokens=STEPS,
+            max_new_tokens=STEPS + 2,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        for row in out.speculation.per_row:
+            run = next((i for i, guessed in enumerate(row.guessed[1:]) if not guessed), STEPS)
+            for step in range(1, STEPS + 1):
+                if length + step < 24:  # the text shows the token that is guessed
+                    accepted[step][0] += run >= step
+                    accepted[step][1] += 1
+    for step, (right, made) in accepted.items():
+        assert shown[f"eval_accuracy_{step}"] == pytest.approx(right / made)
+    assert 0 < accepted[1][0] < accepted[1][1]
+
+
+@pytest.mark.parametrize("make", [eagle3, eagle1])
+def test_what_is_saved_loads_and_drafts_the_same(make: Any, tmp_path: Path) -> None:
+    target = sharp_target()
+    draft = make(target)
+    trainer = DraftTrainer(
+        draft, target, arguments(tmp_path, max_steps=2), train_dataset=text(), eval_dataset=text(seed=4)
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.save_model(str(tmp_path / "saved"))
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["model_type"] == "speculators" and "use_cache" not in config
+    assert config["architectures"] == [type(draft).__name__]
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    assert isinstance(loaded, DraftModel)
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+    ids = torch.arange(6)[None]
+    expected = target.generate(ids, max_new_tokens=10, do_sample=False)
+    assert target.generate(ids, speculator=loaded, max_new_tokens=10, do_sample=False).equal(expected)
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert f"{metrics['eval_acceptance_length']:.3f}" in card and str(tmp_path) not in card
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    target = sharp_target()
+    draft = eagle3(target)
+    trainer = DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text())
+    draft.fc.weight.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        trainer.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()
+
+
+def test_an_adapter_is_trained_saved_and_drafts(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    target = sharp_target()
+    draft = eagle3(target)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj", "lm_head"])
+    trainer = DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text(), peft_config=lora)
+    trainer.train()
+    changed = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    assert changed and all("lora_" in name for name in changed)
+    assert all(tensor.abs().sum() > 0 for name, tensor in trainer.model.named_parameters() if "lora_B" in name)
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    merged = trainer.model.merge_and_unload()
+    assert not torch.equal(merged.lm_head.weight, before["lm_head.weight"])
+    ids = torch.arange(6)[None]
+    expected = target.generate(ids, max_new_tokens=10, do_sample=False)
+    assert target.generate(ids, speculator=merged, max_new_tokens=10, do_sample=False).equal(expected)
+
+
+def test_the_feature_loss_of_eagle_1(tmp_path: Path) -> None:
+    target = sharp_target()
+    found = {}
+    for weight in (0.0, 1.0):
+        args = arguments(tmp_path, feature_loss_weight=weight, max_steps=1)
+        trainer = DraftTrainer(eagle1(target), target, args, train_dataset=text())
+        trainer.train()
+        found[weight] = losses(trainer)[0]
+    assert found[1.0] > found[0.0]
+
+
+def test_the_drafts_state_of_its_own_is_left_alone(tmp_path: Path) -> None:
+    target = sharp_target()
+    draft = eagle3(target)
+    ids, features = torch.arange(5)[None], torch.randn(1, 5, 96)
+    before = draft(ids, features=features).logits
+    DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text())
+    assert torch.equal(draft(ids, features=features).logits, before)
+    assert isinstance(hf_spec.as_speculator(draft, target), DraftModel)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "mse"}, "objective is 'mse'"),
+        ({"normalizer": "batch"}, "normalizer"),
+        ({"unroll_steps": 0}, "unroll_steps is 0"),
+        ({"step_decay": 0.0}, "step_decay"),
+        ({"remove_unused_columns": True}, "remove_unused_columns"),
+    ],
+)
+def test_bad_arguments_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, **changes)
+
+
+def test_a_draft_needs_its_target(tmp_path: Path) -> None:
+    target = sharp_target()
+    with pytest.raises(TypeError, match="needs the target"):
+        DraftTrainer(eagle3(target), args=arguments(tmp_path))
+    with pytest.raises(ValueError, match="vocab_size"):
+        DraftTrainer(eagle3(target), tiny_target(vocab_size=100), arguments(tmp_path))
+    with pytest.raises(ValueError, match="pass token_counts"):
+        new_draft(Eagle3SpeculatorConfig.for_target(target.config, draft_vocab_size=40), target)

@@ -1,0 +1,174 @@
+"""Data for drafts: which tokens are answers, what is left out, packs, draft vocabularies."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_spec.training import DraftCollator, count_tokens, most_frequent, prepare_dataset
+from hf_spec.training.evaluation import prompts_of
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} <end>"
+    "{% endgeneration %}{% else %}{{ m.content }} <end>{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+# Like templates of reasoning models: what was thought is shown in the last answer only.
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %} <end>\n{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "one two"},
+    {"role": "assistant", "content": "three four"},
+    {"role": "user", "content": "five"},
+    {"role": "assistant", "content": "six seven eight"},
+]
+WORDS = "one two three four five six seven eight nine <user> <assistant> <system> <end> think </think>".split()
+
+
+def tokenizer(template: str | None = PLAIN) -> Any:
+    vocabulary = {word: i for i, word in enumerate(["?", *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?")
+    fast.chat_template = template
+    return fast
+
+
+def chats(*conversations: list[dict[str, str]]) -> datasets.Dataset:
+    return datasets.Dataset.from_dict({"messages": list(conversations)})
+
+
+def answers(row: dict[str, Any]) -> str:
+    ids = [token for token, answer in zip(row["input_ids"], row["loss_mask"], strict=True) if answer]
+    return str(tokenizer().decode(ids))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_answers_and_their_ends_are_marked(template: str) -> None:
+    (row,) = prepare_dataset(chats(CHAT), tokenizer(template))
+    assert answers(row) == "three four <end> six seven eight <end>"
+    assert tokenizer().decode(row["input_ids"]).startswith("<user> one two <end> <assistant> three")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_last_answer_only(template: str) -> None:
+    (row,) = prepare_dataset(chats(CHAT), tokenizer(template), last_turn_only=True)
+    assert answers(row) == "six seven eight <end>"
+
+
+def test_answers_that_the_template_changes_later_are_not_taught() -> None:
+    thought = [dict(message) for message in CHAT]
+    thought[1]["content"] = "think </think> three four"
+    thought[3]["content"] = "think </think> six"
+    (row,) = prepare_dataset(chats(thought), tokenizer(THINKING))
+    assert answers(row) == "think </think> six <end>"
+
+
+def test_what_follows_the_last_answer_is_cut_off() -> None:
+    (row,) = prepare_dataset(chats([*CHAT, {"role": "user", "content": "nine"}]), tokenizer())
+    assert tokenizer().decode(row["input_ids"]).endswith("eight <end>")
+
+
+def test_conversations_of_the_other_kind_and_jsonl(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "one"}, {"from": "gpt", "value": "two three"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"conversations": turns}) + "\n", encoding="utf-8")
+    (row,) = prepare_dataset(path, tokenizer())
+    assert answers(row) == "two three <end>"
+
+
+def test_plain_text_is_an_answer_throughout() -> None:
+    (row,) = prepare_dataset(datasets.Dataset.from_dict({"text": ["one two three"]}), tokenizer(None))
+    assert row["loss_mask"] == [1, 1, 1]
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers").propagate = True
+    bad = [[{"role": "user", "content": "one"}], [{"role": "assistant", "content": "two"}][:0]]
+    long = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two " * 30}]
+    with caplog.at_level(logging.WARNING):
+        rows = prepare_dataset(chats(CHAT, *bad, long), tokenizer(), max_length=20, too_long="drop")
+    assert len(rows) == 1
+    assert "1 of 4 rows are kept" in caplog.text and "2 rows are no conversation" in caplog.text
+    assert "1 rows are longer" in caplog.text
+    assert [len(row["input_ids"]) for row in prepare_dataset(chats(CHAT, long), tokenizer(), max_length=20)] == [
+        16,
+        20,
+    ]
+
+
+def test_packs_hold_whole_documents() -> None:
+    texts = [" ".join(["one"] * length) for length in (5, 9, 4, 3, 8)]
+    rows = prepare_dataset(datasets.Dataset.from_dict({"text": texts}), tokenizer(None), max_length=12, packing=True)
+    sizes = [[row["document_ids"].count(i) for i in range(max(row["document_ids"]) + 1)] for row in rows]
+    assert sizes == [[9, 3], [8, 4], [5]]
+    assert all(len(row["input_ids"]) == len(row["loss_mask"]) == len(row["document_ids"]) for row in rows)
+
+
+def test_the_collator_pads_on_the_right() -> None:
+    rows = [
+        {"input_ids": [5, 6], "loss_mask": [0, 1], "document_ids": [0, 1]},
+        {"input_ids": [7, 8, 9], "loss_mask": [1, 1, 1], "document_ids": [0, 0, 0]},
+    ]
+    batch = DraftCollator(pad_token_id=3)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 3], [7, 8, 9]]
+    assert batch["loss_mask"].tolist() == [[0, 1, 0], [1, 1, 1]]
+    assert batch["document_ids"].tolist() == [[0, 1, -1], [0, 0, 0]]
+    assert "document_ids" not in DraftCollator()([{"input_ids": [1], "loss_mask": [1]}])
+
+
+def test_the_draft_vocabulary_is_what_answers_use_most() -> None:
+    rows = [{"input_ids": [5, 5, 7, 7, 2, 9], "loss_mask": [0, 0, 1, 1, 1, 1]}]
+    counts = count_tokens(rows, 10)
+    assert counts.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0, 1]
+    assert most_frequent(counts, 2).tolist() == [2, 7]  # 2 and 9 are as frequent
+    assert most_frequent(counts, 5).tolist() == [0, 1, 2, 7, 9]
+    with pytest.raises(ValueError, match="cannot be chosen"):
+        most_frequent(counts, 11)
+
+
+def test_prompts_end_where_answers_begin() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3, 4], "loss_mask": [0, 0, 1, 1]},
+        {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 1, 1, 1]},
+        {"input_ids": [9, 9, 9, 1, 1], "loss_mask": [0, 1, 1, 0, 1], "document_ids": [0, 0, 0, 1, 1]},
+        {"input_ids": [9, 9], "loss_mask": [0, 0]},
+    ]
+    assert prompts_of(rows, 5, 3) == [[1, 2], [5, 6, 7], [9]]
+    assert prompts_of(rows, 1, 3) == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "template", "message"),
+    [
+        (datasets.Dataset.from_dict({"text": []}), None, "is empty"),
+        (datasets.Dataset.from_dict({"prose": ["one"]}), None, "text_column="),
+        (chats(CHAT), None, "no chat template"),
+        (chats([{"role": "user", "content": "one"}]), PLAIN, "no row is left"),
+    ],
+)
+def test_unusable_data_is_refused(dataset: datasets.Dataset, template: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_dataset(dataset, tokenizer(template))
+
+
+def test_counts_are_of_answers(tmp_path: Path) -> None:
+    rows = prepare_dataset(chats(CHAT), tokenizer())
+    counts = count_tokens(rows, len(tokenizer()))
+    assert counts.sum() == sum(sum(row["loss_mask"]) for row in rows)
+    assert counts[tokenizer().convert_tokens_to_ids("one")] == 0
+    assert torch.equal(counts, count_tokens(list(rows), len(tokenizer())))
