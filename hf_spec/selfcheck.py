@@ -6,6 +6,7 @@ in the logits at once, though often not in the tokens for a long time, so logits
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,42 +23,64 @@ TREE = [-1, 0, 0, 1, 2, 2]
 # Largest difference that is put down to rounding, as a share of the logits' spread.
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 
-_passed: WeakKeyDictionary[PreTrainedModel, set[tuple[str, str, bool]]] = WeakKeyDictionary()
+_passed: WeakKeyDictionary[PreTrainedModel, set[tuple[str, str]]] = WeakKeyDictionary()
 
 
-def check_target(model: PreTrainedModel, trees: bool, padded: bool = True) -> None:
+def check_target(model: PreTrainedModel, trees: bool) -> None:
     """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own steps.
 
-    Asked once per model, attention implementation and ``padded``: whether rows may be padded on the left.
+    Asked once per model and attention implementation.
     """
     if model.training:  # dropout: no two forwards agree
         return
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     passed = _passed.setdefault(model, set())
     for name, parents in (("chain", CHAIN), ("tree", TREE))[: 1 + trees]:
-        if (name, implementation, padded) in passed:
+        if (name, implementation) in passed:
             continue
         cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
         try:
-            difference = difference_from_plain(model, parents, padded)
+            difference = difference_from_plain(model, parents)
         except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
             raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
-        if not difference <= TOLERANCE.get(model.dtype, 1e-2):  # nan is refused too
+        if not difference <= _tolerance(model):  # nan is refused too
             raise ValueError(
                 f"{type(model).__name__} scores a {name} of guesses differently from single steps "
                 f"(by {difference:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
             )
-        passed.add((name, implementation, padded))
+        passed.add((name, implementation))
+
+
+class _Read(NamedTuple):
+    """What a row read along one path of the block: ``following`` comes after its prompt, and ``logits`` (path,
+    vocabulary) are the block's own from token ``start`` of that on."""
+
+    prompt: Tensor
+    mask: Tensor
+    following: Tensor
+    start: int
+    logits: Tensor
 
 
 @torch.no_grad()
-def difference_from_plain(model: PreTrainedModel, parents: list[int], padded: bool = True) -> float:
+def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
     """Score a block of two rows of different lengths and compare it with plain steps along every path.
 
     The difference in logits is a share of their standard deviation: the worst one in float32, the median one in half
-    precision, where a mixture of experts may route one token otherwise.
+    precision, where a mixture of experts may route one token otherwise. Some models of transformers read a padded row
+    unlike the same row alone (Git): then the row alone is what counts.
     """
-    ids, mask = _prompt(model, padded)
+    reads = _read_block(model, parents)
+    together = _difference(model, reads, _plain(model, reads))
+    if together <= _tolerance(model):
+        return together
+    alone = [read._replace(prompt=read.prompt[read.mask > 0], mask=read.mask[read.mask > 0]) for read in reads]
+    return min(together, _difference(model, reads, torch.cat([_plain(model, [read]) for read in alone])))
+
+
+def _read_block(model: PreTrainedModel, parents: list[int]) -> list[_Read]:
+    """Let two rows advance differently in one block and read another one, each as wide as ``parents``."""
+    ids, mask = _prompt(model)
     is_chain = parents == CHAIN
     runner = runner_for(model, new_cache(model), one_chain=is_chain)
     runner.prefill_tokens(ids, mask)
@@ -68,28 +91,41 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int], padded: bo
     child = len(parents) - 1 - parents[::-1].index(0)  # the root's last: in a tree its states must move to be kept
     runner.commit(torch.tensor([[0, child], [0, 0]], device=ids.device), [2, 1])
     logits = runner.score(second).logits.float()  # (2, nodes, vocabulary)
+    reads = []
+    for leaf in sorted(set(range(len(parents))) - set(parents)):
+        path = second.ancestors[0, leaf].nonzero()[:, 0]
+        for row, kept in enumerate(([0, child], [0])):
+            following = torch.cat([first.tokens[row, kept], second.tokens[row, path]])
+            following = torch.nn.functional.pad(
+                following, (0, 2 - len(kept))
+            )  # equally long; the last is not compared
+            reads.append(_Read(ids[row], mask[row], following, len(kept), logits[row, path]))
+    return reads
 
-    paths = [second.ancestors[0, leaf].nonzero()[:, 0] for leaf in sorted(set(range(len(parents))) - set(parents))]
-    read = []  # what follows the prompts along each path, for both rows; the second ends in a token too many
-    for path in paths:
-        read.append(torch.cat([first.tokens[0, [0, child]], second.tokens[0, path]]))
-        read.append(torch.cat([first.tokens[1, [0]], second.tokens[1, path], path[:1]]))
-    ids, mask = ids.repeat(len(paths), 1), mask.repeat(len(paths), 1)
-    expected = plain_logits(model, ids, mask, torch.stack(read).split(1, dim=1)).float()
+
+def _plain(model: PreTrainedModel, reads: list[_Read]) -> Tensor:
+    """Score what follows the prompts as plain ``generate`` does, token by token: (reads, tokens, vocabulary)."""
+    prompt, mask, following = (torch.stack(part) for part in list(zip(*reads, strict=True))[:3])
+    return plain_logits(model, prompt, mask, following.split(1, dim=1)).float()
+
+
+def _difference(model: PreTrainedModel, reads: list[_Read], plain: Tensor) -> float:
     differences = []
-    for i, path in enumerate(paths):
-        for row, start in enumerate((2, 1)):
-            wanted = expected[2 * i + row, start : start + len(path)]  # (path, vocabulary)
-            differences.append((logits[row, path] - wanted).abs().amax(-1) / wanted.std(-1))
+    for read, whole in zip(reads, plain, strict=True):
+        expected = whole[read.start : read.start + len(read.logits)]  # (path, vocabulary)
+        differences.append((read.logits - expected).abs().amax(-1) / expected.std(-1))
     found = torch.cat(differences)
     return float(found.max() if model.dtype == torch.float32 else found.median())
 
 
-def _prompt(model: PreTrainedModel, padded: bool) -> tuple[Tensor, Tensor]:
-    """Return two rows of low token ids, which are seldom special, the second one ``padded`` on the left."""
+def _tolerance(model: PreTrainedModel) -> float:
+    return TOLERANCE.get(model.dtype, 1e-2)
+
+
+def _prompt(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return two rows of low token ids, which are seldom special, the second one padded on the left."""
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     ids = (torch.arange(2 * PROMPT, device=model.device).view(2, PROMPT) * 7 % 31 + 11) % vocabulary
     mask = torch.ones_like(ids)
-    if padded:
-        mask[1, :2] = 0
+    mask[1, :2] = 0
     return ids, mask
