@@ -8,6 +8,8 @@ format             how it is recognised                           what its files
 ``modelopt``       ``layers.0.hidden_norm`` in a flat config      no ``t2d``
 ``eagle3``         other ``midlayer.*`` (SafeAILab's own)         the layers read, rope base 10000, layer count
 ``eagle``          ``fc.*`` but no ``hidden_norm`` (EAGLE-1/2)    feature after the final norm, target's head
+``medusa``         ``0.0.linear.*``, also within a target         number of heads; whose output layers they end in
+``medusa-vllm``    ``blocks.0.layers.0.*`` (vLLM before 0.33)     biases are zero; the same
 =================  =============================================  =============================================
 
 Numbers of layers, biases, norms and vocabularies are taken from the tensors, since configs in circulation are wrong.
@@ -19,13 +21,13 @@ import copy
 import json
 import os
 import pickle
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -33,16 +35,20 @@ from transformers.utils.hub import cached_file
 from .configuration import (
     Eagle3SpeculatorConfig,
     EagleSpeculatorConfig,
+    MedusaSpeculatorConfig,
     SpeculatorConfig,
     default_speculators_config,
     max_positions,
 )
 from .drafts.eagle import EagleDraftModel
 from .drafts.eagle3 import Eagle3DraftModel
+from .drafts.medusa import MedusaDraftModel
 from .drafts.modeling import DraftModel
 
-MODELS: tuple[type[DraftModel], ...] = (Eagle3DraftModel, EagleDraftModel)
+MODELS: tuple[type[DraftModel], ...] = (Eagle3DraftModel, EagleDraftModel, MedusaDraftModel)
 WEIGHT_FILES = (
+    "medusa_lm_head.safetensors",
+    "medusa_lm_head.pt",
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -51,6 +57,9 @@ WEIGHT_FILES = (
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
 SERVED_FLAGS = "served_flags"
+# Head, layer and tensor.
+MEDUSA_NAME = re.compile(r"(?:medusa_heads?\.)?((\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight))")
+MEDUSA_VLLM_NAME = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,13 @@ class Checkpoint:
             return "modelopt"
         if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
             return "eagle"
+        if any(MEDUSA_NAME.fullmatch(name) for name in names):
+            return "medusa"
+        if any(MEDUSA_VLLM_NAME.fullmatch(name) for name in names):
+            return "medusa-vllm"
         raise ValueError(
-            f"{self.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt): its tensors "
-            f"are {sorted(names)[:4]}..."
+            f"{self.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa): its "
+            f"tensors are {sorted(names)[:4]}..."
         )
 
 
@@ -127,6 +140,8 @@ def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
 
     Drafts in circulation say 2048, at which other engines stop or fail. Most ropes do not depend on the number.
     """
+    if config.transformer_layer_config is None:
+        return
     layers, rope = config.layers, config.layers.rope_parameters["rope_type"]
     if rope in ("default", "linear", "llama3"):
         layers.max_position_embeddings = max(layers.max_position_embeddings, max_positions(target.config))
@@ -141,16 +156,20 @@ def read_checkpoint(path: str | os.PathLike[str], **hub: Any) -> Checkpoint:
     if found is None:
         raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
     config = _json(found)
+    # Medusa-2 keeps its heads in the checkpoint of the target, which may be large.
+    inside = "medusa_num_heads" in config and config.get("model_type", "medusa") != "medusa"
+    prefix = "medusa_head." if inside else ""
     for name in WEIGHT_FILES:
         if (file := _find(path, name, hub)) is None:
             continue
         if not name.endswith(".json"):
-            return Checkpoint(str(path), config, _tensors(file))
+            return Checkpoint(str(path), config, _tensors(file, prefix))
         tensors: dict[str, Tensor] = {}
-        for shard in sorted(set(_json(file).get("weight_map", {}).values())):
+        places = _json(file).get("weight_map", {})
+        for shard in sorted({places[key] for key in places if key.startswith(prefix)}):
             if (part := _find(path, shard, hub)) is None:
                 raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
-            tensors |= _tensors(part)
+            tensors |= _tensors(part, prefix)
         return Checkpoint(str(path), config, tensors)
     raise OSError(f"{path} has a config.json but no weights; it should hold one of {WEIGHT_FILES}")
 
@@ -169,10 +188,12 @@ def _json(file: str) -> dict[str, Any]:
     return content
 
 
-def _tensors(file: str) -> dict[str, Tensor]:
+def _tensors(file: str, prefix: str = "") -> dict[str, Tensor]:
+    """Read the tensors whose names begin with ``prefix``."""
     try:
         if file.endswith(".safetensors"):
-            return load_file(file)
+            with safe_open(file, framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise OSError(
@@ -181,7 +202,7 @@ def _tensors(file: str) -> dict[str, Tensor]:
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise OSError(f"{file} should hold a dict of tensors; save model.state_dict() as safetensors")
-    return content
+    return {name: tensor for name, tensor in content.items() if name.startswith(prefix)}
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -204,6 +225,10 @@ def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
 def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tensor]]:
     """Return the config and the weights of our model for a checkpoint of any format."""
     raw, layout = copy.deepcopy(checkpoint.config), checkpoint.layout
+    if layout == "medusa":
+        return _medusa(raw, checkpoint.tensors)
+    if layout == "medusa-vllm":
+        return _medusa(raw, _from_vllm(raw, checkpoint.tensors))
     tensors = {_our_name(name): tensor for name, tensor in checkpoint.tensors.items() if "inv_freq" not in name}
     if layout == "eagle":
         return _eagle(raw, tensors)
@@ -268,6 +293,52 @@ def _eagle(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[SpeculatorC
         dtype=raw.get("dtype", raw.get("torch_dtype")),
     )
     return config, tensors
+
+
+def _medusa(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[SpeculatorConfig, dict[str, Tensor]]:
+    """Read heads as they are published, counting heads and blocks from the names of the tensors."""
+    found = {match[0]: match for name in tensors if (match := MEDUSA_NAME.fullmatch(name))}
+    blocks = [match for match in found.values() if match[4].startswith("linear.")]
+    ends = [tensor for name, tensor in tensors.items() if name in found and found[name][4] == "weight"]
+    own_vocabulary = len(ends[0]) if ends else None
+    speculators_config = default_speculators_config("medusa")
+    speculators_config["verifier"]["name_or_path"] = raw.get("base_model_name_or_path")
+    config = MedusaSpeculatorConfig(
+        num_heads=1 + max(int(match[2]) for match in blocks),
+        num_hidden_layers=1 + max(int(match[3]) for match in blocks),
+        hidden_size=len(tensors[blocks[0][0]]),
+        vocab_size=raw.get("vocab_size") or own_vocabulary,
+        draft_vocab_size=own_vocabulary,
+        shared_with_target=[] if ends else ["lm_head"],
+        speculators_config=speculators_config,
+        dtype=raw.get("dtype", raw.get("torch_dtype")),
+    )
+    # Blocks that were one module in training are one storage in a pickled file. Here they are not.
+    renamed = {
+        f"heads.{found[name][1]}" if name in found else name: tensor.clone() for name, tensor in tensors.items()
+    }
+    return config, renamed
+
+
+def _from_vllm(raw: dict[str, Any], given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the tensors of vLLM's own Medusa format, and sort the vocabulary that its ``token_map`` lists."""
+    tensors = {name.removeprefix("medusa_heads."): tensor for name, tensor in given.items()}
+    ids, lm_head = tensors.pop("token_map", None), tensors.pop("lm_head.weight", None)
+    found = [match for name in tensors if (match := MEDUSA_VLLM_NAME.fullmatch(name))]
+    end = 1 + max(int(match[2]) for match in found)
+    for match in found:
+        place = f"{match[1]}.{match[2]}.linear"
+        tensors[f"{place}.{match[3]}"] = tensor = tensors.pop(match[0])
+        tensors.setdefault(f"{place}.bias", tensor.new_zeros(len(tensor)))
+    for head in {match[1] for match in found}:
+        weight = tensors.pop(f"lm_heads.{head}.weight", lm_head)  # all heads may end in one
+        if weight is not None:
+            tensors[f"{head}.{end}.weight"] = weight if ids is None else weight[ids.argsort()]
+    if ids is not None and len(ids) < raw["vocab_size"]:
+        ids = ids.sort().values
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.isin(torch.arange(raw["vocab_size"]), ids)
+    return tensors
 
 
 def _layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:

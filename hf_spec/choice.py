@@ -15,7 +15,7 @@ from .proposal import Proposal
 from .record import Record
 from .target import Scores
 from .text import Text
-from .verification import Verdict, draw, follow, match, verify
+from .verification import Verdict, accept_typical, draw, follow, match, verify
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,12 @@ class Chooser:
         exact = sample and config.verification == "exact"
         self.lockstep = processors.lockstep or stops.lockstep or exact or (stops.waits and several)
         self.rule: Literal["token", "block"] = "token" if config.verification == "token" else "block"
+        self.typical = (config.typical_threshold, config.typical_alpha) if config.acceptance == "typical" else None
+        if self.typical and sample and self.lockstep:
+            raise ValueError(
+                "acceptance='typical' weighs whole paths, but a custom processor or stopping criterion of this call "
+                "has to see the text token by token; declare it with hf_spec.pure or use acceptance='lossless'"
+            )
         self.record = record
 
     def choose(self, proposal: Proposal, scores: Scores) -> Choice:
@@ -68,7 +74,7 @@ class Chooser:
     @property
     def samples_row_by_row(self) -> bool:
         """Tell whether drawn guesses help: in lockstep the target's own draws decide, and the best guess is best."""
-        return self.sample and not self.lockstep
+        return self.sample and not self.lockstep and self.typical is None
 
     # -- rows advance by different amounts ----------------------------------------------------------------------------
 
@@ -92,6 +98,8 @@ class Chooser:
         )
 
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
+        if self.sample and self.typical is not None:
+            return accept_typical(proposal, nodes.every().softmax(-1), *self.typical)
         if self.sample and proposal.q is not None:
             return verify(proposal, nodes.every().softmax(-1), self.rule)
         if self.sample:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checkpoints import SERVED_FLAGS, AutoDraftModel, Checkpoint, load, read_checkpoint, translate
-from .configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig, SpeculatorConfig
+from .configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig, MedusaSpeculatorConfig, SpeculatorConfig
 from .drafts.eagle3 import Eagle3DraftModel
 from .drafts.modeling import DraftModel
 
@@ -43,12 +43,13 @@ class Report:
         verifier = (config.speculators_config or {})["verifier"]
         lines = {
             "format": self.layout,
-            "draft": f"{config.speculators_model_type}, {layers.num_hidden_layers} {layers.model_type} layer(s) of "
-            f"width {layers.hidden_size}, {self.parameters / 1e6:.1f} M values ({', '.join(self.dtypes)})",
-            "target": f"{verifier.get('name_or_path') or 'not named'}, vocabulary {layers.vocab_size}",
-            "positions": f"{layers.max_position_embeddings}, rope {layers.rope_parameters}",
-            "from target": ", ".join(config.shared_with_target or ()) or "nothing: it has its own embeddings and head",
+            "draft": f"{config.speculators_model_type}, {_shape(config)} of width {layers.hidden_size}, "
+            f"{self.parameters / 1e6:.1f} M values ({', '.join(self.dtypes)})",
+            "target": f"{verifier.get('name_or_path') or 'not named'}, vocabulary {layers.vocab_size or 'not named'}",
+            "from target": ", ".join(config.shared_with_target or ()) or "nothing: what it needs is in the file",
         }
+        if config.transformer_layer_config is not None:
+            lines["positions"] = f"{layers.max_position_embeddings}, rope {layers.rope_parameters}"
         if isinstance(config, Eagle3SpeculatorConfig):
             ids = config.eagle_aux_hidden_state_layer_ids
             lines["reads"] = f"hidden_states{ids}" if ids else "hidden_states[2, n // 2, n - 3] of n layers"
@@ -80,8 +81,14 @@ def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
     )
 
 
+def _shape(config: SpeculatorConfig) -> str:
+    if isinstance(config, MedusaSpeculatorConfig):
+        return f"{config.num_heads} heads of {config.num_hidden_layers} residual block(s)"
+    return f"{config.layers.num_hidden_layers} {config.layers.model_type} layer(s)"
+
+
 def _name(checkpoint: Checkpoint) -> str:
-    owner = {"eagle3": "SafeAILab", "eagle": "SafeAILab"}.get(checkpoint.layout)
+    owner = {"eagle3": "SafeAILab", "eagle": "SafeAILab", "medusa": "FasterDecoding"}.get(checkpoint.layout)
     kind = checkpoint.config.get("speculators_model_type", owner)
     return f"{checkpoint.layout} ({kind})" if kind else checkpoint.layout
 
@@ -91,6 +98,12 @@ def _name(checkpoint: Checkpoint) -> str:
 
 def _engines(checkpoint: Checkpoint, config: SpeculatorConfig) -> dict[str, list[str]]:
     """List what is in each engine's way, for the versions vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter."""
+    if isinstance(config, MedusaSpeculatorConfig):
+        return {
+            "vLLM": ["serves no Medusa heads since 0.33"],
+            "SGLang": ["has no Medusa"],
+            "llama.cpp": ["has no Medusa"],
+        }
     if not isinstance(config, Eagle3SpeculatorConfig):
         bias = "fc.bias" in checkpoint.tensors and not checkpoint.config.get("eagle_fc_bias")
         vllm = ["drops the bias of fc; set eagle_fc_bias: true in config.json"] if bias else []

@@ -1,5 +1,7 @@
 """The lossless rules: which guesses become text, and which token follows, so that the text has the target's law.
 
+The exception is ``accept_typical``, which the user has to ask for by name.
+
 ``p`` (batch, nodes, vocabulary) float32 is the target's law after the user's processors; ``p[:, i]`` is the law of the
 token after node i. ``q`` is the law the guesses were drawn from. Chosen guesses (no ``q``) are only looked up:
 ``follow``. Drawn ones are weighed: ``reject`` goes from the root to the leaves, ``traverse`` back from the leaves.
@@ -93,6 +95,27 @@ def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = 
     accepted = _coins(accept, generator) < accept
     leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
     return _walk(proposal, leads_there, laws, generator)
+
+
+def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float) -> Verdict:
+    """Accept the longest path of guesses that are typical of the target, and emit its best token. NOT lossless.
+
+    A guess is typical if p(guess) > min(threshold, alpha * exp(-entropy of p)); of paths equally long the most
+    probable one is taken. Nothing is drawn. Source: Medusa (arXiv 2401.10774, section 3.3.1), its code for the 1e-5.
+    """
+    rows = torch.arange(p.shape[0], device=p.device)
+    entropy = -(p * (p + 1e-5).log()).sum(-1)  # (batch, nodes)
+    least = (alpha * (-entropy).exp()).clamp(max=threshold)
+    above = proposal.parents.clamp(min=0)
+    weight = p[rows[:, None], above, proposal.tokens]  # p of each guess
+    rejected = (weight <= least.gather(1, above)) | ~proposal.present
+    weight[:, 0], rejected[:, 0] = 1, False  # the root is text
+    accepted = ~(proposal.ancestors & rejected[:, None]).any(-1)
+    depth = proposal.depth.masked_fill(~accepted, -1)
+    likelihood = (proposal.ancestors * weight.log().clamp(min=torch.finfo(p.dtype).min)[:, None]).sum(-1)
+    longest = depth == depth.amax(1, keepdim=True)
+    node = likelihood.masked_fill(~longest, -torch.inf).argmax(1)
+    return _verdict(proposal, node, p[rows, node].argmax(-1))
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """The configs of a call (``speculation``) and of a draft on disk (``speculator``)."""
 
+from .medusa import MedusaSpeculatorConfig
 from .speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .speculator import (
     EAGLE3_FLAGS,
@@ -16,6 +17,7 @@ __all__ = [
     "EAGLE3_FLAGS",
     "Eagle3SpeculatorConfig",
     "EagleSpeculatorConfig",
+    "MedusaSpeculatorConfig",
     "SpeculationConfig",
     "SpeculatorConfig",
     "default_speculators_config",

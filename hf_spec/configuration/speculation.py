@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeGuard, get_args
 
 TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
+AcceptanceRule = Literal["lossless", "typical"]
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 
@@ -29,6 +30,10 @@ class SpeculationConfig:
         verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
             traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
             the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
+        acceptance: ``"lossless"``: the text has the target's law. ``"typical"``: NOT lossless when sampling. The
+            longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
+            ``typical_alpha`` * exp(-entropy of p)), is followed by the target's best token (Medusa, arXiv 2401.10774):
+            longer paths, and a text that is more predictable than the target's samples and always the same.
         self_check: compare one small ragged block with plain forwards the first time a target is used.
     """
 
@@ -39,6 +44,9 @@ class SpeculationConfig:
     draft_sampling: bool | None = None
     min_confidence: float = 0.0
     verification: VerificationRule = "auto"
+    acceptance: AcceptanceRule = "lossless"
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
     self_check: bool = True
 
     def __post_init__(self) -> None:
@@ -52,7 +60,20 @@ class SpeculationConfig:
             raise ValueError(f"min_confidence is a probability, 0 <= x < 1, got {self.min_confidence!r}")
         if self.verification not in get_args(VerificationRule):
             raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
+        self._check_acceptance()
         self._check_tree()
+
+    def _check_acceptance(self) -> None:
+        if self.acceptance not in get_args(AcceptanceRule):
+            raise ValueError(f"acceptance must be one of {get_args(AcceptanceRule)}, got {self.acceptance!r}")
+        if self.acceptance == "typical" and (self.verification != "auto" or self.draft_sampling):
+            raise ValueError(
+                "acceptance='typical' is a verification of its own, for guesses that were chosen: leave verification "
+                "at 'auto' and draft_sampling at None, or use acceptance='lossless'"
+            )
+        for name in ("typical_threshold", "typical_alpha"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)!r}")
 
     def _check_tree(self) -> None:
         if self.tree is None or (isinstance(self.tree, str) and self.tree in get_args(TreeKind)):

@@ -110,8 +110,8 @@ class SpeculatorConfig(PreTrainedConfig):
         have, need = self.layers.vocab_size, target.get_text_config().vocab_size
         if have != need:
             raise ValueError(
-                f"transformer_layer_config.vocab_size is {have}, but the target has {need} tokens: the draft was made "
-                "for another target; use that one or train a draft for this one"
+                f"the draft's vocab_size is {have}, but the target has {need} tokens: the draft was made for another "
+                "target; use that one or train a draft for this one"
             )
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
@@ -120,9 +120,13 @@ class SpeculatorConfig(PreTrainedConfig):
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Write every field of the decoder layers: not all readers know transformers' defaults."""
+        config = super().to_diff_dict()
+        if self.transformer_layer_config is None:
+            del config["transformer_layer_config"]
+            return config
         layers = self.layers.to_diff_dict()
         layers.pop("transformers_version")
-        return super().to_diff_dict() | {"transformer_layer_config": layers}
+        return config | {"transformer_layer_config": layers}
 
     def validate(self) -> None:
         """Check every field; runs on construction and before saving."""

@@ -63,23 +63,23 @@ class FeedbackDrafter(Drafter):
         assert news.features is not None
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)  # forget the last forest
-        output = self._run(tokens, None, features=self._own(news.features))
+        logits, hidden = self._run(tokens, None, features=self._own(news.features))
         self._slots.commit(tokens, counts.tolist(), in_place=True)
         last = counts[:, None] - 1
-        self._hidden = output.hidden_states.gather(1, last[:, :, None].expand(-1, -1, output.hidden_states.shape[-1]))
-        logits = output.logits.gather(1, last[:, :, None].expand(-1, -1, output.logits.shape[-1]))
+        self._hidden = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
         root = tokens.gather(1, last)[:, 0]
-        law = self._law(logits)[:, 0]
+        law = self._law(logits.gather(1, last[:, :, None].expand(-1, -1, logits.shape[-1])))[:, 0]
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         index = (parents + 1)[:, :, None].expand(-1, -1, self._hidden.shape[-1])
-        output = self._run(tokens, ancestors, hidden_states=self._hidden.gather(1, index))
-        self._hidden = torch.cat([self._hidden, output.hidden_states], dim=1)
-        return self._law(output.logits)
+        logits, hidden = self._run(tokens, ancestors, hidden_states=self._hidden.gather(1, index))
+        self._hidden = torch.cat([self._hidden, hidden], dim=1)
+        return self._law(logits)
 
-    def _run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> DraftOutput:
+    def _run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one step of the draft: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden)."""
         with self._slots.scoring(tokens.shape[1], ancestors, self._draft.config.layers) as block:
             output: DraftOutput = self._draft(
                 tokens,
@@ -88,14 +88,12 @@ class FeedbackDrafter(Drafter):
                 past_key_values=self._slots.cache,
                 **beside,
             )
-        return output
+        assert output.logits is not None and output.hidden_states is not None
+        return output.logits, output.hidden_states
 
     def _law(self, logits: Tensor) -> Tensor:
         """Turn logits over the draft vocabulary into the log-law of guesses over the target's."""
-        if (ids := self._draft.target_ids) is not None:
-            vocabulary = self._draft.config.layers.vocab_size
-            whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-            logits = whole.index_copy(-1, ids, logits)
+        logits = self._draft.over_target(logits)
         return self._request.law(logits.to(self._request.input_ids.device)).to(self._device)
 
     def _own(self, features: Tensor) -> Tensor:

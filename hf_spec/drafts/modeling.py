@@ -60,18 +60,23 @@ class DraftModel(PreTrainedModel, Speculator):
 
     def __init__(self, config: SpeculatorConfig, draft_vocab_size: int) -> None:
         super().__init__(config)
-        layers, shared = config.layers, config.shared_with_target or ()
+        layers = config.layers
         layers._attn_implementation = config._attn_implementation  # the host sets it where a sub-model is built
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()) and layers.model_type == "llama":
             self._supports_flash_attn = False  # llama's attention does not tell the kernel about windows
-        size, vocabulary = layers.hidden_size, layers.vocab_size
-        self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(vocabulary, size)
-        self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
-        self.rotary_emb = ROTARY[layers.model_type](layers)
+        self._add_ends(layers, draft_vocab_size)
+        vocabulary = layers.vocab_size or 0
         reduced = draft_vocab_size < vocabulary
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.arange(vocabulary) < draft_vocab_size if reduced else None)
         self._lent: dict[str, Tensor | None] = {}  # a dict, because nn.Module would register them
+
+    def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
+        """Add what the decoder layers stand between."""
+        shared, size = self.config.shared_with_target or (), layers.hidden_size
+        self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
+        self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
+        self.rotary_emb = ROTARY[layers.model_type](layers)
 
     @property
     def target_ids(self) -> Tensor | None:
@@ -81,6 +86,13 @@ class DraftModel(PreTrainedModel, Speculator):
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary, of any shape, to ids of the target's."""
         return ids if self.d2t is None else ids + self.d2t[ids]
+
+    def over_target(self, logits: Tensor) -> Tensor:
+        """Spread logits (..., draft vocabulary) over the target's vocabulary; what cannot be guessed gets -inf."""
+        if (ids := self.target_ids) is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.layers.vocab_size), -torch.inf)
+        return whole.index_copy(-1, ids, logits)
 
     def set_vocabulary(self, ids: Tensor) -> None:
         """Let the draft guess the target's tokens ``ids`` (draft vocabulary,), which must ascend."""
@@ -96,10 +108,10 @@ class DraftModel(PreTrainedModel, Speculator):
     def bind(self, target: PreTrainedModel) -> None:
         """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot."""
         self.check(target)
-        self._lent = {}
-        if self.embed_tokens is None:
+        self._lent, shared = {}, self.config.shared_with_target or ()
+        if "embed_tokens" in shared:
             self._lent["embed_tokens"] = _lendable(target.get_input_embeddings(), "embed_tokens", self.config)
-        if self.lm_head is None:
+        if "lm_head" in shared:
             head, ids = target.get_output_embeddings(), self.target_ids
             weight, bias = _lendable(head, "lm_head", self.config), getattr(head, "bias", None)
             if ids is not None:
@@ -169,7 +181,7 @@ class DraftModel(PreTrainedModel, Speculator):
             }
         return [attention_mask[kind] for kind in kinds]
 
-    def check(self, target: PreTrainedModel) -> None:
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         self.config.check_target(target.config)
 
     def defaults(self) -> SpeculationConfig:
