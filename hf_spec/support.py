@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .cache import has_states
 from .configuration import SpeculationConfig
-from .target import why_unsupported
+from .target import why_no_trees, why_unsupported
 from .text import Text
 
 
@@ -61,6 +61,8 @@ def _refuse_target(
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
     if (reason := why_unsupported(model, cache)) is not None:
         raise _refusal(f"{reason}; generate without `speculator`")
+    if config.tree is not None and (reason := why_no_trees(model)) is not None:
+        raise _refusal(f"{reason}; use a chain (tree=None)")
     if batch > 1 and has_states(cache) and getattr(cache, "_is_user_defined", False):
         raise _refusal(
             "past_key_values with recurrent states cannot be handed back for several rows, which end at different "

@@ -348,3 +348,11 @@ def why_unsupported(model: PreTrainedModel, cache: object) -> str | None:
     if getattr(model, "_is_stateful", False) and not has_states(cache):
         return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     return None
+
+
+def why_no_trees(model: PreTrainedModel) -> str | None:
+    """Say why ``model`` can score chains only, or return ``None`` if it can score trees."""
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        return f"{type(model).__name__} measures distance (ALiBi) in slots, and no two guesses of a tree share a slot"
+    return None
