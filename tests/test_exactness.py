@@ -8,12 +8,15 @@ every row goes its own way.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from architectures import CORE, build, prompts
+from architectures import CORE, build, names, prompts
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -81,11 +84,17 @@ def speculative(model: PreTrainedModel, batch: int, way: Way, **changes: Any) ->
     )
 
 
-def mistakes(model: PreTrainedModel, batches: list[int], kinds: str = "chain tree", **changes: Any) -> list[str]:
+def mistakes(
+    model: PreTrainedModel,
+    batches: Sequence[int],
+    kinds: str = "chain tree",
+    seeds: Sequence[int] = (0,),
+    **changes: Any,
+) -> list[str]:
     """Name the ways and batches whose text is not plain `generate`'s, and the ways whose guesses were no test."""
     texts = {batch: plain(model, batch) for batch in batches}
     found = []
-    for way in ways(model, texts[batches[-1]]):
+    for way in (way for seed in seeds for way in ways(model, texts[batches[-1]], seed)):
         if way.name.split()[-1] not in kinds:
             continue
         accepted = proposed = 0
@@ -111,12 +120,47 @@ def test_same_text_as_plain_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NO_TREES)
-def test_trees_are_refused_where_positions_are_slots(name: str) -> None:
+def test_trees_are_refused_where_distance_is_counted_in_slots(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name)
     tree = Way("tree", NgramSpeculator(), TREE)
-    with pytest.raises(ValueError, match=r"scores a tree .* use a chain \(tree=None\)"):
+    with pytest.raises(ValueError, match=r"in slots, .*; use a chain \(tree=None\)"):
+        speculative(model, 1, tree)
+    monkeypatch.setattr("hf_spec.support.why_no_trees", lambda model: None)
+    with pytest.raises(ValueError, match=r"scores a tree .*; use a chain \(tree=None\)"):
         speculative(model, 1, tree)
     assert "vanilla tree, batch 8" in mistakes(model, [8], "tree", self_check=False)
+
+
+TABLE = Path(__file__).parents[1] / "docs" / "architectures.md"
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Read what the documentation says of chains and trees on each architecture."""
+    rows = re.findall(r"^\| `(.+?)` \| (\w+) \| (\w+) \|$", TABLE.read_text(), re.MULTILINE)
+    return {name: (chain, tree) for name, chain, tree in rows}
+
+
+def verdict(name: str, kind: str, batches: Sequence[int] = (3,), seeds: Sequence[int] = (0,)) -> str:
+    """Say whether "chain" or "tree" is "exact" or "refused"; never anything else."""
+    model = build(name)
+    try:
+        wrong = mistakes(model, batches, kind, seeds)
+    except ValueError as refusal:
+        if not re.search(r"[Gg]enerate without `speculator`|use a chain", str(refusal)):
+            raise
+        return "refused"
+    assert wrong == []
+    return "exact"
+
+
+def test_documentation_knows_every_architecture() -> None:
+    assert sorted(documented()) == sorted(names("all"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names("all"))
+def test_documentation_is_right(name: str) -> None:
+    assert (verdict(name, "chain"), verdict(name, "tree")) == documented()[name]
 
 
 # Each of these must show in the text, and in the logits that the self-check compares.
@@ -151,3 +195,11 @@ def test_planted_mistakes_are_caught(name: str, mistake: Any, monkeypatch: pytes
     with pytest.raises(ValueError, match="differently from single steps"):
         check_target(model, trees=True)
     assert "vanilla tree, batch 8" in mistakes(model, [8], "tree", self_check=False)
+
+
+if __name__ == "__main__":  # python tests/test_exactness.py [names]: print the table of docs/architectures.md
+    torch.set_num_threads(1)
+    print("| architecture | chain | tree |\n| --- | --- | --- |")
+    for name in sys.argv[1:] or names("all"):
+        both = [verdict(name, kind, batches=(3, 8), seeds=(0, 1, 2)) for kind in ("chain", "tree")]
+        print(f"| `{name}` | {' | '.join(both)} |", flush=True)
