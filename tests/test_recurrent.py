@@ -1,0 +1,394 @@
+"""Targets and drafts with recurrent states: lazy commit and stepping say what plain `generate` says."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, prompts
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from twins import Oracle, noisy
+
+from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3 import Eagle3DraftModel
+from hf_spec.recurrent import Branches, LazyRunner, Live, States, StepRunner, reads_blocks, runner_for
+from hf_spec.selfcheck import check_target
+from hf_spec.target import TargetRunner, new_cache, plain_logits
+
+# Blocks go on from the state as single tokens do: lazy commit.
+LAZY = """bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 mamba2
+    olmo_hybrid qwen3_5_text qwen3_next qwen4_exp_text vl:lfm2_vl zaya""".split()
+# Blocks forget the state (Mamba 1), or bound the time step as single tokens do not: stepping.
+STEPPED = "falcon_mamba jamba mamba nemotron_h zamba zamba2".split()
+REFUSED = {
+    "inkling_text": "relative position bias",
+    "minimax": "a cache of its own kind",
+    "recurrent_gemma": "in its modules",
+    "rwkv": "outside any cache",
+    "xlstm": "a cache of its own kind",
+}
+CHAIN = SpeculationConfig(num_speculative_tokens=4)
+TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8)
+BATCHES = {1: (13,), 3: (13, 9, 5), 8: (13, 9, 5, 12, 3, 7, 13, 2)}
+
+
+@functools.cache
+def target(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+def plain(model: PreTrainedModel, batch: int = 1, **options: Any) -> Any:
+    options = {"max_new_tokens": 16, "do_sample": False} | options
+    return model.generate(**prompts(batch, BATCHES[batch]), **options)
+
+
+def speculative(model: PreTrainedModel, batch: int, speculator: Any, config: SpeculationConfig, **options: Any) -> Any:
+    options = {"speculation_config": config, "return_dict_in_generate": True} | options
+    return plain(model, batch, speculator=speculator, **options)
+
+
+def ngram(text: Tensor) -> NgramSpeculator:
+    """Look into the text itself, with a wrong token at every fifth place."""
+    flawed = text.clone()
+    flawed[:, ::5] = (flawed[:, ::5] + 1) % 99
+    return NgramSpeculator(corpus=flawed.tolist())
+
+
+# --- The same text ---------------------------------------------------------------------------------------------------
+
+
+def mistakes(name: str, config: SpeculationConfig) -> Iterator[str]:
+    """Name drafts and batches whose text is not plain `generate`'s, and drafts that were always right or wrong."""
+    model = target(name)
+    texts = {batch: plain(model, batch) for batch in BATCHES}
+    for speculator in (ngram(texts[8]), noisy(model)):
+        counts = Counter[str]()
+        for batch, text in texts.items():
+            out = speculative(model, batch, speculator, config)
+            counts += Counter(right=out.speculation.accepted, all=out.speculation.proposed)
+            if not torch.equal(out.sequences, text):
+                yield f"{type(speculator).__name__}, batch {batch}"
+        if not 0 < counts["right"] < counts["all"]:
+            yield f"{type(speculator).__name__}: {counts}"
+
+
+@pytest.mark.parametrize("name", LAZY + STEPPED)
+def test_same_text_as_plain_generate(name: str) -> None:
+    """With n-grams, and with a draft that is recurrent too."""
+    kind = LazyRunner if name in LAZY else StepRunner
+    assert type(runner_for(target(name), new_cache(target(name)), one_chain=True)) is kind
+    assert list(mistakes(name, CHAIN)) == []
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "zaya"])
+def test_same_text_with_trees(name: str) -> None:
+    assert list(mistakes(name, TREE)) == []
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_same_text_with_an_eagle3_draft(name: str) -> None:
+    model = target(name)
+    torch.manual_seed(0)
+    config = Eagle3SpeculatorConfig.for_target(model.config, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    draft = Eagle3DraftModel(config).eval()
+    for batch in BATCHES:
+        assert torch.equal(speculative(model, batch, draft, CHAIN).sequences, plain(model, batch))
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
+def test_rows_that_end_early_and_lengths_that_adapt(name: str) -> None:
+    model = target(name)
+    text = plain(model, 8)
+    ends = {"eos_token_id": [int(text[1, -6]), int(text[4, -12])]}
+    expected = plain(model, 8, **ends)
+    assert (expected == 0).any()
+    config = CHAIN.merge(num_speculative_tokens="auto")
+    assert torch.equal(speculative(model, 8, ngram(text), config, **ends).sequences, expected)
+
+
+class Custom(LogitsProcessor):
+    """A processor that the loop knows nothing about: rows advance in lockstep."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores - (torch.arange(scores.shape[-1]) == input_ids[:, -3, None]) * 5.0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+def test_lockstep(name: str) -> None:
+    model = target(name)
+    options = {"logits_processor": LogitsProcessorList([Custom()])}
+    text = plain(model, 3, **options)
+    assert torch.equal(speculative(model, 3, Oracle(text), CHAIN, **options).sequences, text)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba", "qwen4_exp_text"])
+def test_turns(name: str) -> None:
+    """One row's cache is handed back with all the text, and may go on plain or with guesses."""
+    model = target(name)
+    text, inputs = plain(model), prompts(1)["input_ids"][:, :13]
+    for first in (Oracle(text), Oracle(text, wrong=3)):
+        out = speculative(model, 1, first, CHAIN)
+        ids = torch.cat([out.sequences, inputs[:, :3]], dim=1)
+        cache = plain(model, return_dict_in_generate=True).past_key_values
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        for options in ({}, {"speculator": ngram(text), "speculation_config": CHAIN}):
+            cache = copy.deepcopy(out.past_key_values)
+            again = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache, **options)
+            assert torch.equal(again, expected)
+
+
+# --- The same law ----------------------------------------------------------------------------------------------------
+
+VOCABULARY, NEW, ROWS, ROUNDS = 4, 4, 1500, 4
+TEMPERATURE = 1.5
+
+
+def law_of_texts(model: PreTrainedModel, prompt: Tensor, temperature: float) -> Tensor:
+    """Enumerate the law of all texts of NEW tokens behind a prompt (1, n), one token at a time."""
+    texts = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * NEW)  # (texts, NEW)
+    read = torch.cat([prompt[:, -1:].expand(len(texts), 1), texts[:, :-1]], dim=1)
+    head = prompt[:, :-1].expand(len(texts), -1)
+    logits = plain_logits(model, head, torch.ones_like(head), read.split(1, dim=1))
+    logs = (logits.double() / temperature).log_softmax(-1).gather(2, texts[:, :, None])
+    return logs.sum((1, 2)).exp()
+
+
+def deviations(counts: Tensor, law: Tensor) -> float:
+    """Return how far ``counts`` are from ``law``, in standard deviations of a chi-square test."""
+    expected = law * counts.sum()
+    rare = expected < 5
+    pairs = torch.stack([counts.double(), expected])
+    pairs = torch.cat([pairs[:, ~rare], pairs[:, rare].sum(1, keepdim=True)], dim=1)
+    freedom = pairs.shape[1] - 1
+    return float((((pairs[0] - pairs[1]) ** 2 / pairs[1]).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+@torch.no_grad()
+def test_sampled_texts_have_the_targets_law(name: str) -> None:
+    model = build(name, vocab_size=VOCABULARY)
+    prompt = prompts(1, (5,), VOCABULARY)["input_ids"]
+    options = {"speculator": noisy(model, 0.3), "num_speculative_tokens": 3, "max_new_tokens": NEW}
+    torch.manual_seed(0)
+    counts = torch.zeros(VOCABULARY**NEW)
+    for _ in range(ROUNDS):
+        ids = model.generate(prompt.expand(ROWS, -1), do_sample=True, top_k=0, temperature=TEMPERATURE, **options)
+        place = ids[:, 5:] @ VOCABULARY ** torch.arange(NEW - 1, -1, -1)
+        counts += place.bincount(minlength=len(counts))
+    assert abs(deviations(counts, law_of_texts(model, prompt, TEMPERATURE))) < 4
+    assert deviations(counts, law_of_texts(model, prompt, TEMPERATURE * 0.75)) > 10
+
+
+# --- What a drafter sees ---------------------------------------------------------------------------------------------
+
+
+class Spy(Speculator):
+    """Guess like an oracle and write down the features of every text position."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.oracle = Oracle(text)
+        self.features: list[list[Tensor]] = [[] for _ in text]
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        return (1, 3)
+
+    def drafter(self, request: Request) -> Drafter:
+        return _SpyDrafter(self, request)
+
+
+class _SpyDrafter(Drafter):
+    def __init__(self, spy: Spy, request: Request) -> None:
+        self._drafter = spy.oracle.drafter(request)
+        self._features = spy.features
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        assert news.features is not None
+        for written, row, count in zip(self._features, news.features, news.counts.tolist(), strict=True):
+            written.extend(row[:count])
+        return self._drafter.propose(news, limit)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._features = [self._features[row] for row in rows.tolist()]
+        self._drafter.keep_rows(rows)
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "mamba2"])
+@torch.no_grad()
+def test_features_are_those_of_their_positions(name: str) -> None:
+    """Carried tokens are read again; their features are not shown again."""
+    model, inputs = target(name), prompts(3, BATCHES[3])
+    text = plain(model, 3)
+    spy = Spy(text)
+    assert torch.equal(speculative(model, 3, spy, CHAIN).sequences, text)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 16, dtype=torch.long)], dim=1)
+    states = model(text, attention_mask=mask, output_hidden_states=True).hidden_states
+    expected = torch.cat([states[1], states[3]], dim=-1)[:, 12:]  # from the prompt's last token on
+    for row, written in enumerate(spy.features):
+        assert len(written) > 10
+        torch.testing.assert_close(torch.stack(written), expected[row, : len(written)], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba", "mamba2"])
+def test_a_draft_equal_to_its_target_is_always_right(name: str, config: SpeculationConfig) -> None:
+    """Its states must be those behind the text, whichever guesses it has read in between."""
+    model = target(name)
+    out = speculative(model, 3, copy.deepcopy(model), config, max_new_tokens=17)
+    depth = config.num_speculative_tokens
+    assert out.speculation.counts.reached[:1] == out.speculation.counts.offered[:1]
+    assert out.speculation.steps == -(-16 // (1 + depth)), out.speculation
+
+
+# --- Costs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_lazy_commit_runs_no_extra_forward(name: str) -> None:
+    model = target(name)
+    text = plain(model, 3)
+    for wrong in (2, 3, 7):
+        speculator = Oracle(text, wrong)
+        steps = speculative(model, 3, speculator, CHAIN).speculation.steps
+        forwards: list[Any] = []
+        hook = model.register_forward_hook(lambda *_, seen=forwards: seen.append(None))
+        speculative(model, 3, speculator, CHAIN, return_dict_in_generate=False)
+        hook.remove()
+        assert len(forwards) == 1 + steps < 16
+
+
+class Weigher(Oracle):
+    """Count the tensors of given shapes that are alive when guesses are asked for."""
+
+    def __init__(self, text: Tensor, shapes: set[torch.Size]) -> None:
+        super().__init__(text)
+        self.shapes = shapes
+        self.found: list[int] = []
+
+    def drafter(self, request: Request) -> Drafter:
+        drafter, steps = super().drafter(request), iter(range(1000))
+        propose = drafter.propose
+
+        def weighing(news: News, limit: int) -> Proposal:
+            if next(steps) % 12 == 1 and len(news.tokens) == len(self.text):
+                alive = (thing for thing in gc.get_objects() if type(thing) is Tensor)
+                self.found.append(sum(tensor.shape in self.shapes for tensor in alive))
+            return propose(news, limit)
+
+        drafter.propose = weighing  # type: ignore[method-assign]
+        return drafter
+
+
+@pytest.mark.parametrize(("name", "copies"), [("mamba2", 2), ("mamba", 1)])
+def test_states_are_saved_once(name: str, copies: int) -> None:
+    """Lazy commit holds one copy; stepping holds none between two steps; neither gathers any over a long text."""
+    model = target(name)
+    text = plain(model, 3, max_new_tokens=200)
+    cache = new_cache(model)
+    model(torch.ones(3, 5, dtype=torch.long), cache_params=cache)
+    states = list(Live(cache.layers))
+    weigher = Weigher(text, {state.shape for state in states})
+    count = len(states)
+    del cache, states
+    assert torch.equal(speculative(model, 3, weigher, CHAIN, max_new_tokens=200).sequences, text)
+    assert weigher.found == [copies * count] * len(weigher.found)
+    assert len(weigher.found) > 2
+
+
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
+def test_nothing_is_left_on_the_model(name: str, config: SpeculationConfig) -> None:
+    model = build(name)
+    before = plain(model, 3)
+    traces = [sorted(vars(module)) for module in model.modules()]
+    speculative(model, 3, Oracle(before), config)
+    assert torch.equal(plain(model, 3), before)
+    assert [sorted(vars(module)) for module in model.modules()] == traces
+    hooks = [hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    assert not any(hooks)
+
+
+# --- What is refused, and what the self-check catches ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_reason(name: str) -> None:
+    model = target(name)
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        plain(model, speculator="ngram")
+    with pytest.raises(ValueError, match=rf"cannot be a draft.*{REFUSED[name]}"):
+        plain(target("llama"), speculator=model)
+
+
+def test_trees_are_refused_where_states_of_nodes_mix() -> None:
+    model = target("qwen4_exp_text")
+    with pytest.raises(ValueError, match=r"a tree of guesses .* use a chain \(tree=None\)"):
+        speculative(model, 1, "ngram", TREE)
+
+
+def test_a_cache_of_several_rows_cannot_be_handed_back() -> None:
+    model = target("mamba2")
+    text = plain(model, 3)
+    assert speculative(model, 3, Oracle(text), CHAIN).past_key_values is None
+    with pytest.raises(ValueError, match="several rows"):
+        plain(model, 3, speculator="ngram", cache_params=new_cache(model))
+
+
+def states_not_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(States, "settle", lambda self, right: None)
+
+
+def states_saved_too_early(patch: pytest.MonkeyPatch) -> None:
+    settle = States.settle
+    patch.setattr(States, "settle", lambda self, right: settle(self, [True] * len(right)))
+
+
+def nodes_read_behind_one_another(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Branches, "read_behind", lambda self, parents: None)
+
+
+def carried_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
+    commit = LazyRunner.commit
+
+    def forgetful(self: Any, *args: Any, **kwargs: Any) -> None:
+        commit(self, *args, **kwargs)
+        self._carried = [[] for _ in self._carried]
+
+    patch.setattr(LazyRunner, "commit", forgetful)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("mamba2", states_not_restored),
+        ("mamba2", states_saved_too_early),
+        ("mamba2", carried_tokens_forgotten),
+        ("lfm2", states_not_restored),
+        ("jamba", nodes_read_behind_one_another),
+    ],
+)
+def test_planted_mistakes_are_caught(name: str, mistake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(name)
+    mistake(monkeypatch)
+    with pytest.raises(ValueError, match="of guesses differently from single steps"):
+        check_target(model, trees=name in STEPPED)
+
+
+@pytest.mark.parametrize("name", ["jamba", "mamba", "zamba2"])
+def test_a_model_that_misreads_blocks_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not reads_blocks(target(name))
+    monkeypatch.setattr("hf_spec.recurrent.reads_blocks", lambda model: True)
+    with pytest.raises(ValueError, match="a chain of guesses differently from single steps"):
+        check_target(build(name), trees=False)
+
+
+def test_attention_alone_needs_neither() -> None:
+    model = target("llama")
+    assert type(runner_for(model, new_cache(model), one_chain=True)) is TargetRunner
