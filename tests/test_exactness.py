@@ -18,6 +18,7 @@ import pytest
 import torch
 from architectures import CORE, build, names, prompts
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_spec import NgramSpeculator, SpeculationConfig
@@ -33,6 +34,9 @@ TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2,
 # ALiBi that counts slots cannot put two guesses at one distance.
 NO_TREES = ("bloom", "falcon:alibi", "mpt")
 
+# Plain `generate` itself writes other text for a padded row than for the row alone, which is what counts then.
+MISREADS_PADDING = ("git",)
+
 
 class Way(NamedTuple):
     name: str
@@ -40,16 +44,18 @@ class Way(NamedTuple):
     config: SpeculationConfig
 
 
-def ways(model: PreTrainedModel, text: Tensor, seed: int = 0) -> Iterator[Way]:
-    ngram, vanilla = NgramSpeculator(corpus=flawed(text)), noisy_copy(model, seed)
+def ways(model: PreTrainedModel, text: Tensor, seeds: Sequence[int]) -> Iterator[Way]:
+    ngram = NgramSpeculator(corpus=flawed(text))
     yield Way("n-gram chain", ngram, CHAIN)
-    yield Way("vanilla chain", vanilla, CHAIN)
     yield Way("n-gram tree", ngram, TREE)
-    yield Way("vanilla tree", vanilla, TREE)
+    for seed in seeds:
+        vanilla = noisy_copy(model, seed)
+        yield Way("vanilla chain", vanilla, CHAIN)
+        yield Way("vanilla tree", vanilla, TREE)
 
 
 @torch.no_grad()
-def noisy_copy(model: PreTrainedModel, seed: int = 0, noise: float = 0.1) -> PreTrainedModel:
+def noisy_copy(model: PreTrainedModel, seed: int, noise: float = 0.1) -> PreTrainedModel:
     """Copy a model and shake its weights a little."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +76,12 @@ def flawed(text: Tensor) -> list[list[int]]:
 
 
 def plain(model: PreTrainedModel, batch: int) -> Tensor:
-    return model.generate(**prompts(batch, BATCHES[batch]), max_new_tokens=NEW_TOKENS, do_sample=False)
+    inputs = prompts(batch, BATCHES[batch])
+    if model.config.model_type in MISREADS_PADDING:
+        rows = [ids[seen > 0][None] for ids, seen in zip(*inputs.values(), strict=True)]
+        texts = [model.generate(row, max_new_tokens=NEW_TOKENS, do_sample=False)[0] for row in rows]
+        return pad_sequence(texts, batch_first=True, padding_side="left")
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
 def speculative(model: PreTrainedModel, batch: int, way: Way, **changes: Any) -> Any:
@@ -94,7 +105,7 @@ def mistakes(
     """Name the ways and batches whose text is not plain `generate`'s, and the ways whose guesses were no test."""
     texts = {batch: plain(model, batch) for batch in batches}
     found = []
-    for way in (way for seed in seeds for way in ways(model, texts[batches[-1]], seed)):
+    for way in ways(model, texts[batches[-1]], seeds):
         if way.name.split()[-1] not in kinds:
             continue
         accepted = proposed = 0
