@@ -112,7 +112,8 @@ class SpeculativeDecoding:
 
         rows = list(range(len(input_ids)))
         while text.rows:
-            going_on = [i for i, row in enumerate(rows) if row in text.rows]
+            growing = set(text.rows)
+            going_on = [i for i, row in enumerate(rows) if row in growing]
             if len(going_on) < len(rows):
                 index = torch.tensor(going_on, device=input_ids.device)
                 target.keep_rows(index, keep_finished=returns_cache)
