@@ -82,7 +82,7 @@ class Speculator(ABC):
         return ()
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:  # noqa: B027
-        """Raise a ValueError that names cause and cure if this draft cannot serve ``target``, or not as ``config`` asks.
+        """Raise a ValueError with cause and cure if this draft cannot serve ``target``, or not as ``config`` asks.
 
         By default it can.
         """

@@ -20,8 +20,8 @@ from ..configuration import SpeculationConfig
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
 
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
-# (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text. No
-# ancestors: the nodes continue a chain.
+# (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text.
+# No ancestors: the nodes continue a chain.
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
