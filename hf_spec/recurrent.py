@@ -109,7 +109,14 @@ class LazyRunner(RecurrentRunner):
 
         A row with a long carry so guesses less, until a whole block is text and its state is saved. The room is known
         before the guesses are, so that leaving some out changes no law.
+
+        Errors: a ValueError if the proposal is a tree.
         """
+        if not proposal.is_chain:
+            raise ValueError(
+                "the drafter guessed a tree where the configuration promised chains, which a target with recurrent "
+                "states reads differently: set tree=... in the SpeculationConfig, or build chains with Proposal.chain."
+            )
         width = max(2 * limit + 1, 1 + max(map(len, self._carried)))
         room = [width - 1 - len(carried) for carried in self._carried]
         longest = min(max(room), proposal.max_depth)
@@ -159,13 +166,25 @@ class LazyRunner(RecurrentRunner):
 
 
 class StepRunner(RecurrentRunner):
-    """Score trees by letting every recurrent layer read token by token, with a state for each open node."""
+    """Score trees by letting every recurrent layer read token by token, with a state for each open node.
+
+    Errors: a ValueError if several modules keep states in one layer, as in Qwen4-Exp.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
+    ) -> None:
+        super().__init__(model, feature_layers, hidden_states)
+        self._mixers = _mixers(model)
+        if len({index for _, index in self._mixers}) < len(self._mixers):
+            raise ValueError(
+                f"{type(model).__name__} keeps states of several modules in a layer; only chains do not mix them"
+            )
 
     def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
         layers = enumerate(self.slots.cache.layers)
         self._branches = {index: Branches(layer, batch) for index, layer in layers if keeps_state(layer)}
-        self._mixers = [(mixer, self._branches[index]) for mixer, index in _mixers(self.model)]
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``TargetRunner.extend`` does."""
@@ -175,8 +194,8 @@ class StepRunner(RecurrentRunner):
         else:
             parents = _parents(ancestors)
         with contextlib.ExitStack() as stack:
-            for mixer, branches in self._mixers:
-                stack.enter_context(_reading_by_token(mixer, branches, parents))
+            for mixer, index in self._mixers:
+                stack.enter_context(_reading_by_token(mixer, self._branches[index], parents))
             return super().extend(tokens, ancestors)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:

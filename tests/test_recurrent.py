@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 from collections import Counter
@@ -69,7 +70,8 @@ def mistakes(name: str, config: SpeculationConfig) -> Iterator[str]:
     """Name drafts and batches whose text is not plain `generate`'s, and drafts that were always right or wrong."""
     model = target(name)
     texts = {batch: plain(model, batch) for batch in BATCHES}
-    for speculator in (ngram(texts[8]), noisy(model)):
+    draft = noisy(model if name != "qwen4_exp_text" else target("qwen3_next"))
+    for speculator in (ngram(texts[8]), draft):
         counts = Counter[str]()
         for batch, text in texts.items():
             out = speculative(model, batch, speculator, config)
@@ -327,10 +329,25 @@ def test_refusals_name_the_reason(name: str) -> None:
         plain(target("llama"), speculator=model)
 
 
-def test_trees_are_refused_where_states_of_nodes_mix() -> None:
+def test_trees_are_refused_where_states_of_nodes_would_mix() -> None:
     model = target("qwen4_exp_text")
-    with pytest.raises(ValueError, match=r"a tree of guesses .* use a chain \(tree=None\)"):
+    with pytest.raises(ValueError, match=r"several modules in a layer.* use a chain \(tree=None\)"):
         speculative(model, 1, "ngram", TREE)
+    with pytest.raises(ValueError, match="several modules in a layer"):
+        plain(target("llama"), speculator=model)
+
+
+class Liar(Oracle):
+    """Guess trees whatever the configuration says."""
+
+    def drafter(self, request: Request) -> Drafter:
+        return super().drafter(dataclasses.replace(request, config=TREE))
+
+
+def test_trees_of_a_drafter_that_was_asked_for_chains() -> None:
+    model = target("mamba2")
+    with pytest.raises(ValueError, match="a tree where the configuration promised chains"):
+        speculative(model, 3, Liar(plain(model, 3)), CHAIN)
 
 
 def test_a_cache_of_several_rows_cannot_be_handed_back() -> None:

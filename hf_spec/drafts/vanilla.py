@@ -39,8 +39,10 @@ class VanillaSpeculator(Speculator):
             raise ValueError(
                 "the draft is the target itself: every guess would cost as much as a token. Use a smaller model."
             )
-        if (reason := why_unsupported(self.model, new_cache(self.model))) is not None:
+        cache = new_cache(self.model)
+        if (reason := why_unsupported(self.model, cache)) is not None:
             raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
+        runner_for(self.model, cache, one_chain=False)  # has errors of its own
 
     def drafter(self, request: Request) -> VanillaDrafter:
         """Read the prompt with the draft."""
