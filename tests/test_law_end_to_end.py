@@ -1,0 +1,184 @@
+"""Sampled text follows the target's law: whole calls of ``generate`` against an exact enumeration."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, prompts
+from test_verification import TOO_FAR, deviation
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from twins import SHAPES, Oracle, draft, noisy, target
+
+import hf_spec.cache
+import hf_spec.text
+from hf_spec import (
+    Drafter,
+    News,
+    NgramSpeculator,
+    Proposal,
+    Request,
+    SpeculationConfig,
+    Speculator,
+    VanillaSpeculator,
+)
+
+VOCAB = 5
+DEPTH = 4  # tokens whose joint law is checked
+TEXTS = 10_000  # drawn in one call after each of two prompts
+PROMPTS = torch.tensor([[3, 1, 4, 1, 4], [0, 0, 2, 4, 2]])
+MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+WARPERS = {"temperature": 1.5, "top_k": 4, "top_p": 0.95}
+
+
+@functools.cache
+def model() -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    return build("llama", vocab_size=VOCAB, num_key_value_heads=1, seed=4, **sizes)
+
+
+@functools.cache
+def guesser() -> PreTrainedModel:
+    return noisy(model(), noise=0.2)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_spec.cache, "GROWTH", 8)
+    monkeypatch.setattr(hf_spec.text, "GROWTH", 8)
+
+
+@functools.cache
+def law() -> Tensor:
+    """Enumerate the law of the first tokens after both prompts: (prompts, token, ..., token)."""
+    warpers = LogitsProcessorList(
+        [
+            TemperatureLogitsWarper(WARPERS["temperature"]),
+            TopKLogitsWarper(int(WARPERS["top_k"])),
+            TopPLogitsWarper(WARPERS["top_p"]),
+        ]
+    )
+    joint = torch.ones(2, 1, dtype=torch.double)
+    for depth in range(DEPTH):
+        texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=depth)), dtype=torch.long)
+        ids = torch.cat([PROMPTS.repeat_interleave(len(texts), 0), texts.repeat(2, 1)], dim=1)
+        mask = torch.cat([MASK.repeat_interleave(len(texts), 0), torch.ones_like(texts).repeat(2, 1)], dim=1)
+        with torch.no_grad():
+            position = (mask.cumsum(1) - 1).clamp(min=0)
+            logits = model()(input_ids=ids, attention_mask=mask, position_ids=position).logits[:, -1]
+        p = warpers(ids, logits).double().softmax(-1).view(2, -1, VOCAB)
+        joint = (joint[:, :, None] * p).flatten(1)
+    return joint / 2
+
+
+def sample(speculator: Any, config: SpeculationConfig, seed: int = 0, **options: Any) -> Tensor:
+    """Draw texts after both prompts and number them: (texts,)."""
+    torch.manual_seed(seed)
+    inputs = {"input_ids": PROMPTS, "attention_mask": MASK, "speculator": speculator, "speculation_config": config}
+    options |= {"do_sample": True, "max_new_tokens": DEPTH + 1, **WARPERS}
+    few = model().generate(**inputs, **options, num_return_sequences=9, return_dict_in_generate=True)
+    assert few.speculation.accepted, "nothing to verify"
+    texts = model().generate(**inputs, **options, num_return_sequences=TEXTS)
+    number = torch.arange(2).repeat_interleave(TEXTS)
+    for token in texts[:, 5 : 5 + DEPTH].unbind(1):
+        number = VOCAB * number + token
+    return number
+
+
+PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+VANILLA = {
+    "chain, block": SpeculationConfig(num_speculative_tokens=3, verification="block"),
+    "chain, token": SpeculationConfig(num_speculative_tokens=3, verification="token"),
+    "chain that stops when in doubt": SpeculationConfig(num_speculative_tokens=3, min_confidence=0.4),
+    "chain of best guesses": SpeculationConfig(num_speculative_tokens=3, draft_sampling=False),
+    "drawn tree, block": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=6),
+    "drawn tree, token": SpeculationConfig(
+        num_speculative_tokens=3, tree="sampled", tree_top_k=3, tree_nodes=7, verification="token"
+    ),
+    "drawn static tree": SpeculationConfig(tree=PATHS),
+    "static tree of best guesses": SpeculationConfig(tree=PATHS, draft_sampling=False),
+    "dynamic tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=5),
+}
+NGRAM = {
+    "chain": SpeculationConfig(num_speculative_tokens=3),
+    "tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=3, tree_nodes=6),
+}
+
+
+@pytest.mark.parametrize("case", VANILLA)
+def test_vanilla(case: str) -> None:
+    assert deviation(sample(guesser(), VANILLA[case]), law()) < TOO_FAR
+
+
+def test_many_rounds() -> None:
+    found = [sample(guesser(), VANILLA["chain, block"], seed) for seed in range(6)]
+    assert deviation(torch.cat(found), law()) < TOO_FAR
+
+
+@pytest.mark.parametrize("case", NGRAM)
+def test_ngram(case: str) -> None:
+    speculator = NgramSpeculator(max_ngram=2, corpus=[[4, 2, 4, 1, 3, 4, 2, 2, 0, 1, 1, 3]])
+    assert deviation(sample(speculator, NGRAM[case]), law()) < TOO_FAR
+
+
+class Lying(Speculator):
+    """Guess the best token and claim to have drawn it."""
+
+    def drafter(self, request: Request) -> Drafter:
+        drafter = VanillaSpeculator(guesser()).drafter(request)
+        propose = drafter.propose
+
+        def lie(news: News, limit: int) -> Proposal:
+            proposal = propose(news, limit)
+            if proposal.q is None:
+                return proposal
+            tokens = proposal.tokens.clone()
+            tokens[:, 1:] = proposal.q.argmax(-1)
+            return replace(proposal, tokens=tokens)
+
+        drafter.propose = lie  # type: ignore[method-assign]
+        return drafter
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_lie_is_found_out(rule: Any) -> None:
+    config = SpeculationConfig(num_speculative_tokens=1, verification=rule)
+    assert deviation(sample(Lying(), config), law()) > 3 * TOO_FAR
+
+
+def test_another_law_is_found_out() -> None:
+    """A slightly different law: the test is sharp enough to tell."""
+    assert deviation(sample(guesser(), VANILLA["chain, block"], repetition_penalty=1.15), law()) > TOO_FAR
+
+
+# --- The same text from the same seed --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3, "top_p": 0.9}])
+def test_exact_verification_repeats_plain_sampling(options: dict[str, Any], batch: int, shape: str) -> None:
+    inputs, config = prompts(batch), replace(SHAPES[shape], verification="exact")
+
+    def generate(seed: int, **ours: Any) -> Tensor:
+        torch.manual_seed(seed)
+        ends = {"eos_token_id": [40, 41, 42, 43], "pad_token_id": 0}
+        return target().generate(**inputs, **ends, do_sample=True, max_new_tokens=20, **options, **ours)
+
+    plain = generate(7)
+    assert not torch.equal(generate(8), plain)
+    for speculator in (draft(), Oracle(plain, wrong=5)):
+        assert torch.equal(generate(7, speculator=speculator, speculation_config=config), plain)
+        custom = {"logits_processor": [lambda ids, scores: scores], "speculation_config": SHAPES[shape]}
+        assert torch.equal(generate(7, speculator=speculator, **custom), plain), "lockstep draws as plain generate"
