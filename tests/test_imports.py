@@ -14,11 +14,20 @@ PACKAGE = Path(__file__).parents[1] / "hf_spec"
 # A module may import from its own layer and from those above it in this list. A name stands for its submodules too.
 LAYERS = [
     ("proposal", "cache", "metrics", "configuration"),
-    ("verification", "logits", "stopping", "slots", "target", "recurrent", "drafts.base")
-    + ("drafts.trees", "drafts.feedback", "drafts.modeling"),
+    (
+        "verification",
+        "logits",
+        "stopping",
+        "slots",
+        "target",
+        "recurrent",
+        "drafts.base",
+        "drafts.trees",
+        "drafts.feedback",
+        "drafts.modeling",
+    ),
     ("drafts",),
-    ("choice", "record", "selfcheck", "support", "text", "generation", "checkpoints", "conversion")
-    + ("speculators",),
+    ("choice", "record", "selfcheck", "support", "text", "generation", "checkpoints", "conversion", "speculators"),
     ("integration", "training", "hub", "bench", "cli", "__main__", "demo"),
 ]
 # The only ones of the loop's layer that know which drafts exist.

@@ -254,6 +254,11 @@ class Failing:
         raise AssertionError("the stream of a failed call was closed")
 
 
+def count_hooks(model: Any) -> int:
+    """transformers leaves hooks of its own behind when hidden states are asked for."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("at", [1, 2, 5])
 @pytest.mark.parametrize("where", ["processor", "streamer", "criterion", "target", "draft"])
@@ -262,6 +267,7 @@ def test_the_call_after_a_failure(where: str, at: int, shape: str) -> None:
     options: dict[str, Any] = {"speculator": draft(), "speculation_config": SHAPES[shape]}
     assert torch.equal(generate(inputs, options), text("ragged"))
     before = {name: set(vars(model)) for name, model in (("target", target()), ("draft", draft()))}
+    hooks = {name: count_hooks(model) for name, model in (("target", target()), ("draft", draft()))}
     extra: dict[str, Any] = {
         "processor": {"logits_processor": [failing]},
         "streamer": {"streamer": failing},
@@ -278,7 +284,7 @@ def test_the_call_after_a_failure(where: str, at: int, shape: str) -> None:
     assert torch.equal(generate(inputs, {}), text("ragged"))
     for name, model in (("target", target()), ("draft", draft())):
         assert set(vars(model)) == before[name]
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        assert hooks[name] == count_hooks(model)
 
 
 def test_an_abandoned_streamer() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from architectures import build
 from golden import tiny_target
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
@@ -15,6 +19,7 @@ import hf_spec
 from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
+from hf_spec.training.teacher import Reader
 
 STEPS = 3
 
@@ -330,3 +335,88 @@ def test_a_draft_needs_its_target(tmp_path: Path) -> None:
         DraftTrainer(eagle3(target), tiny_target(vocab_size=100), arguments(tmp_path))
     with pytest.raises(ValueError, match="pass token_counts"):
         new_draft(Eagle3SpeculatorConfig.for_target(target.config, draft_vocab_size=40), target)
+
+
+# -- the target -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere", "granite", "gpt2", "mixtral", "opt"])
+@torch.no_grad()
+def test_a_reader_gives_features_and_laws_of_the_model(kind: str) -> None:
+    model = build(kind, seed=0)
+    ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(1))
+    layers = model.config.get_text_config().num_hidden_layers
+    reader = Reader(model, (1, layers, -1))
+    features, hidden = reader.read(ids)
+    expected = model(ids, output_hidden_states=True)
+    size = hidden.shape[-1]
+    assert features is not None
+    torch.testing.assert_close(features[..., :size], expected.hidden_states[1])
+    torch.testing.assert_close(features[..., -size:], expected.hidden_states[-1])
+    for rows in (hidden[0], hidden[1, 4:6]):
+        want = expected.logits[0] if len(rows) == 9 else expected.logits[1, 4:6]
+        torch.testing.assert_close(reader.logits(rows), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(ids).logits, expected.logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "mixtral"])
+@torch.no_grad()
+def test_packed_documents_are_read_apart(kind: str) -> None:
+    model = build(kind, seed=0)
+    ids = torch.randint(5, 60, (1, 12), generator=torch.Generator().manual_seed(1))
+    _, packed = Reader(model).read(ids, torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3]))
+    for part in (slice(0, 5), slice(5, 9)):
+        torch.testing.assert_close(packed[:, part], Reader(model).read(ids[:, part])[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_a_model_that_cannot_keep_documents_apart_is_refused(kind: str) -> None:
+    ids = torch.arange(5, 11)[None]
+    with pytest.raises(ValueError, match="packing=False"):
+        Reader(build(kind, seed=0)).read(ids, torch.tensor([[0, 0, 0, 1, 1, 1]]))
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+WORKER = """
+import json, sys
+sys.path[:0] = {paths!r}
+import torch
+torch.set_num_threads(1)
+from test_trainer import arguments, eagle3, losses, sharp_target, text
+from hf_spec.training import DraftTrainer
+target = sharp_target()
+args = arguments({folder!r}, per_device_train_batch_size=1, max_steps=3)
+rows = text(2) + text(2, 10, seed=3)
+trainer = DraftTrainer(eagle3(target, 40), target, args, train_dataset=rows, eval_dataset=text(3, seed=8))
+trainer.train()
+metrics = trainer.evaluate()
+if trainer.is_world_process_zero():
+    json.dump([losses(trainer), metrics], open({output!r}, "w"))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
+    target, output = sharp_target(), tmp_path / "found.json"
+    script, paths = tmp_path / "worker.py", [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script.write_text(WORKER.format(paths=paths, folder=str(tmp_path), output=str(output)))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        str(script),
+    ]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    found, metrics = json.loads(output.read_text())
+    args = arguments(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3)
+    rows = text(2) + text(2, 10, seed=3)
+    one = DraftTrainer(eagle3(target, 40), target, args, train_dataset=rows, eval_dataset=text(3, seed=8))
+    one.train()
+    assert found == pytest.approx(losses(one), rel=1e-4)
+    alone = one.evaluate()
+    assert metrics["eval_acceptance_length"] == pytest.approx(alone["eval_acceptance_length"])

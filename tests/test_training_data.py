@@ -10,10 +10,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from golden import tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_spec.training import DraftCollator, count_tokens, most_frequent, prepare_dataset
+from hf_spec.training import DraftCollator, count_tokens, most_frequent, prepare_dataset, regenerate
 from hf_spec.training.evaluation import prompts_of
 
 PLAIN = (
@@ -28,7 +29,8 @@ MARKED = (
 # Like templates of reasoning models: what was thought is shown in the last answer only.
 THINKING = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and not loop.last %}"
-    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %} <end>\n{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %} <end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
 CHAT = [
     {"role": "user", "content": "one two"},
@@ -172,3 +174,26 @@ def test_counts_are_of_answers(tmp_path: Path) -> None:
     assert counts.sum() == sum(sum(row["loss_mask"]) for row in rows)
     assert counts[tokenizer().convert_tokens_to_ids("one")] == 0
     assert torch.equal(counts, count_tokens(list(rows), len(tokenizer())))
+
+
+def test_the_target_answers_anew_and_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    target, words = tiny_target(vocab_size=len(tokenizer())), tokenizer()
+    conversations = [CHAT, CHAT[:2], [{"role": "user", "content": "nine"}, *CHAT[1:]]]
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False}
+    whole = regenerate(conversations, target, words, tmp_path / "whole.jsonl", batch_size=3, **options)
+    rows = [json.loads(line)["messages"] for line in whole.read_text().splitlines()]
+    assert [len(row) for row in rows] == [4, 2, 4]
+    assert rows[0][0] == CHAT[0] and rows[0][2] == CHAT[2]
+    prompt = words(words.apply_chat_template(rows[0][:3], tokenize=False, add_generation_prompt=True))
+    out = target.generate(torch.tensor([prompt["input_ids"]]), max_new_tokens=4, do_sample=False)
+    assert rows[0][3] == {
+        "role": "assistant",
+        "content": words.decode(out[0, len(prompt["input_ids"]) :], skip_special_tokens=True).strip(),
+    }
+    broken = tmp_path / "broken.jsonl"
+    lines = whole.read_text().splitlines(keepends=True)
+    broken.write_text(lines[0] + lines[1][:9])
+    regenerate(conversations, target, words, broken, batch_size=1, **options)
+    assert broken.read_text() == whole.read_text()
+    with pytest.raises(ValueError, match="no chat template"):
+        regenerate(conversations, target, tokenizer(None), tmp_path / "none.jsonl")

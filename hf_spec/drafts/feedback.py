@@ -1,4 +1,4 @@
-"""Guess with a draft that is fed its own output: the drafter of EAGLE-like models.
+"""Guess with a draft that is fed its own output: the drafter of EAGLE-like models and of MTP layers.
 
 What became text is read in one pass, each token beside the target's features of the position before it; every further
 depth is one step in which a node reads its own token beside the hidden state of its parent::
@@ -7,11 +7,19 @@ depth is one step in which a node reads its own token beside the hidden state of
               └── text, features g ──┘ └─ open forest, own h ─┘    (g: target's features, h: draft's hidden states)
 
 The forest is forgotten when the target has spoken, because its nodes were read beside guesses of features.
+
+A draft may have several *readers*, layers of its own for the first depths (DeepSeek-V3 with two MTP layers, arXiv
+2412.19437, section 2.2). Reader k stands beside what reader k - 1 made of the token before, and gives the law of depth
+k + 1; the last one is fed its own output from there on::
+
+    reader 0   x1|g0  x2|g1  x3|g2 │                     law behind the root x3: a
+    reader 1          x2|h1  x3|h2 │ a|h3                law behind a: b           (h: reader 0, i: reader 1)
+                                     b|ia  c|ib ...      laws behind b, c, ...
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,73 +31,76 @@ from .base import Drafter, News, Request
 from .trees import grow
 
 if TYPE_CHECKING:
-    from .modeling import DraftModel, DraftOutput
+    from .modeling import DraftOutput
 
 
 class FeedbackDrafter(Drafter):
-    """Keep the draft's slots of one call, one pair of token and features per slot."""
+    """Keep what the readers of a draft have read in one call.
 
-    def __init__(self, draft: DraftModel, request: Request) -> None:
+    ``draft`` is a ``DraftModel`` or has its ``forward``, ``layer_config``, ``device``, ``dtype``, ``num_readers`` and
+    ``over_target``. With several readers ``forward`` takes the number of one as ``reader``.
+    """
+
+    def __init__(self, draft: Any, request: Request) -> None:
         self._draft = draft
         self._request = request
         self._device = draft.device
-        self._hidden: Tensor  # (batch, 1 + open nodes, hidden): behind the root, then of each open node
-        cache = DynamicCache(config=draft.config.layers)
-        mask = self._read_prompt(cache)  # (batch, pairs)
-        self._slots = Slots(cache, len(request.input_ids), self._device, None if bool(mask.all()) else mask)
-        self._first_position = mask.sum(1, keepdim=True)  # (batch, 1), of the first pair behind the prompt
+        self._readers = [_Reader(draft, number) for number in range(draft.num_readers)]
+        self._hidden: list[Tensor] = []  # per reader (batch, 1 + open nodes, hidden): behind the root, then each node
+        self._depth = 0  # of the nodes that were read last
+        self._read_prompt()
 
-    def _read_prompt(self, cache: DynamicCache) -> Tensor:
-        """Read the pairs that lie in the prompt and return their mask (batch, pairs)."""
+    def _read_prompt(self) -> None:
+        """Read the pairs that lie in the prompt."""
         request = self._request
         assert request.features is not None  # every draft of this kind names its feature layers
         # The target may have read more than these tokens (embeddings) or less (a cache handed in).
         pairs = max(0, min(request.input_ids.shape[1], request.features.shape[1]) - 1)
         first = request.input_ids.shape[1] - pairs
+        tokens = request.input_ids[:, first:].to(self._device)
         mask = request.attention_mask[:, first - 1 : first - 1 + pairs].to(self._device)
-        if pairs:
-            self._draft(
-                request.input_ids[:, first:].to(self._device),
-                features=self._own(request.features[:, -pairs - 1 : -1]),
-                position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                attention_mask=None if bool(mask.all()) else mask,
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-        return mask
+        beside = {"features": self._own(request.features[:, -pairs - 1 : -1])}
+        for reader in self._readers:
+            hidden = reader.read_prompt(tokens, mask, **beside)
+            self._hidden.append(hidden[:, -1:])
+            # Of the next reader's pairs the first has no token before it that was read.
+            tokens, mask, beside = tokens[:, 1:], mask[:, :-1], {"hidden_states": hidden[:, :-1]}
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Read what became text beside the target's features, then grow a proposal."""
         assert news.features is not None
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
-        self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)  # forget the last forest
-        logits, hidden = self._run(tokens, None, features=self._own(news.features))
-        self._slots.commit(tokens, counts.tolist(), in_place=True)
         last = counts[:, None] - 1
-        self._hidden = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        beside = {"features": self._own(news.features)}
+        laws = []
+        for number, reader in enumerate(self._readers):
+            logits, hidden = reader.read(tokens, counts.tolist(), **beside)
+            laws.append(logits.gather(1, last[:, :, None].expand(-1, -1, logits.shape[-1])))
+            before = torch.cat([self._hidden[number][:, :1], hidden[:, :-1]], dim=1)
+            beside = {"hidden_states": before}
+            self._hidden[number] = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        self._depth = 0
         root = tokens.gather(1, last)[:, 0]
-        law = self._law(logits.gather(1, last[:, :, None].expand(-1, -1, logits.shape[-1])))[:, 0]
+        law = self._law(laws[0])[:, 0]
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        index = (parents + 1)[:, :, None].expand(-1, -1, self._hidden.shape[-1])
-        logits, hidden = self._run(tokens, ancestors, hidden_states=self._hidden.gather(1, index))
-        self._hidden = torch.cat([self._hidden, hidden], dim=1)
-        return self._law(logits)
-
-    def _run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
-        """Take one step of the draft: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden)."""
-        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.config.layers) as block:
-            output: DraftOutput = self._draft(
-                tokens,
-                position_ids=self._first_position + self._slots.advance(block),
-                attention_mask=self._slots.mask(block),
-                past_key_values=self._slots.cache,
-                **beside,
-            )
-        assert output.logits is not None and output.hidden_states is not None
-        return output.logits, output.hidden_states
+        self._depth += 1
+        last = len(self._readers) - 1
+        first = min(self._depth, last)
+        index = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])
+        fed = self._hidden[self._depth - 1 if self._depth <= last else last]
+        law: Tensor | None = None
+        for number in range(first, last + 1):
+            logits, hidden = self._readers[number].run(tokens, ancestors, hidden_states=fed.gather(1, index))
+            law = self._law(logits) if law is None else law
+            fed = self._hidden[number]
+            self._hidden[number] = torch.cat([fed, hidden], dim=1)
+        for number in range(first):  # never asked again, but the nodes keep their numbers
+            self._hidden[number] = torch.cat([self._hidden[number], hidden], dim=1)
+        assert law is not None
+        return law
 
     def _law(self, logits: Tensor) -> Tensor:
         """Turn logits over the draft vocabulary into the log-law of guesses over the target's."""
@@ -102,5 +113,63 @@ class FeedbackDrafter(Drafter):
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         rows = rows.to(self._device)
+        self._hidden = [hidden.index_select(0, rows) for hidden in self._hidden]
+        for reader in self._readers:
+            reader.keep_rows(rows)
+
+
+class _Reader:
+    """Keep the slots of one reader, one pair of token and hidden state per slot."""
+
+    def __init__(self, draft: Any, number: int) -> None:
+        self._draft = draft
+        self._which = {"reader": number} if draft.num_readers > 1 else {}
+        self._slots: Slots
+        self._first_position: Tensor  # (batch, 1), of the first pair behind the prompt
+
+    def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
+        """Read pairs, padded where ``mask`` (batch, pairs) is 0, and return hidden states (batch, pairs, hidden).
+
+        Without any pair they are zeros, (batch, 1, hidden).
+        """
+        cache = DynamicCache(config=self._draft.layer_config)
+        hidden = torch.zeros(
+            (len(tokens), 1, self._draft.layer_config.hidden_size), dtype=self._draft.dtype, device=tokens.device
+        )
+        padding = None if bool(mask.all()) else mask
+        if tokens.shape[1]:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            given = {"position_ids": positions, "attention_mask": padding, "past_key_values": cache}
+            output: DraftOutput = self._draft(tokens, **given, logits_to_keep=1, **self._which, **beside)
+            assert output.hidden_states is not None
+            hidden = output.hidden_states
+        self._slots = Slots(cache, len(tokens), tokens.device, padding)
+        self._first_position = mask.sum(1, keepdim=True)
+        return hidden
+
+    def read(self, tokens: Tensor, counts: list[int], **beside: Tensor) -> tuple[Tensor, Tensor]:
+        """Forget the last forest and read what became text, ``counts[b]`` of ``tokens`` (batch, m)."""
+        self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
+        logits, hidden = self.run(tokens, None, **beside)
+        self._slots.commit(tokens, counts, in_place=True)
+        return logits, hidden
+
+    def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden)."""
+        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config) as block:
+            output: DraftOutput = self._draft(
+                tokens,
+                position_ids=self._first_position + self._slots.advance(block),
+                attention_mask=self._slots.mask(block),
+                past_key_values=self._slots.cache,
+                **self._which,
+                **beside,
+            )
+        assert output.logits is not None
+        assert output.hidden_states is not None
+        return output.logits, output.hidden_states
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
         self._slots.keep_rows(rows)
         self._first_position = self._first_position.index_select(0, rows)

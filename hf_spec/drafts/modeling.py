@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
@@ -54,6 +54,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012
 
+    num_readers = 1  # see FeedbackDrafter
     layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
@@ -70,6 +71,11 @@ class DraftModel(PreTrainedModel, Speculator):
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.arange(vocabulary) < draft_vocab_size if reduced else None)
         self._lent: dict[str, Tensor | None] = {}  # a dict, because nn.Module would register them
+
+    @property
+    def layer_config(self) -> PreTrainedConfig:
+        """Return the config that the decoder layers, their masks and their cache are made from."""
+        return cast(PreTrainedConfig, self.config.layers)
 
     def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
         """Add what the decoder layers stand between."""

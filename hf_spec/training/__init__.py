@@ -5,6 +5,7 @@ from __future__ import annotations
 from .arguments import DraftTrainingArguments
 from .data import DraftCollator, prepare_dataset
 from .evaluation import measure
+from .regenerate import regenerate
 from .trainer import DraftTrainer
 from .unrolling import unroll
 from .vocabulary import count_tokens, most_frequent, new_draft
@@ -18,5 +19,6 @@ __all__ = [
     "most_frequent",
     "new_draft",
     "prepare_dataset",
+    "regenerate",
     "unroll",
 ]

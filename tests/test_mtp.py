@@ -1,0 +1,127 @@
+"""The target's own multi-token-prediction layers, against transformers' and vLLM's numbers for tiny checkpoints."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import hf_spec
+from hf_spec import News, Request, SpeculationConfig, TargetMtp
+from hf_spec.drafts.feedback import FeedbackDrafter
+
+GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
+CASES = {"mtp_deepseek_v3_small": "recycled_postnorm", "mtp_glm4_moe_small": "recycled_prenorm"}
+
+
+@functools.cache
+def golden(case: str) -> tuple[Any, TargetMtp, dict[str, Tensor]]:
+    target = AutoModelForCausalLM.from_pretrained(GOLDENS / case / "checkpoint", dtype=torch.float32).eval()
+    return target, TargetMtp.of(target), load_file(GOLDENS / case / "io.safetensors")
+
+
+class FirstLayer:
+    """The first of several layers, fed its own output from the second guess on."""
+
+    num_readers = 1
+
+    def __init__(self, draft: TargetMtp) -> None:
+        self._draft = draft
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._draft, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._draft(*args, **kwargs)
+
+
+def draft_once(case: str, draft: Any, guesses: int) -> tuple[list[int], Tensor]:
+    """Guess behind the case's whole text; also return the logits behind the root and each guess that was read."""
+    target, _, io = golden(case)
+    hidden, ids = io["last_hidden"][None], io["input_ids"][None]
+    length, seen = hidden.shape[1], []
+
+    def law(logits: Tensor) -> Tensor:
+        seen.append(logits[:, -1])
+        return logits.log_softmax(-1)
+
+    config = SpeculationConfig(num_speculative_tokens=guesses)
+    mask = torch.ones(1, length, dtype=torch.long)
+    request = Request(target, ids[:, :length], mask, hidden, config, law, sample=False)
+    news = News(ids[:, length : length + 1], torch.tensor([1]), hidden[:, -1:])
+    with torch.no_grad():
+        proposal = FeedbackDrafter(draft, request).propose(news, guesses)
+    return proposal.tokens[0, 1:].tolist(), torch.cat(seen)
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_layer_gives_the_hosts_logits(case: str) -> None:
+    _, draft, io = golden(case)
+    ids, hidden = io["input_ids"][None], io["last_hidden"][None]
+    length = hidden.shape[1]
+    output = draft(ids[:, 1 : length + 1], features=hidden, position_ids=torch.arange(length)[None])
+    torch.testing.assert_close(output.logits[0], io["mtp_logits"][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("case", "feedback"), CASES.items())
+def test_one_layer_fed_its_own_output_guesses_as_vllm_does(case: str, feedback: str) -> None:
+    _, draft, io = golden(case)
+    tokens, logits = draft_once(case, FirstLayer(draft), len(io[f"{feedback}/tokens"]))
+    assert tokens == io[f"{feedback}/tokens"].tolist()
+    torch.testing.assert_close(logits, io[f"{feedback}/logits"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_layers_guess_as_the_host_does(case: str) -> None:
+    _, draft, io = golden(case)
+    tokens, logits = draft_once(case, draft, len(io["draft_tokens"]))
+    assert tokens == io["draft_tokens"].tolist()
+    torch.testing.assert_close(logits, io["draft_logits"], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("guesses", [1, 2, 4])
+@pytest.mark.parametrize("tree", [None, "dynamic"])
+def test_same_text_as_plain_generate(case: str, guesses: int, tree: Any) -> None:
+    target, draft, io = golden(case)
+    prompt = io["input_ids"][None, :9].repeat(3, 1)
+    mask = torch.ones_like(prompt)
+    mask[1, :3], mask[2, :6] = 0, 0
+    config = SpeculationConfig(num_speculative_tokens=guesses, tree=tree, tree_top_k=3, tree_nodes=8)
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for rows in (slice(0, 1), slice(0, 3)):
+        inputs = {"input_ids": prompt[rows], "attention_mask": mask[rows]}
+        plain = target.generate(**inputs, **options)
+        out = target.generate(
+            **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.accepted > 0
+        assert max(len(row.offered) for row in out.speculation.per_row) == guesses
+
+
+def test_the_word_mtp_reads_the_layers_of_the_checkpoint() -> None:
+    target, draft, _ = golden("mtp_glm4_moe_small")
+    found = hf_spec.as_speculator("mtp", target)
+    assert isinstance(found, TargetMtp)
+    for name, weight in draft.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight)
+
+
+def test_a_target_without_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"no multi-token-prediction layers.*'ngram'"):
+        hf_spec.as_speculator("mtp", build("llama"))
+
+
+def test_layers_of_another_target_are_refused() -> None:
+    _, draft, _ = golden("mtp_glm4_moe_small")
+    with pytest.raises(ValueError, match="another target"):
+        draft.check(build("llama"))
