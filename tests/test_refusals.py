@@ -174,7 +174,7 @@ def test_a_draft_for_another_target_is_no_default() -> None:
 # --- Values of the keywords ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [3, True, object(), nn.Linear(2, 2), ["ngram"]], ids=repr)
+@pytest.mark.parametrize("value", [3, True, object(), nn.Linear(2, 2), ["ngram"]], ids=lambda value: type(value).__name__)
 def test_what_is_no_speculator(value: Any) -> None:
     refuse("speculator must be", "AutoModel.from_pretrained", error=TypeError, speculator=value)
 
@@ -192,7 +192,7 @@ def test_number_of_tokens(count: Any) -> None:
     refuse("num_speculative_tokens", "at least 1", num_speculative_tokens=count)
 
 
-@pytest.mark.parametrize("config", [{"tree": "dynamic"}, "dynamic", 4, SpeculationConfig], ids=repr)
+@pytest.mark.parametrize("config", [{"tree": "dynamic"}, "dynamic", 4, SpeculationConfig], ids=lambda value: type(value).__name__)
 def test_what_is_no_configuration(config: Any) -> None:
     refuse("speculation_config", "SpeculationConfig", error=TypeError, speculation_config=config)
 
