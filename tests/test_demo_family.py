@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+import hf_spec
 from hf_spec import demo
 
 _notice, *STORIES = (
     (Path(__file__).parent / "fixtures" / "stories_excerpt.txt").read_text(encoding="utf-8").strip().split("\n----\n")
 )
+LANGUAGE_MODELS = ("target", "draft-vanilla")
 CHAT = [
     {"role": "user", "content": "Tell me a story about a cat."},
     {"role": "assistant", "content": "Once upon a time, there was a cat."},
@@ -30,7 +32,9 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def models():
     torch.set_num_threads(1)
-    return {name: AutoModelForCausalLM.from_pretrained(demo.path(name), dtype=torch.float32) for name in demo.MODELS}
+    return {
+        name: AutoModelForCausalLM.from_pretrained(demo.path(name), dtype=torch.float32) for name in LANGUAGE_MODELS
+    }
 
 
 @torch.no_grad()
@@ -51,17 +55,17 @@ def test_unknown_name_is_refused_with_the_names_that_exist():
 
 def test_family_is_small():
     files = [file for name in demo.MODELS for file in demo.path(name).iterdir()]
-    assert sum(file.stat().st_size for file in files) < 6_000_000
+    assert sum(file.stat().st_size for file in files) < 10_000_000
 
 
-@pytest.mark.parametrize("name", demo.MODELS)
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_weights_are_tied_bfloat16(name):
     model = AutoModelForCausalLM.from_pretrained(demo.path(name), dtype="auto")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("name", demo.MODELS)
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_ids_of_tokenizer_config_and_generation_config_agree(models, name):
     tokenizer, model = AutoTokenizer.from_pretrained(demo.path(name)), models[name]
     assert len(tokenizer) == model.config.vocab_size
@@ -72,7 +76,7 @@ def test_ids_of_tokenizer_config_and_generation_config_agree(models, name):
 
 
 def test_both_models_have_one_tokenizer():
-    target, draft = ((demo.path(name) / "tokenizer.json").read_bytes() for name in demo.MODELS)
+    target, draft = ((demo.path(name) / "tokenizer.json").read_bytes() for name in LANGUAGE_MODELS)
     assert target == draft
 
 
@@ -122,7 +126,21 @@ def test_loss_on_unseen_stories(models, tokenizer, name, bound):
 def test_draft_agrees_with_target_far_more_often_than_another_model_would(models, tokenizer):
     ids = tokenizer(STORIES[0], return_tensors="pt").input_ids
     with torch.no_grad():
-        target, draft = (models[name](input_ids=ids).logits[0].argmax(-1) for name in demo.MODELS)
+        target, draft = (models[name](input_ids=ids).logits[0].argmax(-1) for name in LANGUAGE_MODELS)
     agreement = (target == draft).float().mean()
     shuffled = (target == draft.roll(1)).float().mean()  # negative control
     assert agreement > 0.4 > 0.2 > shuffled
+
+
+def test_eagle3_draft_guesses_stories(models, tokenizer):
+    draft = AutoModel.from_pretrained(demo.path("draft-eagle3"), dtype=torch.float32)
+    inputs = tokenizer(["Once upon a time, there was a little dog", "One day, Tom"], return_tensors="pt", padding=True)
+    options = {"max_new_tokens": 48, "do_sample": False}
+    plain = models["target"].generate(**inputs, **options)
+    for tree in (None, "dynamic"):
+        config = hf_spec.SpeculationConfig(num_speculative_tokens=4, tree=tree, tree_top_k=4, tree_nodes=12)
+        out = models["target"].generate(
+            **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.mean_accepted_length > 1.5
