@@ -48,7 +48,7 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
 
 def refuse_cache(implementation: str | None) -> None:
     """Raise a ValueError unless ``cache_implementation`` leaves the cache as it is by default."""
-    if implementation not in (None, "dynamic"):
+    if implementation not in (None, "dynamic", "hybrid"):  # the last one stands in old files and means the default
         raise _refusal(
             f"cache_implementation={implementation!r}: only the dynamic cache can take rejected guesses back; leave "
             "cache_implementation unset"

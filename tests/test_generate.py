@@ -13,7 +13,7 @@ import torch
 from architectures import prompts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, pipeline
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, pipeline
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, tokenizer
 
@@ -264,6 +264,40 @@ def test_inputs_embeds(model: PreTrainedModel, kind: str, ids: str) -> None:
     assert torch.equal(greedy(model, embeds, speculator=speculator), plain)
 
 
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
+def test_a_processor_and_a_prompt_without_ids(model: PreTrainedModel) -> None:
+    embeds = {"inputs_embeds": model.get_input_embeddings()(prompts(2, (13,))["input_ids"]).detach()}
+    for shape in SHAPES.values():
+        out = greedy(model, embeds, repetition_penalty=1.3, speculator=draft(), speculation_config=shape)
+        assert torch.equal(out, greedy(model, embeds, repetition_penalty=1.3))
+
+
+def test_positions_of_the_caller(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    moved = inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0) * 2}
+    plain = greedy(model, moved)
+    assert not torch.equal(plain, greedy(model, inputs))
+    for shape in SHAPES.values():
+        assert torch.equal(greedy(model, moved, speculator=draft(), speculation_config=shape), plain)
+
+
+def test_inference_mode(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    plain = greedy(model, inputs)
+    with torch.inference_mode():
+        out = greedy(model, inputs, speculator=draft(), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    more = next_turn(out, inputs, [33] * 3)
+    out = greedy(model, more, speculator=draft(), past_key_values=out.past_key_values)
+    assert torch.equal(out, greedy(model, more)), "its cache is of no use outside"
+
+
+def test_cache_implementation_of_old_files() -> None:
+    model = noisy(target("gemma2"), 0.0)
+    model.generation_config.cache_implementation = "hybrid"
+    assert torch.equal(greedy(model, prompts(3), speculator="ngram"), greedy(target("gemma2"), prompts(3)))
+
+
 def test_inputs_without_a_mask_or_at_all(model: PreTrainedModel) -> None:
     ids = prompts(3, (7,))["input_ids"]
     assert torch.equal(greedy(model, {"inputs": ids}, speculator=draft()), greedy(model, {"inputs": ids}))
@@ -383,6 +417,18 @@ def test_a_cache_that_was_handed_in_holds_the_text(model: PreTrainedModel) -> No
     assert cache.get_seq_length() == more.shape[1] - 1
     longer = {"input_ids": more, "attention_mask": torch.ones_like(more)}
     assert torch.equal(greedy(model, longer, past_key_values=cache), greedy(model, longer))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_an_empty_cache_is_filled(name: str) -> None:
+    """One that was made without a configuration has no windowed layers."""
+    model, inputs, ours, plain = target(name), prompts(3), DynamicCache(), DynamicCache()
+    expected = greedy(model, inputs, past_key_values=plain)
+    assert torch.equal(greedy(model, inputs, past_key_values=ours, speculator=draft(name)), expected)
+    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+        assert type(mine) is type(theirs)
+        assert mine.keys.shape == theirs.keys.shape
+        assert torch.allclose(mine.keys[0], theirs.keys[0], atol=1e-4)
 
 
 # --- Two calls at a time ---------------------------------------------------------------------------------------------
