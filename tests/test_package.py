@@ -32,9 +32,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> ZipFile:
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: ZipFile) -> None:
     names = set(wheel.namelist())
-    wanted = {"hf_spec/py.typed"}
+    wanted = {"hf_spec/py.typed", "hf_spec/demo/target/tokenizer.json"}
     for model in demo.MODELS:
-        wanted |= {f"hf_spec/demo/{model}/{file}" for file in ("config.json", "model.safetensors", "tokenizer.json")}
+        wanted |= {f"hf_spec/demo/{model}/{file}" for file in ("config.json", "model.safetensors")}
     wanted |= {str(file.relative_to(ROOT)) for file in (ROOT / "hf_spec").rglob("*.py")}
     assert wanted <= names
     assert {name.split("/")[0] for name in names} == {"hf_spec", f"hf_spec-{hf_spec.__version__}.dist-info"}
