@@ -15,7 +15,7 @@ columns that some row can still see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,7 @@ class SlotCache(Cache):
         self.rows = rows
         self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
         self._batch = list(range(len(rows.host_lengths)))
+        self.touch: Callable[[int, int], None] | None = None  # is told the layer and the number of a state in use
 
     @property
     def window(self) -> int | None:
@@ -232,6 +233,25 @@ class SlotCache(Cache):
     def attends(self) -> bool:
         """Tell whether any layer keeps slots, as opposed to a recurrent state alone."""
         return any(isinstance(layer, SlotLayer) for layer in self.layers)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of a convolution, as ``Cache`` does."""
+        self._touch(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return a recurrent state, as ``Cache`` does."""
+        self._touch(layer_idx, state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Write the state of a convolution, as ``Cache`` does."""
+        self._touch(layer_idx, state_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def _touch(self, layer: int, number: int) -> None:
+        if self.touch is not None:
+            self.touch(layer, number)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` part of row b, and drop the rest of the open forest.

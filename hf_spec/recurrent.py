@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from .cache import has_states, keeps_state
+from .cache import SlotCache, has_states, keeps_state
 from .proposal import ABSENT, NO_PARENT, Proposal
 from .target import Scores, TargetRunner, in_this_thread, plain_logits
 
@@ -166,25 +166,12 @@ class LazyRunner(RecurrentRunner):
 
 
 class StepRunner(RecurrentRunner):
-    """Score trees by letting every recurrent layer read token by token, with a state for each open node.
-
-    Errors: a ValueError if several modules keep states in one layer, as in Qwen4-Exp.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
-    ) -> None:
-        super().__init__(model, feature_layers, hidden_states)
-        self._mixers = _mixers(model)
-        if len({index for _, index in self._mixers}) < len(self._mixers):
-            raise ValueError(
-                f"{type(model).__name__} keeps states of several modules in a layer; only chains do not mix them"
-            )
+    """Score trees by letting every recurrent layer read token by token, with a state for each open node."""
 
     def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
-        layers = enumerate(self.slots.cache.layers)
-        self._branches = {index: Branches(layer, batch) for index, layer in layers if keeps_state(layer)}
+        self._mixers = _mixers(self.model)
+        self._states = NodeStates(self.slots.cache, batch)
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``TargetRunner.extend`` does."""
@@ -194,23 +181,21 @@ class StepRunner(RecurrentRunner):
         else:
             parents = _parents(ancestors)
         with contextlib.ExitStack() as stack:
-            for mixer, index in self._mixers:
-                stack.enter_context(_reading_by_token(mixer, self._branches[index], parents))
+            for mixer in self._mixers:
+                stack.enter_context(_reading_by_token(mixer, self._states, parents))
             return super().extend(tokens, ancestors)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text."""
         paths = [range(count) for count in counts] if in_place else path.tolist()
         last = [nodes[count - 1] if count else NO_PARENT for nodes, count in zip(paths, counts, strict=True)]
-        for branches in self._branches.values():
-            branches.commit(last)
+        self._states.commit(last)
         super().commit(path, counts, in_place)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
         super().keep_rows(rows)
-        for branches in self._branches.values():
-            branches.keep_rows(rows)
+        self._states.keep_rows(rows)
 
 
 class States:
@@ -234,28 +219,69 @@ class States:
         self._saved = [saved.index_select(0, rows.to(saved.device)) for saved in self._saved]
 
 
-class Branches:
-    """The states of one layer behind the text and behind every open node; the layer itself holds one of them a row."""
+class NodeStates:
+    """The recurrent states of a cache behind every open node, kept as modules read and write them node by node."""
 
-    def __init__(self, layer: Any, batch: int) -> None:
-        self._live = Live([layer])
+    def __init__(self, cache: SlotCache, batch: int) -> None:
+        self._cache = cache
+        layers: list[Any] = cache.layers
+        self._branches = {
+            (index, number): Branches(layer, number, batch)
+            for index, layer in enumerate(layers)
+            if keeps_state(layer)
+            for number in layer.conv_states
+        }
+
+    @contextlib.contextmanager
+    def behind(self, parents: list[int]) -> Iterator[None]:
+        """Show what reads the cache in here the states behind node ``parents[b]`` of row b, and keep its own."""
+        touched: dict[tuple[int, int], Branches] = {}
+
+        def touch(layer: int, number: int) -> None:
+            if (place := (layer, number)) not in touched:
+                touched[place] = self._branches[place]
+                touched[place].read_behind(parents)
+
+        self._cache.touch = touch
+        yield
+        self._cache.touch = None
+        for branches in touched.values():
+            branches.add_node()
+
+    def commit(self, last: list[int]) -> None:
+        """Make the states behind node ``last[b]`` of row b those behind the text, and forget the others."""
+        for branches in self._branches.values():
+            branches.commit(last)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        for branches in self._branches.values():
+            branches.keep_rows(rows)
+
+
+class Branches:
+    """One state behind the text and behind every open node; its layer holds that of one of them per row."""
+
+    def __init__(self, layer: Any, number: int, batch: int) -> None:
+        self._live = Live([layer], number)
         self._saved: list[list[Tensor]] = []  # behind the text, then behind each open node
-        self._at = [NO_PARENT] * batch  # the node whose states the layer holds, per row
+        self._at = [NO_PARENT] * batch  # the node whose state the layer holds, per row
 
     def read_behind(self, parents: list[int]) -> None:
-        """Let row b of the layer go on behind node ``parents[b]``, -1 being the text."""
+        """Let row b go on behind node ``parents[b]``, -1 being the text."""
         if not self._saved:
             self._saved.append(self._live.copy())
         self._go_to(parents)
 
     def add_node(self) -> None:
-        """Keep what the layer holds as the states behind a new node."""
+        """Keep what the layer holds as the state behind a new node."""
         self._saved.append(self._live.copy())
         self._at = [len(self._saved) - 2] * len(self._at)
 
     def commit(self, last: list[int]) -> None:
-        """Make the states behind node ``last[b]`` of row b those behind the text, and forget the others."""
-        self._go_to(last)
+        """Make the state behind node ``last[b]`` of row b the one behind the text, and forget the others."""
+        if self._saved:  # some layers have room for states that nobody uses
+            self._go_to(last)
         self._saved, self._at = [], [NO_PARENT] * len(last)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -273,28 +299,28 @@ class Branches:
 
 
 class Live:
-    """The states as the host's layers hold them: tensors in dicts, that kernels write in place or models put anew."""
+    """States as the host's layers hold them, in dicts: kernels write in place, some models put a new tensor there.
 
-    def __init__(self, layers: Sequence[Any]) -> None:
+    ``number`` picks one where a layer has several.
+    """
+
+    def __init__(self, layers: Sequence[Any], number: int | None = None) -> None:
         recurrent = [layer for layer in layers if keeps_state(layer)]
-        self._holders: list[dict[int, Any]] = [
-            holder for layer in recurrent for holder in (layer.conv_states, layer.recurrent_states)
-        ]
+        holders = [holder for layer in recurrent for holder in (layer.conv_states, layer.recurrent_states)]
+        self._places = [(holder, key) for holder in holders for key in holder if number in (None, key)]
 
     def __iter__(self) -> Iterator[Tensor]:
-        for holder in self._holders:
-            yield from (state for state in holder.values() if state is not None)
+        return (holder[key] for holder, key in self._places if holder[key] is not None)
 
     def copy(self) -> list[Tensor]:
-        """Return copies: kernels write in place."""
+        """Return copies."""
         return [state.clone() for state in self]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        for holder in self._holders:
-            for key, state in holder.items():
-                if state is not None:
-                    holder[key] = state.index_select(0, rows.to(state.device))
+        for holder, key in self._places:
+            if (state := holder[key]) is not None:
+                holder[key] = state.index_select(0, rows.to(state.device))
 
 
 def _parents(ancestors: Tensor) -> list[list[int]]:
@@ -307,23 +333,29 @@ def _parents(ancestors: Tensor) -> list[list[int]]:
     return found
 
 
-def _mixers(model: PreTrainedModel) -> list[tuple[nn.Module, int]]:
-    """Find the modules that put a state into the cache, as their code says, and their layers."""
-    writes = {"update_conv_state", "update_recurrent_state"}
-    return [
-        (module, index)
-        for module in model.modules()
-        if isinstance(index := getattr(module, "layer_idx", None), int)
-        and writes & {*inspect.unwrap(type(module).forward).__code__.co_names}
-    ]
+def _mixers(model: PreTrainedModel) -> list[nn.Module]:
+    """Find the outermost modules that put a state into the cache, as their code says."""
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+    for module in model.modules():  # from outside to inside
+        if module not in seen and _writes_state(type(module)):
+            found.append(module)
+            seen.update(module.modules())
+    return found
+
+
+def _writes_state(kind: type[nn.Module]) -> bool:
+    methods = (inspect.unwrap(value) for value in vars(kind).values() if inspect.isfunction(value))
+    return any({"update_conv_state", "update_recurrent_state"} & {*method.__code__.co_names} for method in methods)
 
 
 @contextlib.contextmanager
-def _reading_by_token(mixer: nn.Module, branches: Branches, parents: list[list[int]]) -> Iterator[None]:
+def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[int]]) -> Iterator[None]:
     """Let ``mixer`` read each new node behind its parent during a forward: the first in its call, the others after."""
-    given: tuple[Any, ...] = ()
+    given: tuple[Any, Any] = (), {}
+    first = contextlib.ExitStack()
 
-    def only(node: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def only(node: int) -> Any:
         def column(value: Any) -> Any:
             has_columns = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == len(parents)
             return value[:, node : node + 1] if has_columns else value
@@ -334,17 +366,16 @@ def _reading_by_token(mixer: nn.Module, branches: Branches, parents: list[list[i
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         nonlocal given
         given = args, kwargs
-        branches.read_behind(parents[0])
+        first.enter_context(states.behind(parents[0]))
         return only(0)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
+        first.close()
         outputs = [output]
-        branches.add_node()
         for node, above in enumerate(parents[1:], start=1):
-            branches.read_behind(above)
             args, kwargs = only(node)
-            outputs.append(module.forward(*args, **kwargs))
-            branches.add_node()
+            with states.behind(above):
+                outputs.append(module.forward(*args, **kwargs))
         return _joined(outputs)
 
     hooks = [

@@ -81,7 +81,7 @@ class TargetRunner:
         self.slots: Slots
         self._last_position: Tensor | None = None  # (..., batch or 1, 1) position of the prompt's last token
         self._step_kwargs: dict[str, Any] = {}
-        self._position_tables: list[nn.Module] = []
+        self._position_readers: list[nn.Module] = []
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class TargetRunner:
         last_position: Tensor | None,
     ) -> None:
         self._last_position = last_position
-        self._position_tables = _position_tables(self.model) if last_position is None else []
+        self._position_readers = _position_readers(self.model) if last_position is None else []
         self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"))
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
@@ -204,7 +204,7 @@ class TargetRunner:
         with (
             self._watching() as unnormed,
             self.slots.scoring(tokens.shape[1], ancestors, config) as block,
-            _looking_up(block.query, self._position_tables),
+            _reading_at(block.query, self._position_readers),
         ):
             outputs = self.model(**self._inputs(tokens, block), return_dict=True)
         return Scores(outputs.logits, self._features(outputs, unnormed), self._hidden_states(outputs))
@@ -276,11 +276,16 @@ def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
     return next(stack[-1] for stack in stacks if len(stack) == count)
 
 
-def _position_tables(model: PreTrainedModel) -> list[nn.Module]:
-    """Find the embeddings that count positions from the cache's length, in models that take no ``position_ids``."""
+def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
+    """Find what counts positions from the cache's length, in models that take no ``position_ids``.
+
+    An embedding in old decoders, a decoder inside a wrapper that does not pass them on in some new ones.
+    """
     wanted = {"past_key_values_length", "position_ids"}
-    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
-    return [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
+    embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found = [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
+    decoder = model.get_decoder()
+    return found or [decoder] * ("position_ids" in inspect.signature(decoder.forward).parameters)
 
 
 def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -294,20 +299,19 @@ def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _looking_up(position: Tensor, tables: list[nn.Module]) -> Iterator[None]:
-    """Let ``tables`` look up ``position`` (batch, nodes) during a forward: no length of a cache suits all rows."""
+def _reading_at(position: Tensor, readers: list[nn.Module]) -> Iterator[None]:
+    """Let ``readers`` use ``position`` (batch, nodes) during a forward: no length of a cache suits all rows."""
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {
-            **kwargs,
-            "position_ids": position.flatten(),
-        }  # they take one row of positions for the whole batch
+        # The embeddings take one row of positions for the whole batch.
+        given = position.flatten() if isinstance(module, nn.Embedding) else position
+        return args, {**kwargs, "position_ids": given}
 
-    def after(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        return embedded.reshape(*position.shape, -1)
+    def after(module: nn.Module, args: Any, embedded: Any) -> Any:
+        return embedded.reshape(*position.shape, -1) if isinstance(module, nn.Embedding) else embedded
 
-    hooks = [table.register_forward_pre_hook(in_this_thread(before), with_kwargs=True) for table in tables]
-    hooks += [table.register_forward_hook(in_this_thread(after)) for table in tables]
+    hooks = [reader.register_forward_pre_hook(in_this_thread(before), with_kwargs=True) for reader in readers]
+    hooks += [reader.register_forward_hook(in_this_thread(after)) for reader in readers]
     try:
         yield
     finally:
@@ -352,7 +356,9 @@ def why_unsupported(model: PreTrainedModel, cache: object) -> str | None:
 
 def why_no_trees(model: PreTrainedModel) -> str | None:
     """Say why ``model`` can score chains only, or return ``None`` if it can score trees."""
-    config = model.config.get_text_config(decoder=True)
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return f"{type(model).__name__} measures distance (ALiBi) in slots, and no two guesses of a tree share a slot"
+        return f"{name} measures distance (ALiBi) in slots, and no two guesses of a tree share a slot"
+    if config.model_type == "qwen4_exp_text":
+        return f"{name} pools the keys of neighbouring slots, which in a tree do not follow each other"
     return None

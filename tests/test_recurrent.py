@@ -70,8 +70,7 @@ def mistakes(name: str, config: SpeculationConfig) -> Iterator[str]:
     """Name drafts and batches whose text is not plain `generate`'s, and drafts that were always right or wrong."""
     model = target(name)
     texts = {batch: plain(model, batch) for batch in BATCHES}
-    draft = noisy(model if name != "qwen4_exp_text" else target("qwen3_next"))
-    for speculator in (ngram(texts[8]), draft):
+    for speculator in (ngram(texts[8]), noisy(model)):
         counts = Counter[str]()
         for batch, text in texts.items():
             out = speculative(model, batch, speculator, config)
@@ -149,7 +148,7 @@ def test_turns(name: str) -> None:
 
 # --- The same law ----------------------------------------------------------------------------------------------------
 
-VOCABULARY, NEW, ROWS, ROUNDS = 4, 4, 1500, 4
+VOCABULARY, NEW, ROWS, ROUNDS = 4, 4, 1500, 3
 TEMPERATURE = 1.5
 
 
@@ -238,8 +237,10 @@ def test_features_are_those_of_their_positions(name: str) -> None:
         torch.testing.assert_close(torch.stack(written), expected[row, : len(written)], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["falcon_h1", "mamba", "mamba2"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("falcon_h1", TREE), ("mamba", CHAIN), ("mamba2", CHAIN), ("mamba2", TREE), ("qwen4_exp_text", CHAIN)],
+)
 def test_a_draft_equal_to_its_target_is_always_right(name: str, config: SpeculationConfig) -> None:
     """Its states must be those behind the text, whichever guesses it has read in between."""
     model = target(name)
@@ -329,12 +330,9 @@ def test_refusals_name_the_reason(name: str) -> None:
         plain(target("llama"), speculator=model)
 
 
-def test_trees_are_refused_where_states_of_nodes_would_mix() -> None:
-    model = target("qwen4_exp_text")
-    with pytest.raises(ValueError, match=r"several modules in a layer.* use a chain \(tree=None\)"):
-        speculative(model, 1, "ngram", TREE)
-    with pytest.raises(ValueError, match="several modules in a layer"):
-        plain(target("llama"), speculator=model)
+def test_trees_are_refused_where_neighbouring_slots_are_pooled() -> None:
+    with pytest.raises(ValueError, match=r"neighbouring slots.*; use a chain \(tree=None\)"):
+        speculative(target("qwen4_exp_text"), 1, "ngram", TREE)
 
 
 class Liar(Oracle):
