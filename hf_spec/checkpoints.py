@@ -10,6 +10,7 @@ format             how it is recognised                           what its files
 ``eagle``          ``fc.*`` but no ``hidden_norm`` (EAGLE-1/2)    feature after the final norm, target's head
 ``medusa``         ``0.0.linear.*``, also within a target         number of heads; whose output layers they end in
 ``medusa-vllm``    ``blocks.0.layers.0.*`` (vLLM before 0.33)     biases are zero; the same
+``mtp``            ``mtp.*`` or ``model.mtp_layers.*`` in a target  the norms that Qwen and MiMo expect
 =================  =============================================  =============================================
 
 Numbers of layers, biases, norms and vocabularies are taken from the tensors, since configs in circulation are wrong.
@@ -22,6 +23,7 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,10 @@ from .drafts.eagle import EagleDraftModel
 from .drafts.eagle3 import Eagle3DraftModel
 from .drafts.medusa import MedusaDraftModel
 from .drafts.modeling import DraftModel
+from .drafts.mtp import MTPDraftModel
+from .mtp_formats import native_mtp, speculators_mtp
 
-MODELS: tuple[type[DraftModel], ...] = (Eagle3DraftModel, EagleDraftModel, MedusaDraftModel)
+MODELS: tuple[type[DraftModel], ...] = (Eagle3DraftModel, EagleDraftModel, MedusaDraftModel, MTPDraftModel)
 WEIGHT_FILES = (
     "medusa_lm_head.safetensors",
     "medusa_lm_head.pt",
@@ -57,6 +61,8 @@ WEIGHT_FILES = (
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
 SERVED_FLAGS = "served_flags"
+# How tensors of a draft begin where it is kept in its target's checkpoint: Medusa-2, Qwen3-Next and Qwen3.5, MiMo.
+INSIDE_TARGET = ("medusa_head.", "mtp.", "model.mtp_layers.")
 # Head, layer and tensor.
 MEDUSA_NAME = re.compile(r"(?:medusa_heads?\.)?((\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight))")
 MEDUSA_VLLM_NAME = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -82,13 +88,15 @@ class Checkpoint:
             return "modelopt"
         if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
             return "eagle"
+        if "mtp.fc.weight" in names or "model.mtp_layers.0.input_proj.weight" in names:
+            return "mtp"
         if any(MEDUSA_NAME.fullmatch(name) for name in names):
             return "medusa"
         if any(MEDUSA_VLLM_NAME.fullmatch(name) for name in names):
             return "medusa-vllm"
         raise ValueError(
-            f"{self.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa): its "
-            f"tensors are {sorted(names)[:4]}..."
+            f"{self.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
+            f"MTP layers of Qwen and MiMo): its tensors are {sorted(names)[:4]}..."
         )
 
 
@@ -150,26 +158,26 @@ def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: str | os.PathLike[str], **hub: Any) -> Checkpoint:
-    """Read config and tensors of a local directory or Hub id. Errors: OSError that names the file and the cure."""
+def read_checkpoint(path: str | os.PathLike[str], inside_target: bool = False, **hub: Any) -> Checkpoint:
+    """Read config and tensors of a local directory or Hub id. Errors: OSError that names the file and the cure.
+
+    Of a target that has a draft in its checkpoint only the draft is read; ``inside_target`` reads nothing of others.
+    """
     found = _find(path, "config.json", hub)
     if found is None:
         raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
     config = _json(found)
-    # Medusa-2 keeps its heads in the checkpoint of the target, which may be large.
-    inside = "medusa_num_heads" in config and config.get("model_type", "medusa") != "medusa"
-    prefix = "medusa_head." if inside else ""
     for name in WEIGHT_FILES:
         if (file := _find(path, name, hub)) is None:
             continue
         if not name.endswith(".json"):
-            return Checkpoint(str(path), config, _tensors(file, prefix))
+            return Checkpoint(str(path), config, _tensors(file, inside_target))
         tensors: dict[str, Tensor] = {}
         places = _json(file).get("weight_map", {})
-        for shard in sorted({places[key] for key in places if key.startswith(prefix)}):
+        for shard in sorted({places[key] for key in _of_the_draft(places, inside_target)}):
             if (part := _find(path, shard, hub)) is None:
                 raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
-            tensors |= _tensors(part, prefix)
+            tensors |= _tensors(part, inside_target)
         return Checkpoint(str(path), config, tensors)
     raise OSError(f"{path} has a config.json but no weights; it should hold one of {WEIGHT_FILES}")
 
@@ -188,12 +196,17 @@ def _json(file: str) -> dict[str, Any]:
     return content
 
 
-def _tensors(file: str, prefix: str = "") -> dict[str, Tensor]:
-    """Read the tensors whose names begin with ``prefix``."""
+def _of_the_draft(names: Iterable[str], inside_target: bool) -> list[str]:
+    """Leave out the target's tensors where a draft is kept in its checkpoint, which may be large."""
+    found = [name for name in names if name.startswith(INSIDE_TARGET)]
+    return found if found or inside_target else list(names)
+
+
+def _tensors(file: str, inside_target: bool) -> dict[str, Tensor]:
     try:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys() if name.startswith(prefix)}  # noqa: SIM118
+                return {name: opened.get_tensor(name) for name in _of_the_draft(opened.keys(), inside_target)}
         content = torch.load(file, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise OSError(
@@ -202,7 +215,7 @@ def _tensors(file: str, prefix: str = "") -> dict[str, Tensor]:
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise OSError(f"{file} should hold a dict of tensors; save model.state_dict() as safetensors")
-    return {name: tensor for name, tensor in content.items() if name.startswith(prefix)}
+    return {name: content[name] for name in _of_the_draft(content, inside_target)}
 
 
 # --- formats ---------------------------------------------------------------------------------------------------------
@@ -229,10 +242,14 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
         return _medusa(raw, checkpoint.tensors)
     if layout == "medusa-vllm":
         return _medusa(raw, _from_vllm(raw, checkpoint.tensors))
+    if layout == "mtp":
+        return native_mtp(raw, checkpoint.tensors)
     tensors = {_our_name(name): tensor for name, tensor in checkpoint.tensors.items() if "inv_freq" not in name}
     if layout == "eagle":
         return _eagle(raw, tensors)
     if layout == "speculators":
+        if raw.get("speculators_model_type") == "mtp":
+            return speculators_mtp(raw, tensors)
         if raw.get("speculators_model_type", "eagle3") not in ("eagle3", "peagle"):
             return SpeculatorConfig.from_dict(raw), tensors
         raw = _speculators(raw, tensors)

@@ -15,11 +15,20 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .checkpoints import SERVED_FLAGS, AutoDraftModel, Checkpoint, load, read_checkpoint, translate
-from .configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig, MedusaSpeculatorConfig, SpeculatorConfig
+from .configuration import (
+    EAGLE3_FLAGS,
+    MTP_FLAGS,
+    Eagle3SpeculatorConfig,
+    MedusaSpeculatorConfig,
+    MTPSpeculatorConfig,
+    SpeculatorConfig,
+)
 from .drafts.eagle3 import Eagle3DraftModel
 from .drafts.modeling import DraftModel
+from .drafts.mtp import MTPDraftModel
+from .mtp_formats import to_native
 
-Layout = Literal["speculators", "eagle3", "sglang"]
+Layout = Literal["speculators", "eagle3", "sglang", "native"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,8 @@ class Report:
             lines["reads"] += f" of width {config.feature_size}"
             lines["guesses"] = f"{config.draft_vocab_size} of {layers.vocab_size} tokens"
             lines["flags"] = ", ".join(f"{name}={getattr(config, name)}" for name in EAGLE3_FLAGS)
+        if isinstance(config, MTPSpeculatorConfig):
+            lines["flags"] = ", ".join(f"{name}={getattr(config, name)}" for name in MTP_FLAGS)
         lines |= {name: "; ".join(found) or "reads it" for name, found in self.engines.items()}
         lines["hf_spec"] = self.problem or "reads it"
         return "\n".join([self.path, *(f"  {name:12} {text}" for name, text in lines.items())])
@@ -104,6 +115,9 @@ def _engines(checkpoint: Checkpoint, config: SpeculatorConfig) -> dict[str, list
             "SGLang": ["has no Medusa"],
             "llama.cpp": ["has no Medusa"],
         }
+    if isinstance(config, MTPSpeculatorConfig):
+        part = "reads such a layer only as a part of its target; convert to native"
+        return {"vLLM": [] if checkpoint.layout == "mtp" else [part]}
     if not isinstance(config, Eagle3SpeculatorConfig):
         bias = "fc.bias" in checkpoint.tensors and not checkpoint.config.get("eagle_fc_bias")
         vllm = ["drops the bias of fc; set eagle_fc_bias: true in config.json"] if bias else []
@@ -207,8 +221,10 @@ def convert(
     """Write the draft at ``src``, of any known format, to the directory ``dst`` in another layout.
 
     ``"speculators"``: what ``save_pretrained`` writes. ``"eagle3"``: the layout of SafeAILab, for llama.cpp and
-    TensorRT-LLM. ``"sglang"``: the same with ``eagle_config``, for SGLang and vLLM. ``verifier`` names the target in
-    speculators files, where vLLM wants a Hub id. ``kwargs`` are those of ``AutoDraftModel.from_pretrained``.
+    TensorRT-LLM. ``"sglang"``: the same with ``eagle_config``, for SGLang and vLLM. ``"native"``: an MTP layer under
+    the names of its target, as ``mtp.safetensors`` to be put beside the target's own files and named in their index.
+    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``kwargs`` are those of
+    ``AutoDraftModel.from_pretrained``.
 
     Errors: what loading raises; a ValueError if the layout cannot express the draft; a FileExistsError if ``dst``
     holds files. ``dst`` appears complete or not at all.
@@ -228,13 +244,20 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: Layout = "specula
         raise FileExistsError(f"{path} exists; choose another directory or remove it")
     if isinstance(draft, Eagle3DraftModel):
         sort_features(draft)
-    if to != "speculators":
+    native = None
+    if to == "native" and isinstance(draft, MTPDraftModel):
+        native = to_native(draft.config, draft.state_dict())
+    elif to != "speculators":
         _refuse(draft, to)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         if to == "speculators":
             draft.save_pretrained(partial)
+        elif native is not None:
+            save_file(
+                {name: tensor.cpu().contiguous() for name, tensor in native.items()}, partial / "mtp.safetensors"
+            )
         else:
             _write_flat(draft, partial, to)
         partial.chmod(0o755)
@@ -261,7 +284,7 @@ def sort_features(draft: Eagle3DraftModel) -> None:
 
 def _refuse(draft: DraftModel, to: Layout) -> None:
     config = draft.config
-    if not isinstance(config, Eagle3SpeculatorConfig):
+    if not isinstance(config, Eagle3SpeculatorConfig) or to == "native":
         raise ValueError(f"a draft of kind {config.speculators_model_type!r} has no {to} layout; use to='speculators'")
     found = _chosen(_beyond_sglang(config))
     if to == "eagle3":

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from .checkpoints import AutoDraftModel
+from .checkpoints import AutoDraftModel, load, read_checkpoint
 from .drafts.base import Speculator
-from .drafts.mtp import TargetMtp
+from .drafts.mtp import MTPDraftModel, TargetMtp
 from .drafts.ngram import NgramSpeculator
 from .drafts.vanilla import VanillaSpeculator
 
@@ -17,7 +18,7 @@ from .drafts.vanilla import VanillaSpeculator
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     """Turn a draft model, a causal language model, ``"ngram"``, ``"mtp"`` or a path or Hub id into a ``Speculator``.
 
-    ``"mtp"`` reads the target's own layers anew each time; keep ``TargetMtp.of(target)`` for many calls.
+    ``"mtp"`` reads the target's own layers anew each time; keep ``as_speculator("mtp", target)`` for many calls.
 
     Errors: a TypeError for anything else; what ``AutoDraftModel.from_pretrained`` raises for a path.
     """
@@ -26,10 +27,9 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if speculator == "ngram":
         return NgramSpeculator()
     if speculator == "mtp":
-        return TargetMtp.of(target)
+        return _own_layers(target)
     if isinstance(speculator, str | os.PathLike):
-        place = {"dtype": target.dtype, "device_map": {"": target.device}}
-        draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target, **place)
+        draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target, **_beside(target))
         return draft
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return VanillaSpeculator(base)
@@ -38,6 +38,28 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         f"got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained."
     )
+
+
+def _own_layers(target: PreTrainedModel) -> Speculator:
+    """Read the MTP layers of ``target``, by transformers where it knows them, from where the target was loaded."""
+    if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
+        return TargetMtp.of(target)
+    path, found = target.config.name_or_path, None
+    if path:
+        with contextlib.suppress(OSError):  # a model that was only named
+            found = read_checkpoint(path, inside_target=True)
+    if found is None or not found.tensors or found.layout != "mtp":
+        raise ValueError(
+            f"{type(target).__name__} has no multi-token-prediction layers: its config sets no num_mtp_layers, and "
+            f"{path or 'a model made in memory'!r} holds no mtp.* tensors. Use another speculator, for example 'ngram'"
+        )
+    draft: MTPDraftModel = load(found, **_beside(target))
+    draft.bind(target)
+    return draft
+
+
+def _beside(target: PreTrainedModel) -> dict[str, Any]:
+    return {"dtype": target.dtype, "device_map": {"": target.device}}
 
 
 def base_model(model: Any) -> Any:

@@ -27,7 +27,18 @@ LAYERS = [
         "drafts.modeling",
     ),
     ("drafts",),
-    ("choice", "record", "selfcheck", "support", "text", "generation", "checkpoints", "conversion", "speculators"),
+    (
+        "choice",
+        "record",
+        "selfcheck",
+        "support",
+        "text",
+        "generation",
+        "checkpoints",
+        "mtp_formats",
+        "conversion",
+        "speculators",
+    ),
     ("integration", "training", "hub", "bench", "cli", "__main__", "demo"),
 ]
 # The only ones of the loop's layer that know which drafts exist.

@@ -1,6 +1,7 @@
 """The configs of a call (``speculation``) and of a draft on disk (``speculator``)."""
 
 from .medusa import MedusaSpeculatorConfig
+from .mtp import MTP_FLAGS, MTPSpeculatorConfig
 from .speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .speculator import (
     EAGLE3_FLAGS,
@@ -15,8 +16,10 @@ from .speculator import (
 __all__ = [
     "DEFAULT_NUM_SPECULATIVE_TOKENS",
     "EAGLE3_FLAGS",
+    "MTP_FLAGS",
     "Eagle3SpeculatorConfig",
     "EagleSpeculatorConfig",
+    "MTPSpeculatorConfig",
     "MedusaSpeculatorConfig",
     "SpeculationConfig",
     "SpeculatorConfig",

@@ -62,7 +62,8 @@ class DraftModel(PreTrainedModel, Speculator):
     def __init__(self, config: SpeculatorConfig, draft_vocab_size: int) -> None:
         super().__init__(config)
         layers = config.layers
-        layers._attn_implementation = config._attn_implementation  # the host sets it where a sub-model is built
+        layers._attn_implementation = config._attn_implementation  # the host sets these where a sub-model is built
+        layers._experts_implementation = config._experts_implementation
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()) and layers.model_type == "llama":
             self._supports_flash_attn = False  # llama's attention does not tell the kernel about windows
         self._add_ends(layers, draft_vocab_size)
@@ -152,9 +153,7 @@ class DraftModel(PreTrainedModel, Speculator):
         ``position_ids`` (batch or 1, length) count on from the cache by default. ``attention_mask`` is what any model
         of transformers takes, or a dict of masks by kind of layer.
         """
-        if position_ids is None:
-            start = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = start + torch.arange(hidden.shape[1], device=hidden.device)[None]
+        position_ids = next_positions(hidden, past_key_values) if position_ids is None else position_ids
         masks = self._masks(hidden, attention_mask, position_ids, past_key_values)
         rotary = self.rotary_emb(hidden, position_ids)
         for layer, mask in zip(self.layers, masks, strict=True):
@@ -266,6 +265,12 @@ def _check_ids(ids: Tensor, total: int) -> None:
 
 def _broken(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
+
+
+def next_positions(hidden: Tensor, past_key_values: Cache | None) -> Tensor:
+    """Count on from the cache for ``hidden`` (batch, length, ...): (1, length)."""
+    start = past_key_values.get_seq_length() if past_key_values is not None else 0
+    return start + torch.arange(hidden.shape[1], device=hidden.device)[None]
 
 
 def only_one(features: Tensor | None, hidden_states: Tensor | None) -> Tensor:

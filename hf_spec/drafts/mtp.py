@@ -8,25 +8,27 @@ fed its own output it goes on from there::
                           ├─ projection ─ decoder layer ─ norm ─ target's head
     state ───────── norm ─┘                             └──┴── fed back
 
-``TargetMtp`` runs the layers that transformers loads for a target.
+``TargetMtp`` runs the layers that transformers loads for a target, ``MTPDraftModel`` one of any origin.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any, cast
 
-from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import MtpModel
 
-from ..configuration import SpeculationConfig
+from ..configuration import MTPSpeculatorConfig, SpeculationConfig
 from ..target import why_unsupported
 from .base import Drafter, Request, Speculator
 from .feedback import FeedbackDrafter
-from .modeling import MASKS, DraftOutput, only_one
+from .modeling import MASKS, DraftModel, DraftOutput, next_positions, only_one
 
 # Families whose layers are fed what they give before their last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
@@ -41,8 +43,8 @@ class TargetMtp(MtpModel, Speculator):
         super().__init__(target, num_mtp_layers)
         self.feeds_normed = self.config.model_type not in FED_BEFORE_NORM
         self._padding: Tensor | None = None
-        for layer in self.layers:
-            cast(Any, layer).use_post_norm = False  # applied below: what is fed back may need to pass it by
+        for layer in cast(Any, self.layers):
+            layer.use_post_norm = False  # applied below: what is fed back may need to pass it by
 
     @classmethod
     def of(cls, target: PreTrainedModel) -> TargetMtp:
@@ -99,6 +101,7 @@ class TargetMtp(MtpModel, Speculator):
     ) -> DraftOutput:
         """Take one step of layer ``reader``, as ``EagleDraftModel.forward``."""
         self._padding = attention_mask
+        position_ids = next_positions(input_ids, past_key_values) if position_ids is None else position_ids
         hidden = self.forward_layer(
             reader, only_one(features, hidden_states), position_ids, cast(Any, past_key_values), input_ids=input_ids
         )
@@ -140,6 +143,63 @@ class TargetMtp(MtpModel, Speculator):
         return (-1,)
 
     def drafter(self, request: Request) -> Drafter:
+        return FeedbackDrafter(self, request)
+
+
+class MTPDraftModel(DraftModel):
+    """Guess with one MTP layer of any architecture, under the names that the speculators library gives its parts."""
+
+    config_class = MTPSpeculatorConfig
+
+    def __init__(self, config: MTPSpeculatorConfig) -> None:
+        super().__init__(config, config.layers.vocab_size)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
+        shared, size = self.config.shared_with_target or (), layers.hidden_size
+        self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
+        self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
+        with torch.device("meta"):
+            model = AutoModel.from_config(copy.deepcopy(layers), attn_implementation="eager")
+        norm, eps = type(model.norm), layers.rms_norm_eps
+        self.rotary_emb = type(model.rotary_emb)(layers)
+        layer = type(model.layers[0])(layers, 0)
+        layer.input_proj = nn.Linear(2 * size, size, bias=False)
+        layer.token_layernorm, layer.hidden_layernorm = norm(size, eps=eps), norm(size, eps=eps)
+        layer.final_layernorm = norm(size, eps=eps)
+        self.mtp_layers = nn.ModuleList([layer])
+
+    @property
+    def layers(self) -> nn.ModuleList:  # type: ignore[override]
+        """Return the layer, as a list."""
+        return self.mtp_layers
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> DraftOutput:
+        """Take one step, as ``Eagle3DraftModel.forward``; both kinds of hidden state are (batch, length, hidden)."""
+        config, layer = self.config, cast(Any, self.mtp_layers[0])
+        both = [layer.token_layernorm(self.embed(input_ids))]
+        both.insert(0 if config.hidden_first else 1, layer.hidden_layernorm(only_one(features, hidden_states)))
+        hidden = layer.input_proj(torch.cat(both, dim=-1))  # (batch, length, hidden)
+        hidden = self.decode(hidden, (), position_ids, attention_mask, past_key_values)
+        normed = layer.final_layernorm(hidden)
+        logits = self.logits(normed[:, -logits_to_keep:])
+        return DraftOutput(logits, normed if config.feedback_after_norm else hidden, past_key_values)
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """Read the target's last hidden state, after or before the final norm."""
+        return (-1 if self.config.features_after_norm else target.config.get_text_config().num_hidden_layers,)
+
+    def drafter(self, request: Request) -> Drafter:
+        self.bind(request.target)
         return FeedbackDrafter(self, request)
 
 
