@@ -16,7 +16,6 @@ columns that some row can still see.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,71 +42,68 @@ RECURRENT = (
 GROWTH = 256  # slots added at least when a buffer is full
 
 
-@dataclass
 class Rows:
     """Say how far each row has come: shared by all layers of a cache.
 
     ``lengths`` (batch,) counts the committed slots; ``host_lengths`` is the same on the host, so that no layer asks
-    the accelerator; ``open`` counts the nodes of the open forest, the same in every row.
+    the accelerator; ``shortest`` and ``longest`` are their extremes; ``open`` counts the nodes of the open forest, the
+    same in every row.
     """
 
-    lengths: Tensor
-    host_lengths: list[int]
-    open: int = 0
+    def __init__(self, lengths: Tensor, host_lengths: list[int]) -> None:
+        self.open = 0
+        self.set(lengths, host_lengths)
 
-    @property
-    def shortest(self) -> int:
-        """Return the fewest committed slots of a row."""
-        return min(self.host_lengths, default=0)
-
-    @property
-    def longest(self) -> int:
-        """Return the most committed slots of a row."""
-        return max(self.host_lengths, default=0)
-
-    def new_slots(self, count: int, device: torch.device) -> Tensor | slice:
-        """Return where ``count`` more nodes go: a slice if all rows agree, else (batch, count) indices."""
-        if self.shortest == self.longest:
-            return slice(self.longest + self.open, self.longest + self.open + count)
-        return (self.lengths[:, None] + self.open + torch.arange(count, device=self.lengths.device)).to(device)
+    def set(self, lengths: Tensor, host_lengths: list[int]) -> None:
+        """Let the rows have these lengths."""
+        self.lengths, self.host_lengths = lengths, host_lengths
+        self.shortest, self.longest = min(host_lengths, default=0), max(host_lengths, default=0)
 
 
 class SlotBuffer:
-    """A tensor that grows along its slots and can forget the oldest: ``data`` is (batch, slots, ...), seen from
-    outside with the slots at dimension ``dim``. ``start`` is the column of its first slot."""
+    """A tensor of ordinary layout that grows along dimension ``dim``, its slots, and can forget the oldest.
+
+    ``start`` is the column of its first slot.
+    """
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
         self.data: Tensor | None = None
         self.start = 0
 
+    @property
+    def by_slot(self) -> Tensor:
+        """Return ``data`` seen as (batch, slots, ...)."""
+        assert self.data is not None
+        return self.data.transpose(1, self.dim)
+
     def adopt(self, states: Tensor, start: int) -> None:
-        """Take over ``states`` of ordinary layout that begin at column ``start``."""
-        self.data, self.start = states.transpose(1, self.dim), start
+        """Take over ``states`` that begin at column ``start``."""
+        self.data, self.start = states, start
 
     def write(self, states: Tensor, rows: Rows, first: int) -> Tensor:
-        """Add ``states`` as new nodes and return the columns from ``first`` on, in ordinary layout."""
-        new = states.transpose(1, self.dim)  # (batch, count, ...)
-        end = rows.longest + rows.open + new.shape[1]
-        data = self._make_room(new, first, end)
-        slots = rows.new_slots(new.shape[1], data.device)
-        if isinstance(slots, slice):
-            data[:, slots.start - self.start : slots.stop - self.start] = new
+        """Add ``states`` as new nodes and return the columns from ``first`` on."""
+        count = states.shape[self.dim]
+        end = rows.longest + rows.open + count
+        data = self._make_room(states, first, end)
+        if rows.shortest == rows.longest:
+            data.narrow(self.dim, end - count - self.start, count).copy_(states)
         else:
-            data[torch.arange(len(data), device=data.device)[:, None], slots - self.start] = new
-        return data[:, first - self.start : end - self.start].transpose(1, self.dim)
+            slot = rows.lengths[:, None] + rows.open + torch.arange(count, device=rows.lengths.device)
+            row = torch.arange(len(data), device=data.device)[:, None]
+            self.by_slot[row, slot.to(data.device) - self.start] = states.transpose(1, self.dim)
+        return data.narrow(self.dim, first - self.start, end - first)
 
     def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
         """Hold columns up to ``end``; when that needs a new buffer, leave those before ``first`` behind."""
-        if self.data is not None and end - self.start <= self.data.shape[1]:
+        if self.data is not None and end - self.start <= self.data.shape[self.dim]:
             return self.data
-        kept = like[:, :0] if self.data is None else self.data[:, first - self.start :]
         size = end - first + max(GROWTH, (end - first) // 2)
-        # The memory is laid out as the host's caches are: models may view keys as (batch * heads, columns, width).
-        ordinary = like.transpose(1, self.dim)
-        shape = (*ordinary.shape[: self.dim], size, *ordinary.shape[self.dim + 1 :])
-        grown = ordinary.new_zeros(shape).transpose(1, self.dim)
-        grown[:, : kept.shape[1]] = kept
+        grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))
+        if self.data is not None:
+            gone = first - self.start
+            kept = self.data.narrow(self.dim, gone, self.data.shape[self.dim] - gone)
+            grown.narrow(self.dim, 0, kept.shape[self.dim]).copy_(kept)
         self.data, self.start = grown, first
         return grown
 
@@ -115,15 +111,15 @@ class SlotBuffer:
         """Copy slots at columns ``source`` to columns ``target``, both (batch, count)."""
         if self.data is None:
             return
-        row = torch.arange(len(self.data), device=self.data.device)[:, None]
-        source, target = source.to(self.data.device), target.to(self.data.device)
-        self.data[row, target - self.start] = self.data[row, source - self.start]
+        slots = self.by_slot
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        source, target = source.to(slots.device), target.to(slots.device)
+        slots[row, target - self.start] = slots[row, source - self.start]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         if self.data is not None:
-            ordinary = self.data.transpose(1, self.dim)
-            self.data = ordinary.index_select(0, rows.to(ordinary.device)).transpose(1, self.dim)
+            self.data = self.data.index_select(0, rows.to(self.data.device))
 
 
 class SlotLayer(CacheLayerMixin):
@@ -214,13 +210,11 @@ class SlotCache(Cache):
         self.rows = rows
         self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
         self._batch = list(range(len(rows.host_lengths)))
+        windows = {layer.window for layer in layers if isinstance(layer, SlotLayer)}
+        self.attends = bool(windows)  # whether any layer keeps slots, as opposed to a recurrent state alone
+        # How many columns a query sees at most, itself included, if all layers agree on it.
+        self.window: int | None = windows.pop() if len(windows) == 1 else None
         self.touch: Callable[[int, int], None] | None = None  # is told the layer and the number of a state in use
-
-    @property
-    def window(self) -> int | None:
-        """Return how many columns a query sees at most if all layers agree on it, itself included; else ``None``."""
-        windows = {layer.window for layer in self.layers if isinstance(layer, SlotLayer)}
-        return windows.pop() if len(windows) == 1 else None
 
     @classmethod
     def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device) -> SlotCache:
@@ -228,11 +222,6 @@ class SlotCache(Cache):
         length = _length(cache)
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
         return cls([_adopt_layer(layer, rows) for layer in cache.layers], rows)
-
-    @property
-    def attends(self) -> bool:
-        """Tell whether any layer keeps slots, as opposed to a recurrent state alone."""
-        return any(isinstance(layer, SlotLayer) for layer in self.layers)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the state of a convolution, as ``Cache`` does."""
@@ -265,8 +254,8 @@ class SlotCache(Cache):
             source, target = self.rows.lengths[:, None] + path, self.rows.lengths[:, None] + steps
             for buffer in self._buffers():
                 buffer.move(source, target)
-        self.rows.lengths = self.rows.lengths + taken
-        self.rows.host_lengths = [length + count for length, count in zip(self.rows.host_lengths, counts, strict=True)]
+        lengths = [length + count for length, count in zip(self.rows.host_lengths, counts, strict=True)]
+        self.rows.set(self.rows.lengths + taken, lengths)
         self.rows.open = 0
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
@@ -279,12 +268,11 @@ class SlotCache(Cache):
             if isinstance(layer, SlotLayer):
                 layer.keep_rows(rows)
         self._batch = [self._batch[row] for row in kept]
-        self.rows.lengths = self.rows.lengths.index_select(0, rows)
-        self.rows.host_lengths = [self.rows.host_lengths[row] for row in kept]
+        self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.host_lengths[row] for row in kept])
 
     def release(self, cache: DynamicCache, longest: int) -> None:
         """Write up to ``longest`` columns of every row back into the host's ``cache``; shorter rows end in zeros."""
-        self.rows.host_lengths = [min(length, longest) for length in self.rows.host_lengths]
+        self.rows.set(self.rows.lengths, [min(length, longest) for length in self.rows.host_lengths])
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
         lengths = [self._retired[row][0] for row in sorted(self._retired)]
         for index, (slots, layer) in enumerate(zip(self.layers, cache.layers, strict=True)):
@@ -297,7 +285,7 @@ class SlotCache(Cache):
         length = self.rows.host_lengths[row]
         return [
             {
-                name: buffer.data[row, max(0, layer.first - buffer.start) : length - buffer.start].clone()
+                name: buffer.by_slot[row, max(0, layer.first - buffer.start) : length - buffer.start].clone()
                 for name, buffer in layer.buffers.items()
                 if buffer.data is not None
             }

@@ -94,6 +94,8 @@ class SpeculativeDecoding:
         record.prompt(prompt.hidden_states)
         choice = chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), prompt.last())
         stats.prefilled([tokens[0] for tokens in choice.emitted])
+        sample = chooser.samples_row_by_row and config.draft_sampling is not False
+        only_best = config.tree is None and not sample and config.min_confidence == 0
         drafter = speculator.drafter(
             Request(
                 target=model,
@@ -101,8 +103,8 @@ class SpeculativeDecoding:
                 attention_mask=prompt_mask,
                 features=prompt.features,
                 config=config,
-                law=chooser.processors.draft_law(),
-                sample=chooser.samples_row_by_row and config.draft_sampling is not False,
+                law=chooser.processors.draft_law(only_best),
+                sample=sample,
             )
         )
         features = prompt.last().features

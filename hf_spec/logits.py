@@ -98,12 +98,16 @@ class Processors:
         """Apply the memoryless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
         return _call(self._warpers, scores.new_empty((scores.shape[0], 0), dtype=torch.long), scores)
 
-    def draft_law(self) -> Callable[[Tensor], Tensor]:
+    def draft_law(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
         """Return the map from draft logits (..., vocab) to the float32 log-law (..., vocab) that guesses follow.
 
         The memoryless processors are applied once; the others would need the prefix of every guess, and leaving them
-        out changes how often a guess is accepted but not what is accepted.
+        out changes how often a guess is accepted but not what is accepted. ``only_best``: nobody looks at more than
+        the best token, so that any scores in the same order will do.
         """
+
+        if only_best and not self._warpers:
+            return lambda logits: logits
 
         def law(logits: Tensor) -> Tensor:
             scores = self.warp(logits.reshape(-1, logits.shape[-1]).float())  # (rows, vocab)

@@ -62,7 +62,7 @@ class Proposal:
         """Return the last token of the text, (batch,)."""
         return self.tokens[:, 0]
 
-    @property
+    @cached_property
     def present(self) -> Tensor:
         """Tell which nodes exist, (batch, nodes) bool."""
         return self.parents != ABSENT

@@ -79,7 +79,7 @@ class TargetRunner:
         self._num_layers = self._text_config.num_hidden_layers
         self.wants_hidden_states = hidden_states
         self.slots: Slots
-        self._last_position: Tensor | None = None  # (..., batch or 1, 1) position of the prompt's last token
+        self._first_position: Tensor | None = None  # (..., batch or 1, 1) of the first token behind the prompt
         self._step_kwargs: dict[str, Any] = {}
         self._position_readers: list[nn.Module] = []
 
@@ -116,7 +116,7 @@ class TargetRunner:
         model_kwargs: dict[str, Any],
         last_position: Tensor | None,
     ) -> None:
-        self._last_position = last_position
+        self._first_position = None if last_position is None else last_position + 1
         self._position_readers = _position_readers(self.model) if last_position is None else []
         self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"))
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
@@ -214,8 +214,8 @@ class TargetRunner:
         inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache}
         if (mask := self.slots.mask(block)) is not None:
             inputs["attention_mask"] = mask
-        if self._last_position is not None:
-            inputs["position_ids"] = self._last_position + 1 + self.slots.advance(block)
+        if self._first_position is not None:
+            inputs["position_ids"] = self._first_position + self.slots.advance(block)
         for name in TOKEN_TYPES:
             if (types := inputs.get(name)) is not None:  # new tokens are text, of the prompt's last type
                 last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
@@ -226,9 +226,9 @@ class TargetRunner:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
         batch = len(self.slots.cache.rows.host_lengths)
         self.slots.keep_rows(rows, keep_finished)
-        position = self._last_position
+        position = self._first_position
         if position is not None and position.shape[-2] == batch:
-            self._last_position = position.index_select(-2, rows.to(position.device))
+            self._first_position = position.index_select(-2, rows.to(position.device))
         self._step_kwargs = {
             name: value.index_select(0, rows.to(value.device)) if _has_rows(value, batch) else value
             for name, value in self._step_kwargs.items()

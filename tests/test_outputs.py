@@ -254,7 +254,7 @@ def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watch(buffer: SlotBuffer, *args: Any) -> Tensor:
         data = make_room(buffer, *args)
-        sizes.append(data.shape[1])
+        sizes.append(data.shape[buffer.dim])
         return data
 
     monkeypatch.setattr(SlotBuffer, "_make_room", watch)

@@ -29,7 +29,8 @@ class Request:
     empty (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the
     speculator asked for; their last position is the prompt's, but the target may have read more than ``input_ids``
     (embeddings) or less (a cache handed in). ``law`` turns draft logits (..., vocabulary of the target) into the
-    log-law that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied once.
+    log-law that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied once; where
+    only chains of best guesses are wanted, into any scores of that order.
     ``sample``: draw the guesses; choose them otherwise.
     """
 

@@ -80,8 +80,8 @@ def _chain(root: Tensor, law: Tensor, step: Step, limit: int, sample: bool, min_
         guess = draw_distinct(law, 1)[:, 0] if sample else law.argmax(-1)
         guesses.append(guess)
         laws.append(law)
-        counts += going
         if min_confidence > 0:  # asked once the guess is in, so that leaving out the next one tells nothing about it
+            counts += going
             going = going & (law.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
             if not bool(going.any()):
                 break

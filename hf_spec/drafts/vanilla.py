@@ -59,20 +59,19 @@ class VanillaDrafter(Drafter):
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = model.device
         self._runner.prefill_tokens(request.input_ids.to(self._device), request.attention_mask.to(self._device))
-        self._open: tuple[Tensor, Tensor] | None = None  # tokens and parents of the nodes in the runner's forest
+        self._open: list[tuple[Tensor, Tensor]] = []  # tokens and parents of the nodes in the runner's forest
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
         law = self._law(self._read(tokens, counts))
         root = tokens.gather(1, counts[:, None] - 1)[:, 0]
-        self._open = (tokens[:, :0], tokens[:, :0])
+        self._open = []
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        assert self._open is not None
-        self._open = (torch.cat([self._open[0], tokens], 1), torch.cat([self._open[1], parents], 1))
+        self._open.append((tokens, parents))
         return self._law(self._runner.extend(tokens, ancestors).logits)
 
     def _law(self, logits: Tensor) -> Tensor:
@@ -102,31 +101,30 @@ class VanillaDrafter(Drafter):
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
         whose logits are needed again."""
-        if self._is_chain and self._open is not None:
-            known = self._open[0][:, : tokens.shape[1] - 1]
+        if not self._open or tokens.shape[1] == 1:
+            return tokens[:, :0], torch.zeros_like(counts)
+        guesses, parents = (torch.cat(part, dim=1) for part in zip(*self._open, strict=True))
+        if self._is_chain:
+            known = guesses[:, : tokens.shape[1] - 1]
             steps = torch.arange(known.shape[1], device=tokens.device)
             same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
             return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
         node = torch.full_like(counts, -1)
         matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
         path = []
-        if self._open is not None and self._open[0].shape[1]:
-            for column in range(tokens.shape[1] - 1):
-                found, child = ((self._open[1] == node[:, None]) & (self._open[0] == tokens[:, column, None])).max(
-                    dim=1
-                )
-                going = going & found & (column < counts - 1)
-                node = torch.where(going, child, node)
-                matched += going
-                path.append(node.clamp(min=0))
-        return torch.stack(path, 1) if path else tokens[:, :0], matched
+        for column in range(tokens.shape[1] - 1):
+            found, child = ((parents == node[:, None]) & (guesses == tokens[:, column, None])).max(dim=1)
+            going = going & found & (column < counts - 1)
+            node = torch.where(going, child, node)
+            matched += going
+            path.append(node.clamp(min=0))
+        return torch.stack(path, dim=1), matched
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         rows = rows.to(self._device)
         self._runner.keep_rows(rows)
-        if self._open is not None:
-            self._open = (self._open[0][rows], self._open[1][rows])
+        self._open = [(tokens[rows], parents[rows]) for tokens, parents in self._open]
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
