@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from architectures import build, prompts
 from golden import CLOSE, END_TO_END, SAFEAILAB, load_draft, load_target, outputs, tiny_target
 from torch import Tensor
+from twins import fitted
 
 from hf_spec import News, Request, SpeculationConfig
 from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
@@ -163,3 +166,50 @@ def test_a_cached_drafter_equals_an_uncached_one_after_every_rejection(draft: An
                 logits = seen[depth][i, -1]
                 logits = logits if draft.target_ids is None else logits[draft.target_ids]
                 torch.testing.assert_close(logits, expected[depth], **CLOSE)
+
+
+# --- the same text ---------------------------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_speculative_tokens": 4},
+    "static tree": {"tree": [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]},
+    "dynamic tree": {"tree": "dynamic", "tree_top_k": 3, "tree_nodes": 8, "num_speculative_tokens": 4},
+    "sampled tree": {"tree": "sampled", "tree_top_k": 3, "tree_nodes": 8, "num_speculative_tokens": 4},
+}
+BATCHES = {1: (13,), 3: (13, 9, 5), 8: (13, 9, 5, 12, 3, 7, 13, 2)}
+NEW_TOKENS = 16  # windows are 8 wide
+WHOLE, FEWER = None, 60  # tokens of the draft, of 99
+
+
+@functools.cache
+def taught(name: str, vocabulary: int | None) -> tuple[Any, Any, dict[int, Tensor]]:
+    """Build a target and a draft that knows its text by heart; also return the text for every batch."""
+    target = build(name)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    texts = {batch: target.generate(**prompts(batch, lengths), **options) for batch, lengths in BATCHES.items()}
+    mask = torch.nn.functional.pad(prompts(8, BATCHES[8])["attention_mask"], (0, NEW_TOKENS), value=1)
+    flags = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "draft_vocab_size": vocabulary}
+    torch.manual_seed(0)
+    draft = Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(target.config, **flags))
+    if vocabulary:
+        draft.set_vocabulary(torch.arange(3, 3 + vocabulary))
+    return target, fitted(draft, target, texts[8], mask), texts
+
+
+@pytest.mark.parametrize("vocabulary", [WHOLE, FEWER])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "mixtral:swa", "qwen3_moe"])
+def test_greedy_text_is_that_of_plain_generate(name: str, shape: str, vocabulary: int | None) -> None:
+    """With full attention, sliding windows, and experts, with and without windows."""
+    target, draft, texts = taught(name, vocabulary)
+    for batch, text in texts.items():
+        out = target.generate(
+            **prompts(batch, BATCHES[batch]),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            speculator=draft,
+            speculation_config=SpeculationConfig(**SHAPES[shape]),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, text)
+        assert 0 < out.speculation.accepted < out.speculation.proposed

@@ -33,6 +33,8 @@ from hf_spec import (
     Speculator,
     VanillaSpeculator,
 )
+from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3 import Eagle3DraftModel
 
 VOCAB = 5
 DEPTH = 4  # tokens whose joint law is checked
@@ -130,6 +132,15 @@ def test_many_rounds() -> None:
 def test_ngram(case: str) -> None:
     speculator = NgramSpeculator(max_ngram=2, corpus=[[4, 2, 4, 1, 3, 4, 2, 2, 0, 1, 1, 3]])
     assert deviation(sample(speculator, NGRAM[case]), law()) < TOO_FAR
+
+
+@pytest.mark.parametrize("case", ["chain, block", "drawn tree, block", "drawn tree, token", "drawn static tree"])
+def test_eagle3_that_knows_fewer_tokens(case: str) -> None:
+    torch.manual_seed(0)
+    flags = {"draft_vocab_size": 3, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    eagle = Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(model().config, **flags)).eval()
+    eagle.set_vocabulary(torch.tensor([1, 2, 4]))
+    assert deviation(sample(eagle, VANILLA[case]), law()) < TOO_FAR
 
 
 class Lying(Speculator):

@@ -11,14 +11,15 @@ import torch
 from architectures import build
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_spec
 from hf_spec import News, Request, SpeculationConfig, TargetMtp
 from hf_spec.drafts.feedback import FeedbackDrafter
 
 GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
-CASES = {"mtp_deepseek_v3_small": "recycled_postnorm", "mtp_glm4_moe_small": "recycled_prenorm"}
+DEEPSEEK, GLM = "mtp_deepseek_v3_small", "mtp_glm4_moe_small"
+CASES = {DEEPSEEK: "recycled_postnorm", GLM: "recycled_prenorm"}
 
 
 @functools.cache
@@ -87,25 +88,38 @@ def test_several_layers_guess_as_the_host_does(case: str) -> None:
     torch.testing.assert_close(logits, io["draft_logits"], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("guesses", [1, 2, 4])
+@functools.cache
+def with_layers(case: str, count: int) -> tuple[Any, TargetMtp]:
+    """Load a case's target as if its checkpoint ended with MTP layer number ``count``."""
+    checkpoint = GOLDENS / case / "checkpoint"
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.num_nextn_predict_layers = count
+    target = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32).eval()
+    return target, TargetMtp.of(target)
+
+
+@pytest.mark.parametrize(("case", "layers"), [(DEEPSEEK, 1), (DEEPSEEK, 2), (GLM, 1)])
+@pytest.mark.parametrize("guesses", [1, 2, 3, 4])
 @pytest.mark.parametrize("tree", [None, "dynamic"])
-def test_same_text_as_plain_generate(case: str, guesses: int, tree: Any) -> None:
-    target, draft, io = golden(case)
-    prompt = io["input_ids"][None, :9].repeat(3, 1)
+def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree: Any) -> None:
+    target, draft = with_layers(case, layers)
+    assert draft.num_readers == layers
+    prompt = torch.cat([golden(case)[2]["input_ids"][None, :9] + row for row in range(8)]) % 64
     mask = torch.ones_like(prompt)
-    mask[1, :3], mask[2, :6] = 0, 0
+    for row, padding in enumerate((0, 3, 6, 1, 0, 8, 2, 5)):
+        mask[row, :padding] = 0
     config = SpeculationConfig(num_speculative_tokens=guesses, tree=tree, tree_top_k=3, tree_nodes=8)
-    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for rows in (slice(0, 1), slice(0, 3)):
-        inputs = {"input_ids": prompt[rows], "attention_mask": mask[rows]}
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for batch in (1, 3, 8):
+        inputs = {"input_ids": prompt[:batch], "attention_mask": mask[:batch]}
         plain = target.generate(**inputs, **options)
         out = target.generate(
             **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
         )
         assert torch.equal(out.sequences, plain)
         assert out.speculation.accepted > 0
-        assert max(len(row.offered) for row in out.speculation.per_row) == guesses
+        deepest = max(len(row.offered) for row in out.speculation.per_row)
+        assert deepest == guesses if tree is None else min(2, guesses) <= deepest <= guesses
 
 
 def test_the_word_mtp_reads_the_layers_of_the_checkpoint() -> None:

@@ -92,7 +92,7 @@ def test_the_features_are_those_that_the_layer_was_trained_with() -> None:
 # --- generating ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("guesses", [1, 2, 4])
+@pytest.mark.parametrize("guesses", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_a_recurrent_target_writes_the_same_text_with_its_own_layer(guesses: int, batch: int) -> None:
     target, prompt = target_of(QWEN), outputs(QWEN)["e2e/prompt"]

@@ -50,6 +50,28 @@ def _draft(name: str) -> PreTrainedModel:
     return noisy(target(name))
 
 
+def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 40) -> Any:
+    """Teach ``draft`` by heart what ``model`` wrote, one guess ahead: it will be right now and then.
+
+    ``text`` and ``mask`` are (batch, length), left-padded; the draft reads what it will read while guessing.
+    """
+    draft.bind(model)
+    with torch.no_grad():
+        states = model(text, attention_mask=mask, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in draft.feature_layers(model)], dim=-1)[:, :-2]
+    optimizer = torch.optim.Adam(draft.parameters(), lr=0.01)
+    labels = text[:, 2:]
+    if draft.t2d is not None:
+        labels = labels.where(draft.t2d[labels], -100)
+        labels = labels.where(labels < 0, torch.searchsorted(draft.target_ids, labels.clamp(min=0)))
+    for _ in range(steps):
+        logits = draft(text[:, 1:-1], features=features, attention_mask=mask[:, 1:-1]).logits
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+    return draft.eval()
+
+
 @functools.cache
 def tokenizer(vocab_size: int = 99) -> PreTrainedTokenizerFast:
     """Make a character of every token."""
