@@ -198,8 +198,12 @@ class SaboteurDrafter(Drafter):
 
 
 def test_a_wrong_text_is_noticed(target, tokenizer):
-    figures = bench(target, tokenizer, [Contender("sabotage", Saboteur()), Contender("ngram", "ngram")]).overall
+    report = bench(target, tokenizer, [Contender("sabotage", Saboteur()), Contender("ngram", "ngram")])
+    figures = report.overall
     assert (figures["sabotage"].differing_rows, figures["ngram"].differing_rows) == (2, 0)
+    lines = [line.split() for line in report.table(columns=("same text",)).splitlines()]
+    assert ["sabotage", "NO"] in lines
+    assert ["ngram", "yes"] in lines
 
 
 def test_sampled_texts_are_not_compared(target, tokenizer):

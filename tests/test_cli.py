@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -56,10 +57,22 @@ def prompts(tmp_path) -> str:
 def test_demo_compares_the_shipped_models(capsys):
     assert main(["demo", "--max-new-tokens", "8"]) == 0
     out = capsys.readouterr().out
-    for method in ("plain", "ngram chain", "vanilla chain", "vanilla dynamic tree"):
-        assert f"\n{method} " in out
+    header, *lines = out.split("\n\n")[1].splitlines()
+    assert header.split() == ["method", "τ", "x", "plain", "accepted", "same", "text"]
+    drafts = [name.removeprefix("draft-") for name in demo.MODELS[1:]]
+    methods = [f"{name} {shape}" for name in drafts for shape in ("chain", "dynamic tree")]
+    assert [re.split("  +", line)[0] for line in lines] == ["plain", "ngram chain", *methods]
+    assert all(line.endswith(" yes") for line in lines)
     assert "\nOnce upon a time, there was a little dog named Max." in out
     assert "Greedy text is the same as that of plain generate." in out
+
+
+def test_demo_draws_a_picture(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "MODELS", demo.MODELS[:2])
+    assert main(["demo", "--max-new-tokens", "4", "--png", str(tmp_path / "demo.png")]) == 0
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert f"The picture is in {tmp_path / 'demo.png'}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("colour", "text"), [(False, "one[ two] three"), (True, "one\x1b[30;42m two\x1b[0m three")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +35,25 @@ class Figures:
     differing_rows: int | None
 
 
+def _optional(value: float | None, layout: str) -> str:
+    return "" if value is None else format(value, layout)
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "tok/s": lambda one: f"{one.tokens_per_second:.1f}",
+    "x plain": lambda one: f"{one.ratio_to_plain:.2f}",
+    "median": lambda one: f"{one.median_ratio_to_plain:.2f}",
+    "x assisted": lambda one: _optional(one.ratio_to_assisted, ".2f"),
+    "τ": lambda one: _optional(one.mean_accepted_length, ".2f"),
+    "accepted": lambda one: _optional(one.acceptance_rate, ".0%"),
+    "by position": lambda one: " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position or ()),
+    "outside": lambda one: f"{one.outside_forwards:.1%}",
+    "differ": lambda one: "" if one.differing_rows is None else f"{one.differing_rows}/{one.rows}",
+    "same text": lambda one: {None: "", 0: "yes"}.get(one.differing_rows, "NO"),
+}
+TABLE = tuple(column for column in COLUMNS if column != "same text")
+
+
 @dataclass(frozen=True)
 class BenchReport:
     """Hold the figures of every category and ``"overall"``, by method: ``figures[category][method]``."""
@@ -52,30 +71,17 @@ class BenchReport:
         """Return everything, ready for JSON."""
         return asdict(self)
 
-    def table(self, category: str = OVERALL) -> str:
-        """Lay out one category as text: acceptance in per cent of the guesses, at each position and at all."""
-        header = ["method", "tok/s", "x plain", "median", "x assisted", "τ", "accepted", "by position", "outside"]
-        lines = [[*header, "differ"]]
+    def table(self, category: str = OVERALL, columns: Sequence[str] = TABLE) -> str:
+        """Lay out one category as text, with those of ``COLUMNS`` that say something about some method.
+
+        Acceptance is in per cent of the guesses, at all and at each position.
+        """
+        lines = [["method", *columns]]
         for method, one in self.figures[category].items():
-            positions = " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position or ())
-            differ = None if one.differing_rows is None else f"{one.differing_rows}/{one.rows}"
-            lines.append(
-                [
-                    method,
-                    f"{one.tokens_per_second:.1f}",
-                    f"{one.ratio_to_plain:.2f}",
-                    f"{one.median_ratio_to_plain:.2f}",
-                    _optional(one.ratio_to_assisted, ".2f"),
-                    _optional(one.mean_accepted_length, ".2f"),
-                    _optional(one.acceptance_rate, ".0%"),
-                    positions or "-",
-                    f"{one.outside_forwards:.1%}",
-                    differ or "-",
-                ]
-            )
-        columns = [column for column in zip(*lines, strict=True) if set(column[1:]) != {"-"}]
-        widths = [max(map(len, column)) for column in columns]
-        return "\n".join(_aligned(line, widths) for line in zip(*columns, strict=True))
+            lines.append([method, *(COLUMNS[column](one) or "-" for column in columns)])
+        kept = [column for column in zip(*lines, strict=True) if set(column[1:]) != {"-"}]
+        widths = [max(map(len, column)) for column in kept]
+        return "\n".join(_aligned(line, widths) for line in zip(*kept, strict=True))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw speed and acceptance as a PNG file. Errors: ImportError if matplotlib is missing."""
@@ -84,13 +90,14 @@ class BenchReport:
         picture, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.5 * max(4, len(overall))))
         names = list(overall)[::-1]
         bars = speed.barh(names, [overall[name].ratio_to_plain for name in names])
-        speed.bar_label(bars, fmt="%.2f", padding=3)
+        speed.bar_label(bars, [_label(overall[name]) for name in names], padding=3)
         speed.axvline(1, color="grey", linewidth=0.8)
-        speed.margins(x=0.15)
+        speed.margins(x=0.25)
         speed.set_xlabel("tokens per second, plain generate = 1")
         for name, one in overall.items():
             if shares := one.acceptance_by_position:
                 accepted.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+        accepted.xaxis.get_major_locator().set_params(integer=True)
         accepted.set(xlabel="position of the guess", ylabel="accepted", ylim=(0, 1.02))
         if accepted.lines:
             accepted.legend()
@@ -111,8 +118,9 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def _optional(value: float | None, layout: str) -> str:
-    return "-" if value is None else format(value, layout)
+def _label(one: Figures) -> str:
+    tau = one.mean_accepted_length
+    return f"{one.ratio_to_plain:.2f}" + ("" if tau is None else f"  (τ {tau:.2f})")
 
 
 def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
