@@ -15,6 +15,7 @@ from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
 from hf_spec.drafts.eagle import EagleDraftModel
 from hf_spec.drafts.eagle3 import Eagle3DraftModel
 from hf_spec.training import unroll
+from hf_spec.training.unrolling import _ByBlocks, _Reach
 from hf_spec.training.unrolling import outputs as unrolled
 
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_lm_head", "norm_before_fc")
@@ -121,6 +122,29 @@ def test_other_projects_unroll_to_the_same_logits(case: str) -> None:
             rows[: len(rows) - step] = fed["document_ids"][0, : len(rows) - step] == fed["document_ids"][0, step:]
             rows &= fed["document_ids"][0] >= 0
             torch.testing.assert_close(logits[0, rows], io["packed/ttt_logits"][step, rows], **CLOSE)
+
+
+@pytest.mark.parametrize("size", [3, 256])
+def test_blocks_attend_as_one_dense_softmax_does(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_spec.training.unrolling.BLOCK", size)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"query": (2, 2, 3, 7, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 4)}
+    given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes.values()]
+    first = torch.tensor([[0, 0, 0, 3, 3, 5, 5], [0, 0, 0, 0, 0, 1, 2]])
+    attended, logsumexp = _ByBlocks.apply(*given, _Reach(first))
+
+    query, key, value = given
+    scores = query @ key.mT[:, :, None]  # (batch, heads, group, rows, rows)
+    rows = torch.arange(7)
+    hidden = (rows > rows[:, None]) | (rows < first[:, :, None])
+    scores = scores.masked_fill(hidden[:, None, None], -torch.inf)
+    expected = scores.softmax(-1) @ value[:, :, None], scores.logsumexp(-1)
+    pull = [torch.randn(out.shape, generator=generator) for out in expected]
+    found = torch.autograd.grad((attended, logsumexp), given, pull)
+    for one, two in zip(
+        (attended, logsumexp, *found), (*expected, *torch.autograd.grad(expected, given, pull)), strict=True
+    ):
+        torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layers", [None, {"num_hidden_layers": 2}])

@@ -39,7 +39,7 @@ class DraftTrainingArguments(TrainingArguments):
     outside_vocabulary: str = "drop"
     feature_loss_weight: float = 0.0
     freeze_lm_head: bool = False
-    logit_rows: int = 512
+    logit_rows: int = 256
     eval_prompts: int = 16
     eval_prompt_length: int = 32
     eval_max_new_tokens: int = 64

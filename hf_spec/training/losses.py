@@ -31,15 +31,20 @@ def objective_loss(objective: Objective, draft: Tensor, target: Tensor) -> Tenso
     """
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}; choose one of {get_args(Objective)}")
-    q, p = draft.float().log_softmax(-1), target.float().log_softmax(-1)
+    p = target.float().log_softmax(-1)
+    return _apart(objective, draft.float().log_softmax(-1), p, p.exp())
+
+
+def _apart(objective: Objective, q: Tensor, p: Tensor, law: Tensor) -> Tensor:
+    """Do the same for log-probabilities; ``law`` is ``p.exp()``, which all steps share."""
     if objective == "ce":
         return -q.gather(-1, p.argmax(-1, keepdim=True))[..., 0]
     if objective == "reverse_kl":
-        return (q.exp() * (q - p)).sum(-1)
-    kl = (p.exp() * (p - q)).sum(-1)
+        return cast(Tensor, torch.linalg.vecdot(q.exp(), q - p))
+    kl: Tensor = torch.linalg.vecdot(law, p - q)
     if objective == "kl":
         return kl
-    tv = 1 - torch.minimum(p.exp(), q.exp()).sum(-1)
+    tv = 1 - torch.minimum(law, q.exp()).sum(-1)
     if objective == "tv":
         return tv
     share = (-LK_DECAY * (1 - tv.detach())).exp()
@@ -95,14 +100,13 @@ def row_shares(rows: Tensor, normalizer: Normalizer, document_ids: Tensor | None
 
 @dataclass(frozen=True)
 class Exam:
-    """Hold what the rows of a batch know and should know.
+    """Hold what the rows of a batch should know: the target's last ``hidden`` states (rows, target hidden).
 
-    ``states`` (steps, rows, hidden) are what the draft's head reads, aligned so that column n of every step is about
-    the same position of the target, whose last hidden state is ``hidden`` (rows, target hidden). ``shares`` (steps,
-    rows) weigh the rows; 0 leaves one out.
+    ``sources`` (rows,) of each step say where the draft's states about them are. ``shares`` (steps, rows) weigh them;
+    0 leaves one out.
     """
 
-    states: Tensor
+    sources: list[Tensor]
     hidden: Tensor
     shares: Tensor
 
@@ -122,8 +126,24 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class Law:
+    """Hold what the target says at some rows; all but the last two are (rows, draft vocabulary).
+
+    ``p`` are log-probabilities within the draft vocabulary and ``within`` their exponentials, ``whole`` are the same
+    tokens' probabilities within the target's vocabulary. ``best`` (rows,) is its best token, and ``inside`` tells
+    whether the loss counts the row.
+    """
+
+    p: Tensor
+    within: Tensor
+    whole: Tensor
+    best: Tensor
+    inside: Tensor
+
+
+@dataclass(frozen=True)
 class Examiner:
-    """Compare a draft's laws with the target's, ``chunk`` rows at a time.
+    """Compare a draft's laws with the target's, ``chunk`` rows of a step at a time.
 
     ``draft_head(step, states)`` gives logits over the draft vocabulary and ``target_head(hidden)`` over the target's;
     ``target_ids`` (draft vocabulary,) maps one to the other, ``None`` if they are the same. ``outside`` says what
@@ -136,7 +156,7 @@ class Examiner:
     target_ids: Tensor | None = None
     objective: Objective = "kl"
     outside: Outside = "drop"
-    chunk: int = 512
+    chunk: int = 256
 
     def mark(
         self, states: Sequence[Tensor], hidden: Tensor, shares: Tensor, trained: Sequence[Tensor] = ()
@@ -151,12 +171,13 @@ class Examiner:
         column = (wanted > 0).any(0).nonzero()[:, 0]
         if not len(column):  # the loss is zero, but every process of a distributed run needs a gradient
             column = column.new_zeros(1)
-        together = torch.stack([state.roll(step, 1).flatten(0, 1)[column] for step, state in enumerate(states)])
-        exam = Exam(together, hidden[:, 1:].flatten(0, 1)[column], wanted[:, column])
+        length = hidden.shape[1] - 1
+        sources = [column - column % length + (column % length - step) % length for step in range(len(states))]
+        exam = Exam(sources, hidden[:, 1:].flatten(0, 1)[column], wanted[:, column])
         marks: list[Marks] = []
         learning = [parameter for parameter in trained if parameter.requires_grad]
         learns, apply = torch.is_grad_enabled(), cast(Any, _InChunks.apply)
-        loss: Tensor = apply(self, exam, marks, learns, together, *learning)
+        loss: Tensor = apply(self, exam, marks, learns, *(state.flatten(0, 1) for state in states), *learning)
 
         def by_row(name: str) -> Tensor:
             found = torch.cat([getattr(mark, name) for mark in marks], dim=1)
@@ -166,31 +187,30 @@ class Examiner:
         losses = torch.stack([mark.losses for mark in marks]).sum(0)
         return loss, Marks(losses, by_row("right"), by_row("overlap"), by_row("inside"))
 
-    def mark_chunk(self, exam: Exam) -> tuple[Tensor, Marks]:
-        """Do the same for a few rows at once, with gradients by autograd."""
+    @torch.no_grad()
+    def law(self, hidden: Tensor) -> Law:
+        """Return what the target says at a few rows, of last hidden states (rows, target hidden)."""
+        logits = self.target_head(hidden).float()  # (rows, vocabulary)
+        best, mass = logits.argmax(-1), logits.logsumexp(-1)
+        if self.target_ids is not None:
+            logits = logits[:, self.target_ids]
+        inside = torch.ones_like(best, dtype=torch.bool)
+        if self.target_ids is not None and self.outside == "drop":
+            inside = torch.isin(best, self.target_ids)
+        elif self.target_ids is not None:
+            best, mass = self.target_ids[logits.argmax(-1)], logits.logsumexp(-1)
+        p = logits.log_softmax(-1)  # (rows, draft vocabulary)
+        within = p.exp()
+        return Law(p, within, within if self.target_ids is None else (logits - mass[:, None]).exp(), best, inside)
+
+    def mark_step(self, law: Law, step: int, states: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss of a few rows of a step, with gradients by autograd, and what is right and overlaps."""
+        q = self.draft_head(step, states).float().log_softmax(-1)  # (rows, draft vocabulary)
+        loss = (_apart(self.objective, q, law.p, law.within) * shares * law.inside).sum()
         with torch.no_grad():
-            logits = self.target_head(exam.hidden).float()  # (rows, vocabulary)
-            best, mass = logits.argmax(-1), logits.logsumexp(-1)
-            if self.target_ids is not None:
-                logits = logits[:, self.target_ids]
-            inside = torch.ones_like(best, dtype=torch.bool)
-            if self.target_ids is not None and self.outside == "drop":
-                inside = torch.isin(best, self.target_ids)
-            elif self.target_ids is not None:
-                best, mass = self.target_ids[logits.argmax(-1)], logits.logsumexp(-1)
-            law = (logits - mass[:, None]).exp()
-        losses, right, overlap = [], [], []
-        for step, states in enumerate(exam.states):
-            guess = self.draft_head(step, states)  # (rows, draft vocabulary)
-            losses.append((objective_loss(self.objective, guess, logits) * exam.shares[step] * inside).sum())
-            with torch.no_grad():
-                first = guess.argmax(-1)
-                right.append((first if self.target_ids is None else self.target_ids[first]) == best)
-                overlap.append(torch.minimum(law, guess.float().softmax(-1)).sum(-1))
-        loss = torch.stack(losses)
-        return loss.sum(), Marks(
-            loss.detach(), torch.stack(right), torch.stack(overlap), inside.expand(len(right), -1)
-        )
+            first = q.max(-1).indices
+            right = (first if self.target_ids is None else self.target_ids[first]) == law.best
+            return loss, right, torch.minimum(law.whole, q.exp()).sum(-1)
 
 
 def _shift(by_step: Tensor, direction: int) -> Tensor:
@@ -202,30 +222,34 @@ class _InChunks(torch.autograd.Function):
     """Work out loss and gradient chunk by chunk in one go, so that no logits outlive their chunk."""
 
     @staticmethod
-    def forward(
-        ctx: Any, examiner: Examiner, exam: Exam, marks: list[Marks], learns: bool, states: Tensor, *trained: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, examiner: Examiner, exam: Exam, marks: list[Marks], learns: bool, *given: Tensor) -> Tensor:
         # Shares are far below 1; scaled up, what flows back does not vanish in half precision.
         scale = float(exam.shares.max().clamp(min=torch.finfo(torch.float32).tiny))
-        total = states.new_zeros((), dtype=torch.float32)
-        of_states = torch.zeros_like(states)
-        of_trained = [torch.zeros_like(parameter) for parameter in trained]
-        for start in range(0, states.shape[1], examiner.chunk):
+        total = given[0].new_zeros((), dtype=torch.float32)
+        steps = len(exam.sources)
+        gradients, trained = [torch.zeros_like(tensor) for tensor in given], given[steps:]
+        for start in range(0, len(exam.hidden), examiner.chunk):
             rows = slice(start, start + examiner.chunk)
-            with torch.set_grad_enabled(learns):
-                part = states[:, rows].detach().requires_grad_(learns)
-                loss, mark = examiner.mark_chunk(Exam(part, exam.hidden[rows], exam.shares[:, rows] / scale))
-            marks.append(Marks(mark.losses * scale, mark.right, mark.overlap, mark.inside))
-            total += loss.detach() * scale
-            if learns:
-                of_states[:, rows], *found = torch.autograd.grad(loss, [part, *trained])
-                for gradient, more in zip(of_trained, found, strict=True):
-                    gradient += more
+            law, seen = examiner.law(exam.hidden[rows]), []
+            for step in range(steps):  # one by one: logits of other steps are gone, or not there yet
+                source = exam.sources[step][rows]
+                with torch.set_grad_enabled(learns):
+                    part = given[step][source].detach().requires_grad_(learns)
+                    loss, *mark = examiner.mark_step(law, step, part, exam.shares[step, rows] / scale)
+                seen.append((loss.detach() * scale, *mark))
+                if learns:
+                    gradients[step][source], *found = torch.autograd.grad(loss, [part, *trained], allow_unused=True)
+                    for gradient, more in zip(gradients[steps:], found, strict=True):
+                        if more is not None:  # a head of another step
+                            gradient += more
+            losses, right, overlap = (torch.stack(column) for column in zip(*seen, strict=True))
+            marks.append(Marks(losses, right, overlap, law.inside.expand(steps, -1)))
+            total += losses.sum()
         ctx.scale = scale
-        ctx.save_for_backward(of_states, *of_trained)
+        ctx.save_for_backward(*gradients)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         factor = gradient * ctx.scale
-        return None, None, None, None, *(found * factor.to(found.dtype) for found in ctx.saved_tensors)
+        return None, None, None, None, *(found.mul_(factor) for found in ctx.saved_tensors)

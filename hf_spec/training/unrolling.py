@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 from ..drafts.modeling import DraftModel, DraftOutput
 
 ATTENTION = "hf_spec_unroll"
-BLOCK = 256  # rows whose scores are held at once where there is no FlexAttention
+BLOCK = 128  # rows whose scores are held at once where there is no FlexAttention
 
 
 def unroll(
@@ -141,9 +141,13 @@ class _Reach:
         self.first = first
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Return the first row that any row of a block sees."""
-        return [max(0, int(block.min())) for block in self.first.split(BLOCK, dim=1)]
+    def blocks(self) -> list[tuple[slice, slice]]:
+        """Return blocks of rows, and the rows of the first step that any row of a block sees."""
+        blocks, end = [], 0
+        for first in self.first.split(BLOCK, dim=1):
+            start, end = end, end + first.shape[1]
+            blocks.append((slice(start, end), slice(max(0, int(first.min())), end)))
+        return blocks
 
     @cached_property
     def mask(self) -> BlockMask:
@@ -203,7 +207,7 @@ def _attend(
     grouped = query.unflatten(1, (key.shape[1], -1)) * scaling  # (batch, key heads, group, rows, size)
     scores, values = [], []
     if sight.reach is not None:
-        over_rows = _flex if sight.stack.flex else _by_blocks
+        over_rows = _flex if sight.stack.flex else cast(Any, _ByBlocks.apply)
         attended, logsumexp = over_rows(grouped, *sight.stack.entries[layer, 0], sight.reach)
         scores, values = [logsumexp], [attended.float()]
     for step in sight.own_steps:
@@ -215,28 +219,51 @@ def _attend(
     return cast(Tensor, merged).to(query.dtype).flatten(1, 2).transpose(1, 2), None
 
 
-def _by_blocks(query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
-    """Attend to the first step, some rows at a time; scores are computed again for the gradient instead of kept."""
-    parts = []
-    for i, rows in enumerate(query.split(BLOCK, dim=3)):
-        start, end = reach.starts[i], i * BLOCK + rows.shape[3]
-        seen, first = slice(start, end), reach.first[:, end - rows.shape[3] : end]
-        parts.append(checkpoint(_block, rows, key[:, :, seen], value[:, :, seen], first - start, use_reentrant=False))
-    attended, logsumexp = zip(*parts, strict=True)
-    return torch.cat(attended, dim=3), torch.cat(logsumexp, dim=3)
+class _ByBlocks(torch.autograd.Function):
+    """Attend to the first step, some rows at a time; scores are worked out again for the gradient instead of kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
+        attended, logsumexp = torch.empty_like(query), torch.empty(query.shape[:-1], device=query.device)
+        for rows, seen in reach.blocks:
+            scores = _scores(query[..., rows, :], key[:, :, seen], reach.first[:, rows] - seen.start)
+            top = scores.amax(-1, keepdim=True)
+            weights = scores.sub_(top).exp_()
+            total = weights.sum(-1, keepdim=True)
+            mixed = weights.div_(total).flatten(2, 3).to(value.dtype) @ value[:, :, seen]
+            attended[..., rows, :] = mixed.view_as(query[..., rows, :])
+            logsumexp[..., rows] = (top + total.log())[..., 0]
+        ctx.save_for_backward(query, key, value, attended, logsumexp)
+        ctx.reach = reach
+        return attended, logsumexp
+
+    @staticmethod
+    def backward(ctx: Any, of_attended: Tensor, of_logsumexp: Tensor) -> Any:
+        query, key, value, attended, logsumexp = ctx.saved_tensors
+        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        # A score gains as much as its value is worth more than what the row has got already.
+        got = (of_attended * attended).sum(-1, dtype=torch.float32) - of_logsumexp
+        for rows, seen in ctx.reach.blocks:
+            asked = query[..., rows, :]
+            scores = _scores(asked, key[:, :, seen], ctx.reach.first[:, rows] - seen.start)
+            weights = scores.sub_(logsumexp[..., rows, None]).exp_()  # (batch, key heads, group, rows, columns)
+            gradient = of_attended[..., rows, :].flatten(2, 3).to(value.dtype)
+            of_value[:, :, seen] += weights.flatten(2, 3).to(value.dtype).mT @ gradient
+            worth = (gradient @ value[:, :, seen].mT).float().view_as(weights)
+            of_scores = worth.sub_(got[..., rows, None]).mul_(weights).flatten(2, 3).to(key.dtype)
+            of_query[..., rows, :] = (of_scores @ key[:, :, seen]).view_as(asked)
+            of_key[:, :, seen] += of_scores.mT @ asked.flatten(2, 3).to(key.dtype)
+        return of_query, of_key, of_value, None
 
 
-def _block(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """Attend from the last rows; ``first`` (batch, rows) is the first column each one sees."""
+def _scores(query: Tensor, key: Tensor, first: Tensor) -> Tensor:
+    """Score the last rows in float32; ``first`` (batch, rows) is the first column each one sees."""
     (group, rows), columns = query.shape[2:4], key.shape[2]
-    scores = (query.flatten(2, 3) @ key.mT).unflatten(2, (group, rows))  # (batch, key heads, group, rows, columns)
+    scores: Tensor = (query.flatten(2, 3) @ key.mT).unflatten(2, (group, rows))  # (batch, heads, group, rows, columns)
     column = torch.arange(columns, device=key.device)
     row = torch.arange(columns - rows, columns, device=key.device)
     hidden = (column > row[:, None]) | (column < first[:, :, None])  # (batch, rows, columns)
-    scores = scores.float().masked_fill(hidden[:, None, None], -torch.inf)
-    logsumexp = scores.logsumexp(-1)
-    weights = (scores - logsumexp[..., None]).exp().to(value.dtype)
-    return (weights.flatten(2, 3) @ value).unflatten(2, (group, rows)), logsumexp
+    return scores.float().masked_fill_(hidden[:, None, None], -torch.inf)
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
