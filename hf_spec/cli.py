@@ -15,13 +15,26 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
 from . import demo
-from .bench import BenchSettings, Contender, Prompt, import_pyplot, read_prompts, run_bench
+from .bench import (
+    BenchReport,
+    BenchSettings,
+    Contender,
+    Prompt,
+    Tree,
+    expected_length,
+    import_pyplot,
+    rank_accuracies,
+    read_prompts,
+    run_bench,
+    search_tree,
+)
 from .checkpoints import AutoDraftModel, Checkpoint, read_checkpoint
-from .configuration import SpeculationConfig
+from .configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .conversion import Layout, convert, inspect
 from .drafts.base import Speculator
 from .metrics import RowStats, _pieces
@@ -29,7 +42,8 @@ from .speculators import as_speculator
 
 WITHOUT_WEIGHTS = ("ngram", "mtp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-TREE_HELP = "chain, dynamic, sampled, or a list of paths of ranks such as [[0],[1],[0,0]]"
+TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
+BUDGETS = (4, 8, 16, 32, 64)
 GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
 DEMO_COLUMNS = ("τ", "x plain", "accepted", "same text")
 DEMO_LEGEND = (
@@ -184,6 +198,9 @@ def _add_bench(commands: Any) -> None:
     add("--prompts", required=True, metavar="FILE", help="JSON lines; see docs/benchmarking.md")
     add("--limit", type=int, metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
+    add("--search-tree", type=int, nargs="*", metavar="N", help="find and measure static trees of so many guesses "
+        f"instead ({' '.join(map(str, BUDGETS))})")  # fmt: skip
+    add("--save-tree", type=writable, metavar="FILE", help="write the fastest tree found, for --tree FILE.json")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="per turn (%(default)s)")
     add("--batch-size", type=int, default=1, metavar="N", help="prompts of a category decoded together (%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 decodes greedily (%(default)s)")
@@ -207,24 +224,76 @@ def _bench(args: argparse.Namespace) -> None:
         baselines=not args.no_baselines,
         seed=args.seed,
     )
+    budgets = _budgets(args)
     if args.png:
         import_pyplot()
     target, tokenizer = load_target(args.model, args.dtype, args.device)
     names = [Path(draft).name for draft in args.draft]
     names = names if len(set(names)) == len(names) else args.draft
-    speculators = [load_speculator(draft, target, args.dtype) for draft in args.draft]
-    contenders = [
-        _contender(name, speculator, _configured(speculator, args, tree))
-        for name, speculator in zip(names, speculators, strict=True)
-        for tree in args.tree
-    ]
+    drafts = {name: load_speculator(draft, target, args.dtype) for name, draft in zip(names, args.draft, strict=True)}
+    contenders: list[Contender] = []
+    expected: dict[str, float] = {}
+    for name, speculator in drafts.items():
+        if not budgets:
+            contenders += [_contender(name, speculator, _configured(speculator, args, tree)) for tree in args.tree]
+            continue
+        ids = [torch.tensor([prompt.render([], tokenizer)], device=target.device) for prompt in prompts]
+        config = _configured(speculator, args, "chain")
+        for tree, length in _found_trees(speculator, target, ids, config, budgets, args.max_new_tokens):
+            contenders.append(Contender(f"{name} tree of {len(tree)}", speculator, config.merge(tree=tree)))
+            expected[contenders[-1].name] = length
     report = run_bench(target, tokenizer, prompts, contenders, settings, progress=True)
     for category in report.figures:
         print(f"{category}\n{report.table(category)}\n")
+    if expected:
+        _tell_trees(report, contenders, expected, args.save_tree)
     if args.json:
         args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if args.png:
         report.plot(args.png)
+
+
+def _budgets(args: argparse.Namespace) -> Sequence[int]:
+    """Return how many guesses the trees to search for may have; none unless a search is asked for."""
+    if args.search_tree is None:
+        if args.save_tree:
+            raise ValueError("--save-tree writes what --search-tree finds; add it")
+        return ()
+    if args.search_tree and min(args.search_tree) < 1:
+        raise ValueError(f"a tree has at least 1 guess, got --search-tree {min(args.search_tree)}")
+    return args.search_tree or BUDGETS
+
+
+def _found_trees(
+    speculator: Speculator,
+    target: PreTrainedModel,
+    prompts: list[Tensor],
+    config: SpeculationConfig,
+    budgets: Sequence[int],
+    max_new_tokens: int,
+) -> list[tuple[Tree, float]]:
+    """Find a tree of each size, and the acceptance length that it promises."""
+    depth = config.num_speculative_tokens
+    depth = depth if isinstance(depth, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
+    accuracies = rank_accuracies(target, prompts, speculator, depth, max_new_tokens=max_new_tokens)
+    found = {len(tree): tree for nodes in budgets if (tree := search_tree(accuracies, nodes))}
+    if not found:
+        raise ValueError("no guess of the draft was right on these prompts: there is no tree to find")
+    return [(tree, expected_length(accuracies, tree)) for tree in found.values()]
+
+
+def _tell_trees(
+    report: BenchReport, contenders: list[Contender], expected: dict[str, float], path: Path | None
+) -> None:
+    """Compare what the trees found promised with what they did, and print the fastest one."""
+    trees = {one.name: one.config.tree for one in contenders if one.config}
+    for name, length in expected.items():
+        print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")
+    best = max(expected, key=lambda name: report.overall[name].ratio_to_plain)
+    text = json.dumps(trees[best])
+    print(f"\nThe fastest is {best}:\n{text}")
+    if path:
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 # -- inspect and convert ----------------------------------------------------------------------------------------------
@@ -299,10 +368,11 @@ def _contender(name: str, speculator: Speculator, config: SpeculationConfig) -> 
 def tree_of(text: str) -> Any:
     """Read a tree from the command line."""
     try:
+        text = Path(text).read_text(encoding="utf-8") if text.endswith(".json") else text
         tree: Any = json.loads(text) if text.startswith("[") else text
         if tree == "chain" or SpeculationConfig(tree=tree).tree:
             return tree
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OSError):
         raise argparse.ArgumentTypeError(f"{text!r} is not {TREE_HELP}") from None
 
 

@@ -152,6 +152,21 @@ def test_bench_limits_prompts_and_leaves_baselines_out(models, prompts, capsys):
     assert "prompt lookup" not in capsys.readouterr().out
 
 
+def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, capsys):
+    path = tmp_path / "tree.json"
+    options = ["--prompts", prompts, "--max-new-tokens", "8", "--no-baselines", "--warmup", "0"]
+    search = ["--search-tree", "2", "5", "--num-speculative-tokens", "3", "--save-tree", str(path)]
+    assert main(["bench", models["target"], "--draft", models["twin"], *options, *search]) == 0
+    out = capsys.readouterr().out
+    assert "twin tree of 2: expected τ 3.00, measured " in out  # a draft that is always right
+    assert "twin tree of 3: expected τ 4.00, measured " in out
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    assert tree in ([[0], [0, 0]], [[0], [0, 0], [0, 0, 0]])
+    assert tree_of(str(path)) == tree
+    assert main(["bench", models["target"], "--draft", models["twin"], *options, "--tree", str(path)]) == 0
+    assert "twin static tree" in capsys.readouterr().out
+
+
 # -- inspect and convert ----------------------------------------------------------------------------------------------
 
 
@@ -177,9 +192,10 @@ def test_tree_and_length_are_read():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, or a list"),
+        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, a list"),
         (["--tree", "[0]"], "is not chain"),
         (["--tree", "[[0]"], "is not chain"),
+        (["--tree", "nowhere.json"], "'nowhere.json' is not chain"),
         (["--num-speculative-tokens", "0"], "neither a whole number of at least 1 nor auto"),
         (["--json", "/no/such/directory/bench.json"], "/no/such/directory is not a directory"),
         (["--dtype", "int8"], "invalid choice"),
@@ -197,6 +213,9 @@ def test_options_are_checked_before_anything_is_loaded(options, problem, capsys)
         ("bench {target} --prompts missing.jsonl", "missing.jsonl"),
         ("bench {target} --prompts {bad}", "line 2: a prompt is"),
         ("bench {target} --prompts {prompts} --repeats 0", "repeats must be at least 1"),
+        ("bench {target} --prompts {prompts} --search-tree 4 0", "at least 1 guess, got --search-tree 0"),
+        ("bench {target} --prompts {prompts} --save-tree {empty}/tree", "what --search-tree finds; add it"),
+        ("bench {target} --prompts {prompts} --search-tree 4", "does not rank its guesses"),
         ("bench {target} --prompts {prompts} --draft nowhere/draft", "'nowhere/draft' is none of"),
         ("generate {target} --speculator /nowhere --prompt x", "'/nowhere' is none of"),
         ("generate {target} --speculator {empty} --prompt x", "no draft can be read there"),

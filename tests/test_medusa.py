@@ -18,7 +18,7 @@ from hf_spec import News, Proposal, Request, SpeculationConfig
 from hf_spec.checkpoints import AutoDraftModel, read_checkpoint
 from hf_spec.configuration import MedusaSpeculatorConfig
 from hf_spec.conversion import convert, inspect
-from hf_spec.drafts.medusa import MEDUSA_TREE, MedusaDraftModel, head_accuracies, search_tree
+from hf_spec.drafts.medusa import MEDUSA_TREE, MedusaDraftModel
 from hf_spec.verification import accept_typical
 
 V1 = "medusa_v1_pt"
@@ -218,43 +218,6 @@ def test_the_published_tree_has_63_nodes_with_all_their_parents() -> None:
     assert len(set(MEDUSA_TREE)) == 63
     assert all(len(path) == 1 or path[:-1] in MEDUSA_TREE for path in MEDUSA_TREE)
     assert [sum(len(path) == depth for path in MEDUSA_TREE) for depth in (1, 2, 3, 4, 5)] == [10, 28, 23, 2, 0]
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
-def test_a_searched_tree_accepts_more_than_any_other(nodes: int) -> None:
-    accuracies = [[0.3, 0.45, 0.1], [0.5, 0.2, 0.25], [0.6, 0.1, 0.1]]
-    everything = [path for depth in (1, 2, 3) for path in itertools.product(range(3), repeat=depth)]
-
-    def accepted(tree: Any) -> float:
-        """Return the expected number of accepted guesses."""
-        shares = [[accuracies[i][rank] for i, rank in enumerate(path)] for path in tree]
-        return sum(float(torch.tensor(share).prod()) for share in shares)
-
-    def is_tree(paths: Any) -> bool:
-        return all(len(path) == 1 or path[:-1] in paths for path in paths)
-
-    best = max(accepted(tree) for tree in itertools.combinations(everything, nodes) if is_tree(tree))
-    tree = search_tree(torch.tensor(accuracies), nodes)
-    assert is_tree(tree)
-    assert len(tree) == nodes
-    assert accepted(tree) == pytest.approx(best)
-
-
-def test_a_searched_tree_ends_where_the_ranks_do() -> None:
-    assert sorted(search_tree([[0.5], [0.5]], 10)) == [(0,), (0, 0)]
-
-
-@torch.no_grad()
-def test_head_accuracies_are_counted() -> None:
-    draft, io = load_draft(V1), outputs(V1)
-    ids, logits = io["input_ids"], io["fwd/medusa_logits"]  # (heads, length, vocabulary)
-    found = head_accuracies(draft, ids[None].repeat(2, 1), io["fwd/hidden"][None].repeat(2, 1, 1), ranks=6)
-    for head in range(5):
-        guesses = logits[head].topk(6).indices.tolist()
-        places = range(len(ids) - 2 - head)
-        for rank in range(6):
-            right = [guesses[place][rank] == ids[place + 2 + head] for place in places]
-            assert float(found[head, rank]) == pytest.approx(sum(right) / len(right))
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

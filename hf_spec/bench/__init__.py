@@ -3,6 +3,7 @@
 from .prompts import Prompt, read_prompts
 from .report import BenchReport, Figures, import_pyplot
 from .runner import BenchSettings, Contender, run_bench
+from .tree_search import Tree, expected_length, rank_accuracies, search_tree
 
 __all__ = [
     "BenchReport",
@@ -10,7 +11,11 @@ __all__ = [
     "Contender",
     "Figures",
     "Prompt",
+    "Tree",
+    "expected_length",
     "import_pyplot",
+    "rank_accuracies",
     "read_prompts",
     "run_bench",
+    "search_tree",
 ]

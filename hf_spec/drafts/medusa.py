@@ -10,8 +10,6 @@ same state, so all heads speak at once, and none knows what the ones before it g
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,38 +120,3 @@ class MedusaDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only: nothing is kept of any."""
-
-
-def search_tree(accuracies: Sequence[Sequence[float]] | Tensor, nodes: int) -> list[tuple[int, ...]]:
-    """Find the static tree of ``nodes`` guesses that accepts the most if the heads are right independently.
-
-    ``accuracies[i][r]`` is how often the guess of rank r of head i is right (``head_accuracies``). A path is right as
-    often as all its guesses are, and no longer path more often, so that taking the best ones makes a tree
-    (arXiv 2401.10774, section 3.3.3). Returns paths of ranks for ``SpeculationConfig(tree=...)``.
-    """
-    table = torch.as_tensor(accuracies).tolist()
-    found: list[tuple[int, ...]] = []
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # what promises most first; ties by path
-    while waiting and len(found) <= nodes:
-        minus, path = heapq.heappop(waiting)
-        found.append(path)
-        if len(path) < len(table):
-            for rank, share in enumerate(table[len(path)]):
-                heapq.heappush(waiting, (minus * share, (*path, rank)))
-    return found[1:]  # without the root
-
-
-@torch.no_grad()
-def head_accuracies(draft: MedusaDraftModel, input_ids: Tensor, features: Tensor, ranks: int = 10) -> Tensor:
-    """Measure how often the guess of each rank of each head is right: (heads, ranks).
-
-    ``input_ids`` (batch, length) without padding, best written by the target itself; ``features``
-    (batch, length, hidden), the target's last hidden state at each of them. The draft must be bound to the target.
-    """
-    logits = draft(features=features).logits  # (batch, length, heads, draft vocabulary)
-    rows = []
-    for i, head in enumerate(logits.unbind(2)):
-        length = input_ids.shape[1] - 2 - i
-        guesses = draft.to_target_ids(head[:, :length].topk(ranks).indices)  # (batch, length, ranks)
-        rows.append((guesses == input_ids[:, 2 + i :, None]).float().flatten(0, 1).mean(0))
-    return torch.stack(rows)

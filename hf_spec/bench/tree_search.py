@@ -1,0 +1,156 @@
+"""Find the static tree that a draft's guesses fill best, from how often each of them is right.
+
+A tree's guess of rank r at depth d is the draft's r-th best one behind d - 1 right guesses. How often that one is what
+the target says is measured at every position of the target's own greedy text, with the draft led along that text. A
+path comes true about as often as the product of its guesses, and greedy expansion by that product gives the best tree
+(Medusa, arXiv 2401.10774, section 3.3.3).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..configuration import SpeculationConfig
+from ..drafts.base import Drafter, News, Request, Speculator
+from ..proposal import Proposal
+from ..speculators import as_speculator
+
+Tree = list[tuple[int, ...]]
+
+
+def search_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Tree:
+    """Find the static tree of ``nodes`` guesses that accepts the most if guesses are right independently.
+
+    ``accuracies[d][r]`` is how often the guess of rank r at depth d is right (``rank_accuracies``). No longer path is
+    right more often, so that taking the best ones makes a tree. Returns paths for ``SpeculationConfig(tree=...)``,
+    fewer than ``nodes`` where there are no more that are ever right.
+    """
+    found: Tree = []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # what promises most first; ties by path
+    while waiting and len(found) <= nodes:
+        minus, path = heapq.heappop(waiting)
+        found.append(path)
+        if len(path) < len(accuracies):
+            for rank, share in enumerate(accuracies[len(path)]):
+                if share > 0:
+                    heapq.heappush(waiting, (minus * share, (*path, rank)))
+    return found[1:]  # without the root
+
+
+def expected_length(accuracies: Sequence[Sequence[float]], tree: Tree) -> float:
+    """Return the tokens per target forward that ``tree`` promises, the target's own included."""
+    length = 1.0
+    for path in tree:
+        share = 1.0
+        for depth, rank in enumerate(path):
+            share *= accuracies[depth][rank]
+        length += share
+    return length
+
+
+@torch.no_grad()
+def rank_accuracies(
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    speculator: Any,
+    depth: int,
+    ranks: int = 10,
+    max_new_tokens: int = 128,
+) -> list[list[float]]:
+    """Measure how often the guess of each rank at each depth is what the target says: (up to ``depth``, ``ranks``).
+
+    ``prompts`` are token ids, (1, length) each. At depth d only positions count whose earlier guesses were right with
+    ranks below ``ranks``. Depths that the draft never reached are left out.
+
+    Errors: ValueError if the draft ranks no guesses, as n-grams do not, and what ``generate`` raises.
+    """
+    probe = _Probe(as_speculator(speculator, target), ranks)
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
+    generate: Any = target.generate  # of a mixin that the type does not know
+    for ids in prompts:
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        probe.text = generate(**inputs, **options, speculator=False)[0].tolist()
+        config = SpeculationConfig(num_speculative_tokens=depth)
+        generate(**inputs, **options, speculator=probe, speculation_config=config)
+    if not probe.tried:
+        raise ValueError(
+            f"{type(probe.inner).__name__} does not rank its guesses, so that no static tree can be searched for; "
+            "use a draft with weights"
+        )
+    return [[right / tried for right in row] for tried, row in zip(probe.tried, probe.right, strict=True)]
+
+
+class _Probe(Speculator):
+    """Lead a draft along ``text`` and count the ranks that it gives the tokens of that text; guess nothing."""
+
+    def __init__(self, inner: Speculator, ranks: int) -> None:
+        self.inner = inner
+        self.ranks = ranks
+        self.text: list[int] = []
+        self.tried: list[int] = []  # by depth
+        self.right: list[list[int]] = []  # by depth and rank
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        return self.inner.feature_layers(target)
+
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
+        self.inner.check(target, config)
+
+    def drafter(self, request: Request) -> Drafter:
+        return _ProbeDrafter(self, request)
+
+    def count(self, depth: int, rank: int) -> None:
+        """Note that the right token had ``rank`` at ``depth``."""
+        if depth == len(self.tried):
+            self.tried.append(0)
+            self.right.append([0] * self.ranks)
+        self.tried[depth] += 1
+        if rank < self.ranks:
+            self.right[depth][rank] += 1
+
+
+class _ProbeDrafter(Drafter):
+    """Give the draft a law that makes the text its best guess; the laws of a chain are asked for by depth."""
+
+    def __init__(self, probe: _Probe, request: Request) -> None:
+        self._probe = probe
+        self._known = request.input_ids.shape[1]
+        self._ahead: list[int] = []  # of the text, as far as it is to be guessed
+        self._depth = 0
+        self._counts = True  # a tree could hold the guesses so far, and what became text is the text
+        self._law = request.law
+        self._drafter = probe.inner.drafter(replace(request, law=self._lead))
+
+    def _lead(self, logits: Tensor) -> Tensor:
+        laws = self._law(logits)
+        led = torch.full(laws.shape, -torch.inf, device=laws.device)
+        for law, one in zip(laws.flatten(0, -2), led.flatten(0, -2), strict=True):  # views
+            if self._depth == len(self._ahead):
+                break
+            token = self._ahead[self._depth]
+            if self._counts:
+                rank = int((law > law[token]).sum()) if law[token] > -torch.inf else self._probe.ranks
+                self._probe.count(self._depth, rank)
+                self._counts = rank < self._probe.ranks
+            one[token] = 0.0
+            self._depth += 1
+        return led
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Let the draft guess, and keep what it says to ourselves: every position of the text is to be asked."""
+        self._known += int(news.counts[0])
+        known, text = self._known, self._probe.text
+        self._ahead = text[known : known + limit]
+        self._depth, self._counts = 0, text[known - 1 : known] == news.root.tolist()  # half precision may stray
+        self._drafter.propose(news, limit)
+        return Proposal.nothing(news.root)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Do nothing: there is one row."""
