@@ -217,10 +217,14 @@ class SlotCache(Cache):
         self.touch: Callable[[int, int], None] | None = None  # is told the layer and the number of a state in use
 
     @classmethod
-    def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device) -> SlotCache:
-        """Take over what the prefill left in ``cache``, all of whose rows have the same length."""
-        length = _length(cache)
+    def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device, open: int = 0) -> SlotCache:
+        """Take over what the prefill left in ``cache``, all of whose rows have the same length.
+
+        Its last ``open`` columns are the open forest, a chain.
+        """
+        length = _length(cache) - open
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
+        rows.open = open
         return cls([_adopt_layer(layer, rows) for layer in cache.layers], rows)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -317,6 +321,11 @@ def keeps_state(layer: object) -> bool:
 def has_states(cache: object) -> bool:
     """Tell whether some layer of ``cache`` keeps a recurrent or convolution state."""
     return any(map(keeps_state, getattr(cache, "layers", [])))
+
+
+def keeps_everything(cache: DynamicCache) -> bool:
+    """Tell whether every layer of ``cache`` keeps all it is given, and nothing else."""
+    return all(type(layer) in (DynamicLayer, DummyLayer) for layer in cache.layers)
 
 
 def unsupported_layer(cache: object) -> str | None:

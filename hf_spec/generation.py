@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,9 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .choice import Chooser
+from .choice import Choice, Chooser
 from .configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
-from .drafts.base import Request
+from .drafts.base import Drafter, News, Request, Speculator
 from .logits import Processors
 from .metrics import SpeculationStats
 from .proposal import Proposal
@@ -22,7 +24,7 @@ from .selfcheck import check_target
 from .speculators import as_speculator
 from .stopping import Stops
 from .support import refuse_call
-from .target import TargetRunner
+from .target import Scores
 from .text import Text
 
 if TYPE_CHECKING:
@@ -77,84 +79,111 @@ class SpeculativeDecoding:
         if config.self_check:
             check_target(model, trees=config.tree is not None)
 
-        stats = SpeculationStats(batch_size=len(input_ids), tokenizer=self.tokenizer)
-        record = Record(generation_config, len(input_ids))
-        chooser = Chooser(Processors(logits_processor), text, bool(generation_config.do_sample), config, record)
-        target = runner_for(
+        call = Call(model, speculator, config, text, logits_processor, generation_config, model_kwargs, self.tokenizer)
+        choice = call.read_prompt(input_ids)
+        while text.rows:
+            choice = call.step(choice)
+        return call.output()
+
+
+class Call:
+    """One call: read the prompt, then propose, score, verify and commit until every row is done."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        speculator: Speculator,
+        config: SpeculationConfig,
+        text: Text,
+        logits_processor: LogitsProcessorList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        tokenizer: Any,
+    ) -> None:
+        self.model, self.speculator, self.config, self.text = model, speculator, config, text
+        self.generation_config, self.model_kwargs = generation_config, model_kwargs
+        self.rows = text.rows
+        self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
+        self.record = Record(generation_config, len(text.rows))
+        self.processors = Processors(logits_processor)
+        self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
+        self.length = DraftLength(config)
+        self.target = runner_for(
             model,
             model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
             speculator.feature_layers(model),
-            record.hidden_states,
+            self.record.hidden_states,
             one_chain=config.tree is None,
         )
-        prompt_mask = _prompt_mask(input_ids, model_kwargs.get("attention_mask"))
+        self.drafter: Drafter
+        self.features: Tensor | None = None  # of the nodes that were scored last
 
-        text.begin()
-        prompt = target.prefill(input_ids, generation_config, model_kwargs)
-        record.prompt(prompt.hidden_states)
-        choice = chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), prompt.last())
-        stats.prefilled([tokens[0] for tokens in choice.emitted])
-        sample = chooser.samples_row_by_row and config.draft_sampling is not False
-        only_best = config.tree is None and not sample and config.min_confidence == 0
-        drafter = speculator.drafter(
-            Request(
-                target=model,
-                input_ids=input_ids,
-                attention_mask=prompt_mask,
-                features=prompt.features,
-                config=config,
-                law=chooser.processors.draft_law(only_best),
-                sample=sample,
-            )
-        )
-        features = prompt.last().features
-        del prompt  # as large as the prompt is long
-        returns_cache = bool(generation_config.return_dict_in_generate) or target.slots.cache_is_the_users
-        length = DraftLength(config)
+    def read_prompt(self, input_ids: Tensor) -> Choice:
+        """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
+        config, kwargs = self.generation_config, self.model_kwargs
+        mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
+        self.text.begin()
+        if self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs):
+            self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
+            root = News(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
+            return self._step(root, functools.partial(self.target.prefill_guessing, input_ids, config, kwargs))
+        scores = self.target.prefill(input_ids, config, kwargs)
+        self.record.prompt(scores.hidden_states)
+        last = scores.last()
+        choice = self.chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
+        self.stats.prefilled([tokens[0] for tokens in choice.emitted])
+        self.drafter, self.features = self._new_drafter(input_ids, mask, scores.features), last.features
+        return choice
 
-        rows = list(range(len(input_ids)))
-        while text.rows:
-            growing = set(text.rows)
-            going_on = [i for i, row in enumerate(rows) if row in growing]
-            if len(going_on) < len(rows):
-                index = torch.tensor(going_on, device=input_ids.device)
-                target.keep_rows(index, keep_finished=returns_cache)
-                drafter.keep_rows(index)
-            rows = text.rows
-            news = choice.news(features, going_on)
-            with stats.timed("propose"):
-                limit = min(length.limit(stats), text.room - 1)
-                proposal = target.fit(drafter.propose(news, limit), limit)
-            with stats.timed("verify"):
-                scores = target.score(proposal)
-            with stats.timed("choose"):
-                choice = chooser.choose(proposal, scores)
-                target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
-                stats.step(rows, choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
-            features = scores.features
-            del proposal, scores  # nodes x vocabulary each
-        stats.finish()
-        return self._output(text, target, record, stats, generation_config, returns_cache)
+    def step(self, choice: Choice) -> Choice:
+        """Go on behind the last ``choice`` with the rows that still grow."""
+        growing = set(self.text.rows)
+        going_on = [i for i, row in enumerate(self.rows) if row in growing]
+        if len(going_on) < len(self.rows):
+            index = torch.tensor(going_on, device=choice.tokens.device)
+            self.target.keep_rows(index, keep_finished=self._returns_cache)
+            self.drafter.keep_rows(index)
+        self.rows = self.text.rows
+        return self._step(choice.news(self.features, going_on), self.target.score)
 
-    def _output(
-        self,
-        text: Text,
-        target: TargetRunner,
-        record: Record,
-        stats: SpeculationStats,
-        generation_config: GenerationConfig,
-        returns_cache: bool,
-    ) -> Tensor | SpeculativeOutput:
-        sequences = text.finish()
-        emitted = text.length - text.prompt_length
-        cache = target.release(emitted - 1) if returns_cache else None
-        if not generation_config.return_dict_in_generate:
+    def _step(self, news: News, score: Callable[[Proposal], Scores]) -> Choice:
+        with self.stats.timed("propose"):
+            limit = max(0, min(self.length.limit(self.stats), self.text.room - 1))
+            proposal = self.target.fit(self.drafter.propose(news, limit), limit)
+        with self.stats.timed("verify"):
+            scores = score(proposal)
+        with self.stats.timed("choose"):
+            choice = self.chooser.choose(proposal, scores)
+            self.target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
+            rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
+            self.stats.step(self.rows, *rows)
+        self.features = scores.features
+        return choice
+
+    def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> Drafter:
+        """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
+        sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
+        only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
+        law = self.processors.draft_law(only_best)
+        return self.speculator.drafter(Request(self.model, read, mask, features, self.config, law, sample))
+
+    @property
+    def _returns_cache(self) -> bool:
+        return bool(self.generation_config.return_dict_in_generate) or self.target.slots.cache_is_the_users
+
+    def output(self) -> Tensor | SpeculativeOutput:
+        """Close the stream and return what ``generate`` returns."""
+        self.stats.finish()
+        sequences = self.text.finish()
+        emitted = self.text.length - self.text.prompt_length
+        cache = self.target.release(emitted - 1) if self._returns_cache else None
+        if not self.generation_config.return_dict_in_generate:
             return sequences
         return SpeculativeOutput(
             sequences=cast(torch.LongTensor, sequences),
             past_key_values=cache,
-            speculation=stats,
-            **record.outputs(emitted),
+            speculation=self.stats,
+            **self.record.outputs(emitted),
         )
 
 

@@ -93,7 +93,8 @@ class RowStats(Counts):
 class SpeculationStats:
     """Say what one call guessed, accepted and emitted, per row and over all, and how long its parts took.
 
-    Guesses behind a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no step.
+    Guesses behind a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no step,
+    unless guesses were read together with the prompt: then this was the first step (``first_tokens_in_steps`` rows).
     A figure with nothing to divide by is 0.0. In Jupyter the statistics show the text too, accepted guesses coloured,
     once they have a tokenizer: ``out.speculation.show(tokenizer)``.
 
@@ -113,6 +114,7 @@ class SpeculationStats:
     choose_seconds: float = 0.0
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
+    first_tokens_in_steps: int = 0
     per_row: list[RowStats] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -132,11 +134,12 @@ class SpeculationStats:
             merged.verify_seconds += call.verify_seconds
             merged.choose_seconds += call.choose_seconds
             merged.total_seconds += call.total_seconds
+            merged.first_tokens_in_steps += call.first_tokens_in_steps
             merged.time_to_first_token += call.time_to_first_token / len(calls)
         return merged
 
     def prefilled(self, tokens: Sequence[int] | None = None) -> None:
-        """Note that the first token of every row is there; ``tokens`` are those, for the HTML view."""
+        """Note that the first token of every row is there before any step; ``tokens`` are those, for the HTML view."""
         self.time_to_first_token = time.perf_counter() - self._start
         for row, token in zip(self.per_row, tokens, strict=True) if tokens is not None else ():
             row.tokens.append(token)
@@ -167,6 +170,9 @@ class SpeculationStats:
         the accepted guesses and the tokens that were kept after stops, and the length of its longest guessed path.
         ``tokens`` are the kept tokens themselves, accepted guesses first, for the HTML view.
         """
+        if not self.time_to_first_token:
+            self.prefilled()
+            self.first_tokens_in_steps = self.batch_size
         self.steps += 1
         seconds = time.perf_counter() - self._start - self.time_to_first_token
         for row, guesses, held, kept, depth in zip(rows, proposed, accepted, emitted, depth_proposed, strict=True):
@@ -228,7 +234,7 @@ class SpeculationStats:
     @property
     def time_per_output_token(self) -> float:
         """Return the mean seconds a row waits for a token after its first one."""
-        return _ratio(sum(row.seconds for row in self.per_row), self.emitted)
+        return _ratio(sum(row.seconds for row in self.per_row), self.emitted - self.first_tokens_in_steps)
 
     @property
     def overhead(self) -> float:

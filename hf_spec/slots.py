@@ -132,14 +132,17 @@ def unhook_masks() -> None:
 class Slots:
     """Hold the slots of one model's text, the open forest behind it, and the masks over both.
 
-    ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none.
+    ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none. The last ``open`` columns
+    of ``cache`` are a chain of open nodes, whose root is the last token of the prompt.
     """
 
-    def __init__(self, cache: DynamicCache, batch: int, device: torch.device, padding: Tensor | None) -> None:
-        self.cache = SlotCache.adopt(cache, batch, device)
+    def __init__(
+        self, cache: DynamicCache, batch: int, device: torch.device, padding: Tensor | None, open: int = 0
+    ) -> None:
+        self.cache = SlotCache.adopt(cache, batch, device, open)
         self.padding = None if padding is None else padding.to(device, torch.bool)
         self._host_cache = cache
-        self._prompt = self.cache.rows.longest
+        self._prompt = self.cache.rows.longest + min(open, 1)
         self._open_depth: Tensor | None = None  # (batch, open nodes)
 
     @property

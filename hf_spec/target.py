@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from .cache import has_states, unsupported_layer
+from .cache import has_states, keeps_everything, unsupported_layer
 from .proposal import Proposal
 from .slots import Block, Slots
 
@@ -97,6 +97,46 @@ class TargetRunner:
         features = torch.cat(record.features, dim=1) if record.features else None
         return Scores(outputs.logits[:, -1:], features, self._hidden_states(outputs))
 
+    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+        """Tell whether ``prefill_guessing`` can take the place of ``prefill``.
+
+        It needs a prompt of tokens alone, read in one go into an empty cache whose layers keep all of it, and nobody
+        who wants the prompt's features.
+        """
+        cache = model_kwargs.get(self._cache_name)
+        others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
+        return (
+            type(self) is TargetRunner
+            and not self.feature_layers
+            and not self.wants_hidden_states
+            and generation_config.prefill_chunk_size is None
+            and model_kwargs.get("inputs_embeds") is None
+            and not any(isinstance(value, Tensor) for value in others.values())
+            and isinstance(cache, DynamicCache)
+            and cache.get_seq_length() == 0
+            and keeps_everything(cache)
+        )
+
+    def prefill_guessing(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        proposal: Proposal,
+    ) -> Scores:
+        """Read the prompt and, in the same forward, the chains of ``proposal``, whose root is its last token."""
+        guesses = proposal.tokens.shape[1] - 1
+        kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
+        if self.model._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = 1 + guesses
+        with self._recording([]) as record:
+            ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
+            outputs = self.model._prefill(ids, generation_config, kwargs)
+        last_position = None if record.position is None else record.position - guesses
+        logits = outputs.logits[:, -1 - guesses :]
+        self._start(outputs[self._cache_name], len(ids), logits.device, model_kwargs, last_position, 1 + guesses)
+        return Scores(logits)
+
     def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor) -> Scores | None:
         """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
         kwargs = _prompt_kwargs(self.model, input_ids, attention_mask)
@@ -115,10 +155,11 @@ class TargetRunner:
         device: torch.device,
         model_kwargs: dict[str, Any],
         last_position: Tensor | None,
+        open: int = 0,
     ) -> None:
         self._first_position = None if last_position is None else last_position + 1
         self._position_readers = _position_readers(self.model) if last_position is None else []
-        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"))
+        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open)
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 
@@ -243,6 +284,17 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 def _cache_name(model: PreTrainedModel) -> str:
     # The host looks at the name of the class, too.
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
+    """Let the mask and the positions of a prompt go on for ``count`` more tokens."""
+    longer: dict[str, Tensor] = {}
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        longer["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        behind = torch.arange(1, 1 + count, device=positions.device)
+        longer["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
+    return longer
 
 
 def _prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:

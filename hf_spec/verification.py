@@ -121,14 +121,20 @@ def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one token from each law ``p`` (..., vocabulary) float32, which need not sum to one: (...).
 
-    Never a token with ``p = 0``, where there is any other. Works in float64: a float32 sum over a large vocabulary
-    would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random number per token.
+    Never a token with ``p = 0``, where there is any other. Works in float64 if it can: a float32 sum over a large
+    vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random number per
+    token.
     """
-    below = p.cumsum(-1, dtype=torch.float64)
+    below = p.cumsum(-1, dtype=widest_float(p.device))
     coin = torch.rand(below[..., :1].shape, dtype=below.dtype, device=p.device, generator=generator)
     token = torch.searchsorted(below, coin * below[..., -1:], right=True).clamp(max=p.shape[-1] - 1)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
     return torch.where(possible, token, p.argmax(-1, keepdim=True))[..., 0]
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the most precise type that ``device`` computes in: Apple's have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
@@ -194,7 +200,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Throw a coin in [0, 1) per node: ``coin < 0`` never holds and ``coin < 1`` always, whatever the rounding."""
-    return torch.rand(like.shape, dtype=torch.float64, device=like.device, generator=generator)
+    return torch.rand(like.shape, dtype=widest_float(like.device), device=like.device, generator=generator)
 
 
 def _walk(proposal: Proposal, allowed: Tensor, laws: Tensor, generator: torch.Generator | None) -> Verdict:

@@ -135,15 +135,15 @@ def bench(target, tokenizer, contenders, prompts=(STORY, CAT), **settings) -> Be
 
 def test_a_perfect_draft_shows_in_every_figure(target, twin, tokenizer):
     contenders = [Contender("ngram", "ngram"), Contender("twin", twin, CHAIN)]
-    report = bench(target, tokenizer, contenders, max_new_tokens=13)
+    report = bench(target, tokenizer, contenders, max_new_tokens=12)
     figures = report.overall
     assert list(figures) == ["plain", "prompt lookup", "assisted: twin", "ngram", "twin"]
     assert {one.differing_rows for one in figures.values()} == {0}
-    assert {one.tokens for one in figures.values()} == {26}
+    assert {one.tokens for one in figures.values()} == {24}
     assert figures["plain"].ratio_to_plain == figures["plain"].median_ratio_to_plain == 1
     assert figures["twin"].mean_accepted_length == 4
     assert figures["twin"].acceptance_by_position == [1, 1, 1]
-    assert figures["assisted: twin"].mean_accepted_length == pytest.approx(13 / 4)  # 4 + 4 + 4 + 1
+    assert figures["assisted: twin"].mean_accepted_length == 4
     assert figures["assisted: twin"].acceptance_rate is None
     assert figures["twin"].ratio_to_assisted == pytest.approx(
         figures["twin"].tokens_per_second / figures["assisted: twin"].tokens_per_second

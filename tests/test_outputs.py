@@ -77,6 +77,43 @@ def test_scores_logits_and_hidden_states(batch: str, shape: str, options: dict[s
             assert close(mine[rows], theirs[rows])
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "together"),
+    [
+        ("llama", {}, True),
+        ("llama", ENDS | {"logits_processor": [lambda ids, scores: scores / 2]}, True),
+        ("gpt2", {}, True),
+        ("llama", {"prefill_chunk_size": 6}, False),
+        ("llama", {"output_hidden_states": True}, False),
+        ("llama", {"speculation_config": SHAPES["tree"]}, False),
+        ("mistral", {}, False),  # a layer with a window forgets what rejected guesses pushed out
+    ],
+    ids=["plain", "lockstep", "learned", "chunks", "states", "tree", "window"],
+)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_first_guesses_are_read_with_the_prompt(
+    name: str, batch: str, options: dict[str, Any], together: bool
+) -> None:
+    """One forward less, and nothing else differs: guesses that are all right, and guesses that are all wrong."""
+    inputs, wanted = prompts(*BATCHES[batch]), {"output_scores": True, "output_logits": True}
+    config = {"speculation_config": SHAPES["chain"]} | options
+    ours = {key: value for key, value in options.items() if key != "speculation_config"}
+    plain = generate(inputs, name, **wanted, **ours)
+    model = target(name)
+    generate(inputs, name, speculator="ngram", **config)  # the self-check has forwards of its own
+    for wrong in (1000, 1):
+        forwards: list[Any] = []
+        hook = model.register_forward_hook(lambda *_, seen=forwards: seen.append(None))
+        out = generate(inputs, name, speculator=Oracle(plain.sequences, wrong), **wanted, **config)
+        hook.remove()
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+        assert all(map(close, out.logits[:3], plain.logits[:3]))
+        chunks = 3 if "prefill_chunk_size" in options else 1
+        assert len(forwards) == chunks + out.speculation.steps - together
+        assert out.speculation.first_tokens_in_steps == (len(plain.sequences) if together else 0)
+
+
 def test_only_what_was_asked_for() -> None:
     out = generate(prompts(1), speculator=draft())
     assert isinstance(out, GenerateDecoderOnlyOutput)
@@ -144,7 +181,8 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
         assert torch.equal(out.sequences, plain)
         stats: SpeculationStats = out.speculation
         emitted = lengths(plain, options)
-        assert [1 + row.emitted for row in stats.per_row] == emitted
+        with_prompt = config is None or config.tree is None  # the guesses of the first step were read with the prompt
+        assert [(not with_prompt) + row.emitted for row in stats.per_row] == emitted
         assert [row.tokens for row in stats.per_row] == [
             row[13 : 13 + count].tolist() for row, count in zip(plain, emitted, strict=True)
         ]
@@ -155,9 +193,10 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
             assert row.steps <= row.emitted
             assert row.seconds <= stats.total_seconds
         assert stats.steps >= max(row.steps for row in stats.per_row)
-        assert stats.emitted == sum(emitted) - len(emitted)
+        assert stats.emitted == sum(emitted) - (0 if with_prompt else len(emitted))
+        assert stats.first_tokens_in_steps == (len(emitted) if with_prompt else 0)
         parts = stats.propose_seconds + stats.verify_seconds + stats.choose_seconds
-        assert 0 < stats.time_to_first_token + parts <= stats.total_seconds
+        assert 0 < max(stats.time_to_first_token, parts) <= stats.total_seconds
         assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
 
 
@@ -170,7 +209,7 @@ def test_known_acceptance() -> None:
             return self.Drafter()
 
         class Drafter(Drafter):
-            length = 13
+            length = 12
 
             def propose(self, news: News, limit: int) -> Proposal:
                 self.length += int(news.counts)
@@ -182,8 +221,8 @@ def test_known_acceptance() -> None:
             def keep_rows(self, rows: Tensor) -> None:
                 raise AssertionError("the only row is never left alone")
 
-    stats = generate(prompts(1), speculator=ThirdIsWrong(), max_new_tokens=1 + 5 * 3).speculation
-    assert torch.equal(plain[0, 13 : 13 + 16], torch.tensor(stats.per_row[0].tokens))
+    stats = generate(prompts(1), speculator=ThirdIsWrong(), max_new_tokens=5 * 3).speculation
+    assert torch.equal(plain[0, 13 : 13 + 15], torch.tensor(stats.per_row[0].tokens))
     assert (stats.steps, stats.emitted, stats.accepted) == (5, 15, 10)
     assert stats.proposed == 4 + 4 + 4 + 4 + 2
     assert stats.acceptance_by_position == [1.0, 1.0, 0.0, 0.0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_spec import SpeculationConfig
+from hf_spec.drafts import trees
 from hf_spec.drafts.trees import bushy, draw_distinct, grow
 from hf_spec.proposal import ABSENT, Proposal
 
@@ -164,7 +165,11 @@ def test_drawn_siblings_differ_and_carry_their_parents_law(tree: object) -> None
                 torch.testing.assert_close(proposal.q[row, parent], draft.law(row, path).exp())
 
 
-def test_drawn_siblings_follow_the_law_without_replacement() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_drawn_siblings_follow_the_law_without_replacement(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "widest_float", lambda device: dtype)
     law = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
     rounds = 60_000
     torch.manual_seed(0)

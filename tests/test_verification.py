@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_spec import verification
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 from hf_spec.verification import Verdict, draw, follow, match, reject, traverse, verify
 
@@ -157,6 +158,14 @@ def test_drawn_guesses(name: str, law: str, rule: Rule) -> None:
     verdict = verdict_of(name, rule)
     assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), law_of(name, law)) < TOO_FAR
     assert deviation(continued(name, verdict, seeded(2)), tables(name)["target_joint"]) < TOO_FAR
+
+
+@pytest.mark.parametrize(("name", "law"), [("chain_v3_l3", "block"), ("tree_v4_k2_l2", "traversal")])
+def test_drawn_guesses_without_float64(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "widest_float", lambda device: torch.float32)
+    verdict = traverse(*propose(name), seeded(1))
+    assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), law_of(name, law)) < TOO_FAR
+    assert not torch.equal(verdict.counts, verdict_of(name, traverse).counts)  # other coins
 
 
 @pytest.mark.parametrize("name", CHAINS + TREES)

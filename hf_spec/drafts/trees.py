@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..configuration import SpeculationConfig
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
+from ..verification import widest_float
 
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
 # (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text.
@@ -171,7 +172,7 @@ def draw_distinct(law: Tensor, count: int) -> Tensor:
 
     The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
     """
-    noise = torch.empty_like(law, dtype=torch.float64).exponential_().log_()  # minus a Gumbel variable
+    noise = torch.empty_like(law, dtype=widest_float(law.device)).exponential_().log_()  # minus a Gumbel variable
     return (law - noise).topk(min(count, law.shape[-1])).indices
 
 
