@@ -29,7 +29,7 @@ from transformers.cache_utils import DynamicCache
 
 from .cache import SlotCache, has_states, keeps_state
 from .proposal import ABSENT, NO_PARENT, Proposal
-from .target import Scores, TargetRunner, in_this_thread, plain_logits
+from .target import Scores, TargetRunner, in_this_thread, plain_logits, refuse_trees
 
 PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
 # Largest difference that is put down to rounding, as a share of the logits' spread.
@@ -112,11 +112,7 @@ class LazyRunner(RecurrentRunner):
 
         Errors: a ValueError if the proposal is a tree.
         """
-        if not proposal.is_chain:
-            raise ValueError(
-                "the drafter guessed a tree where the configuration promised chains, which a target with recurrent "
-                "states reads differently: set tree=... in the SpeculationConfig, or build chains with Proposal.chain."
-            )
+        refuse_trees(proposal)
         width = max(2 * limit + 1, 1 + max(map(len, self._carried)))
         room = [width - 1 - len(carried) for carried in self._carried]
         longest = min(max(room), proposal.max_depth)

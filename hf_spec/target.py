@@ -124,7 +124,11 @@ class TargetRunner:
         model_kwargs: dict[str, Any],
         proposal: Proposal,
     ) -> Scores:
-        """Read the prompt and, in the same forward, the chains of ``proposal``, whose root is its last token."""
+        """Read the prompt and, in the same forward, the chains of ``proposal``, whose root is its last token.
+
+        Errors: a ValueError if the proposal is a tree.
+        """
+        refuse_trees(proposal)
         guesses = proposal.tokens.shape[1] - 1
         kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
         if self.model._supports_logits_to_keep():
@@ -284,6 +288,15 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 def _cache_name(model: PreTrainedModel) -> str:
     # The host looks at the name of the class, too.
     return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def refuse_trees(proposal: Proposal) -> None:
+    """Raise a ValueError unless ``proposal`` is a chain, where that is all that can be read."""
+    if not proposal.is_chain:
+        raise ValueError(
+            "the drafter guessed a tree where the configuration promised chains, which are read differently: set "
+            "tree=... in the SpeculationConfig, or build chains with Proposal.chain."
+        )
 
 
 def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:

@@ -353,8 +353,9 @@ class Liar(Oracle):
         return super().drafter(dataclasses.replace(request, config=TREE))
 
 
-def test_trees_of_a_drafter_that_was_asked_for_chains() -> None:
-    model = target("mamba2")
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_trees_of_a_drafter_that_was_asked_for_chains(name: str) -> None:
+    model = target(name)
     with pytest.raises(ValueError, match="a tree where the configuration promised chains"):
         speculative(model, 3, Liar(plain(model, 3)), CHAIN)
 
