@@ -15,7 +15,8 @@ columns that some row can still see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -202,6 +203,50 @@ class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
+class OwnStates:
+    """The recurrent states of a cache of a model's own kind, shown as those of a layer are.
+
+    They are the tensors (batch, ...) in its lists and dicts, or in itself if it is a list.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        holders = (
+            [cache] if isinstance(cache, list) else [held for name, held in vars(cache).items() if name != "layers"]
+        )
+        self._places = [place for holder in holders for place in _places(holder)]
+        self.conv_states: dict[int, Tensor] = {}
+
+    @property
+    def recurrent_states(self) -> OwnStates:
+        """Return this, which is to be read and written as a dict."""
+        return self
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._places)))
+
+    def __getitem__(self, number: int) -> Tensor:
+        holder, key = self._places[number]
+        state: Tensor = holder[key]
+        return state
+
+    def __setitem__(self, number: int, state: Tensor) -> None:
+        holder, key = self._places[number]
+        holder[key] = state
+
+
+def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
+    """Find the tensors in nested lists and dicts, as container and key; tuples become lists, which can be written."""
+    if not isinstance(holder, list | dict):
+        return
+    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if isinstance(value, tuple):
+            holder[key] = list(value)
+        if isinstance(value, Tensor):
+            yield holder, key
+        else:
+            yield from _places(holder[key])
+
+
 class SlotCache(Cache):
     """Stand in for the host's ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
 
@@ -215,6 +260,8 @@ class SlotCache(Cache):
         # How many columns a query sees at most, itself included, if all layers agree on it.
         self.window: int | None = windows.pop() if len(windows) == 1 else None
         self.touch: Callable[[int, int], None] | None = None  # is told the layer and the number of a state in use
+        self.own_states: OwnStates | None = None
+        self._own_cache: Any = None
 
     @classmethod
     def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device, open: int = 0) -> SlotCache:
@@ -225,7 +272,29 @@ class SlotCache(Cache):
         length = _length(cache) - open
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
         rows.open = open
-        return cls([_adopt_layer(layer, rows) for layer in cache.layers], rows)
+        slots = cls([_adopt_layer(layer, rows) for layer in getattr(cache, "layers", ())], rows)
+        if type(cache) is not DynamicCache:
+            slots.own_states, slots._own_cache = OwnStates(cache), cache
+            if slots.layers:
+                slots._own_cache = copy.copy(cache)
+                slots._own_cache.layers = slots.layers
+        return slots
+
+    @property
+    def shown(self) -> Any:
+        """Return what the model is given as its cache: one of its own kind if it insists on that."""
+        return self if self._own_cache is None else self._own_cache
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Tell which layers keep a state alone: the host looks for the first other one to size its masks."""
+        return [not isinstance(layer, SlotLayer) for layer in self.layers]
+
+    @property
+    def layers_with_states(self) -> list[Any]:
+        """Return the layers that keep a recurrent or convolution state."""
+        own = [] if self.own_states is None else [self.own_states]
+        return [layer for layer in self.layers if keeps_state(layer)] + own
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the state of a convolution, as ``Cache`` does."""
@@ -279,7 +348,7 @@ class SlotCache(Cache):
         self.rows.set(self.rows.lengths, [min(length, longest) for length in self.rows.host_lengths])
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
         lengths = [self._retired[row][0] for row in sorted(self._retired)]
-        for index, (slots, layer) in enumerate(zip(self.layers, cache.layers, strict=True)):
+        for index, (slots, layer) in enumerate(zip(self.layers, getattr(cache, "layers", ()), strict=True)):
             if isinstance(slots, SlotLayer) and slots.is_initialized:
                 states = [self._retired[row][1][index] for row in sorted(self._retired)]
                 _release_layer(slots, layer, states, lengths)
@@ -304,7 +373,8 @@ class SlotCache(Cache):
 
 def _length(cache: DynamicCache) -> int:
     """Read the length from the layers that have seen tokens (those that share another's keys have not)."""
-    lengths = {layer.get_seq_length() for layer in cache.layers if isinstance(layer, CacheLayerMixin)} - {0}
+    layers = getattr(cache, "layers", ())
+    lengths = {layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)} - {0}
     if len(lengths) > 1:
         raise ValueError(
             f"the layers of the cache hold {sorted(lengths)} tokens: some attend to images, say, not to the text, "

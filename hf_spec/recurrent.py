@@ -25,8 +25,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
+from .architectures import keeps_own_states
 from .cache import SlotCache, has_states, keeps_state
 from .proposal import ABSENT, NO_PARENT, Proposal
 from .target import Scores, TargetRunner, in_this_thread, plain_logits, refuse_trees
@@ -50,6 +51,13 @@ def runner_for(
 
     ``one_chain`` promises that each row gets one chain, in one forward, between two commits.
     """
+    if keeps_own_states(model):
+        if not one_chain:
+            raise ValueError(
+                f"{type(model).__name__} cannot be a draft: it keeps recurrent states in a cache of its own kind, "
+                "which takes back one chain of guesses at a time. Use another draft, or 'ngram'."
+            )
+        return LazyRunner(model, feature_layers, hidden_states)
     if not has_states(cache):
         return TargetRunner(model, feature_layers, hidden_states)
     kind = LazyRunner if one_chain and reads_blocks(model) else StepRunner
@@ -86,9 +94,11 @@ class RecurrentRunner(TargetRunner):
     def release(self, committed: int) -> DynamicCache | None:
         """Give the host's cache back with all the text of a single row.
 
-        ``None`` for a larger batch: its rows end at different lengths, and a state cannot be padded.
+        ``None`` for a larger batch: its rows end at different lengths, and a state cannot be padded. ``None`` too for
+        states that are in no cache of transformers, as ``generate`` itself does.
         """
-        if len(self.slots.cache.rows.host_lengths) != 1 or not self._batch_is_whole:
+        cache = self.slots.cache
+        if len(cache.rows.host_lengths) != 1 or not self._batch_is_whole or not isinstance(cache.shown, Cache):
             return None
         return self.slots.release(committed)
 
@@ -101,7 +111,7 @@ class LazyRunner(RecurrentRunner):
 
     def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
-        self._states = States(self.slots.cache.layers)
+        self._states = States(self.slots.cache.layers_with_states)
         self._carried = [[] for _ in range(batch)]
 
     def fit(self, proposal: Proposal, limit: int) -> Proposal:
@@ -301,8 +311,7 @@ class Live:
     """
 
     def __init__(self, layers: Sequence[Any], number: int | None = None) -> None:
-        recurrent = [layer for layer in layers if keeps_state(layer)]
-        holders = [holder for layer in recurrent for holder in (layer.conv_states, layer.recurrent_states)]
+        holders = [holder for layer in layers for holder in (layer.conv_states, layer.recurrent_states)]
         self._places = [(holder, key) for holder in holders for key in holder if number in (None, key)]
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .architectures import why_one_row
 from .proposal import Proposal
 from .recurrent import runner_for
 from .target import new_cache, plain_logits
@@ -64,7 +65,8 @@ class _Read(NamedTuple):
 
 @torch.no_grad()
 def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
-    """Score a block of two rows of different lengths and compare it with plain steps along every path.
+    """Score a block of two rows of different lengths, or one if the model takes no more, and compare it with plain
+    steps along every path.
 
     The difference in logits is a share of their standard deviation, the worst one of a path: of all paths in float32,
     of the median path in half precision, where a mixture of experts may route one token otherwise. Some models of
@@ -79,27 +81,29 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
 
 
 def _read_block(model: PreTrainedModel, parents: list[int]) -> list[_Read]:
-    """Let two rows advance differently in one block and read another one, each as wide as ``parents``."""
+    """Let the rows advance differently in one block and read another one, each as wide as ``parents``."""
     ids, mask = _prompt(model)
+    rows = range(len(ids))
     is_chain = parents == CHAIN
     runner = runner_for(model, new_cache(model), one_chain=is_chain)
     runner.prefill_tokens(ids, mask)
-    shape = torch.tensor([parents, parents], device=ids.device)
+    shape = torch.tensor([parents for _ in rows], device=ids.device)
     first = Proposal(ids[:, 1 : 1 + len(parents)], shape, len(parents), is_chain=is_chain)
-    second = Proposal(first.tokens.flip(0), shape, len(parents), is_chain=is_chain)
+    second = Proposal(first.tokens.flip(0, 1), shape, len(parents), is_chain=is_chain)
     runner.score(first)
     child = len(parents) - 1 - parents[::-1].index(0)  # the root's last: in a tree its states must move to be kept
-    runner.commit(torch.tensor([[0, child], [0, 0]], device=ids.device), [2, 1])
-    logits = runner.score(second).logits.float()  # (2, nodes, vocabulary)
+    kept = [[0, child], [0]][: len(ids)]
+    path = torch.tensor([[0, child], [0, 0]], device=ids.device)
+    runner.commit(path[: len(ids)], [len(nodes) for nodes in kept])
+    logits = runner.score(second).logits.float()  # (rows, nodes, vocabulary)
     reads = []
     for leaf in sorted(set(range(len(parents))) - set(parents)):
         path = second.ancestors[0, leaf].nonzero()[:, 0]
-        for row, kept in enumerate(([0, child], [0])):
-            following = torch.cat([first.tokens[row, kept], second.tokens[row, path]])
-            following = torch.nn.functional.pad(
-                following, (0, 2 - len(kept))
-            )  # equally long; the last is not compared
-            reads.append(_Read(ids[row], mask[row], following, len(kept), logits[row, path]))
+        for row, nodes in zip(rows, kept, strict=True):
+            following = torch.cat([first.tokens[row, nodes], second.tokens[row, path]])
+            # Equally long; the last is not compared.
+            following = torch.nn.functional.pad(following, (0, 2 - len(nodes)))
+            reads.append(_Read(ids[row], mask[row], following, len(nodes), logits[row, path]))
     return reads
 
 
@@ -123,9 +127,10 @@ def _tolerance(model: PreTrainedModel) -> float:
 
 
 def _prompt(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return two rows of low token ids, which are seldom special, the second one padded on the left."""
+    """Return two rows of low token ids, which are seldom special, the second one padded on the left; or the first."""
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     ids = (torch.arange(2 * PROMPT, device=model.device).view(2, PROMPT) * 7 % 31 + 11) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    return ids, mask
+    count = 2 if why_one_row(model) is None else 1
+    return ids[:count], mask[:count]

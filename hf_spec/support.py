@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from .architectures import CACHES, keeps_own_states, why_no_trees, why_unsupported
 from .cache import has_states
 from .configuration import SpeculationConfig
-from .target import why_no_trees, why_unsupported
 from .text import Text
 
 
@@ -59,10 +59,14 @@ def _refuse_target(
     model: PreTrainedModel, model_kwargs: dict[str, Any], config: SpeculationConfig, batch: int
 ) -> None:
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
-    if (reason := why_unsupported(model, cache)) is not None:
+    if (reason := why_unsupported(model, cache, batch)) is not None:
         raise _refusal(f"{reason}; generate without `speculator`")
     if config.tree is not None and (reason := why_no_trees(model)) is not None:
         raise _refusal(f"{reason}; use a chain (tree=None)")
+    if keeps_own_states(model) and any(model_kwargs.get(name) is not None for name in CACHES):
+        raise _refusal(
+            f"a state handed to {type(model).__name__}, which keeps it in its own way; pass the whole text instead"
+        )
     if batch > 1 and has_states(cache) and getattr(cache, "_is_user_defined", False):
         raise _refusal(
             "past_key_values with recurrent states cannot be handed back for several rows, which end at different "

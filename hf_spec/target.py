@@ -19,12 +19,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from .cache import has_states, keeps_everything, unsupported_layer
+from .architectures import CACHES, cache_name, keeps_own_states
+from .cache import keeps_everything
 from .proposal import Proposal
 from .slots import Block, Slots
 
 # Arguments of a model that are made anew for every forward.
-CACHES = ("past_key_values", "cache_params")
 PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -74,7 +74,7 @@ class TargetRunner:
     ) -> None:
         self.model: Any = model  # its type does not tell that generation is mixed in
         self.feature_layers = tuple(feature_layers)
-        self._cache_name = _cache_name(model)
+        self._cache_name = cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
         self._num_layers = self._text_config.num_hidden_layers
         self.wants_hidden_states = hidden_states
@@ -256,7 +256,7 @@ class TargetRunner:
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
-        inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache}
+        inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache.shown}
         if (mask := self.slots.mask(block)) is not None:
             inputs["attention_mask"] = mask
         if self._first_position is not None:
@@ -280,14 +280,11 @@ class TargetRunner:
         }
 
 
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Make the empty cache that the host would make for ``model``."""
+def new_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """Make the empty cache that the host would make for ``model``; ``None`` if the model makes one of its own kind."""
+    if keeps_own_states(model):
+        return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-def _cache_name(model: PreTrainedModel) -> str:
-    # The host looks at the name of the class, too.
-    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
 
 
 def refuse_trees(proposal: Proposal) -> None:
@@ -313,7 +310,7 @@ def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
 def _prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
     """Build what ``generate`` would hand to the prefill, with an empty cache."""
     mask = None if bool(attention_mask.all()) else attention_mask
-    kwargs: dict[str, Any] = {_cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
+    kwargs: dict[str, Any] = {cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         known = {"attention_mask": attention_mask}
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
@@ -386,44 +383,3 @@ def _reading_at(position: Tensor, readers: list[nn.Module]) -> Iterator[None]:
 
 def _has_rows(value: object, batch: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
-
-
-# Architectures of transformers whose guesses cannot be scored, by model type.
-_BIAS = "its relative position bias counts columns from one place for the whole batch"
-_OWN_CACHE = "it keeps recurrent states in a cache of its own kind"
-REFUSED = {
-    "cpmant": "it reads its prompt again in every forward",
-    "gpt_neo": "its causal mask counts columns from one place for the whole batch",
-    "inkling2_text": _BIAS,
-    "inkling_text": _BIAS,
-    "minimax": _OWN_CACHE,
-    "prophetnet": "it goes on from its cache with one token at a time only",
-    "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
-    "roformer": "it gives all rows the same positions",
-    "rwkv": "it keeps recurrent states outside any cache, and its batches are not what single rows are",
-    "xlstm": _OWN_CACHE,
-}
-
-
-def why_unsupported(model: PreTrainedModel, cache: object) -> str | None:
-    """Say why ``model`` with the host's ``cache`` cannot be scored over slots, or return ``None`` if it can."""
-    name = type(model).__name__
-    if (reason := REFUSED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
-        return f"{name} is not supported: {reason}"
-    if cache is None or _cache_name(model) not in inspect.signature(model.forward).parameters:
-        return f"{name} keeps no key-value cache of transformers"
-    if (layer := unsupported_layer(cache)) is not None:
-        return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
-    if getattr(model, "_is_stateful", False) and not has_states(cache):
-        return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
-    return None
-
-
-def why_no_trees(model: PreTrainedModel) -> str | None:
-    """Say why ``model`` can score chains only, or return ``None`` if it can score trees."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return f"{name} measures distance (ALiBi) in slots, and no two guesses of a tree share a slot"
-    if config.model_type == "qwen4_exp_text":
-        return f"{name} pools the keys of neighbouring slots, which in a tree do not follow each other"
-    return None

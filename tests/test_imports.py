@@ -18,6 +18,7 @@ LAYERS = [
         "verification",
         "logits",
         "stopping",
+        "architectures",
         "slots",
         "target",
         "recurrent",

@@ -24,8 +24,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import MtpModel
 
+from ..architectures import why_unsupported
 from ..configuration import MTPSpeculatorConfig, SpeculationConfig
-from ..target import why_unsupported
 from .base import Drafter, Request, Speculator
 from .feedback import FeedbackDrafter
 from .modeling import MASKS, DraftModel, DraftOutput, next_positions, only_one

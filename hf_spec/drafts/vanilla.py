@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..architectures import why_unsupported
 from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..recurrent import runner_for
-from ..target import new_cache, why_unsupported
+from ..target import new_cache
 from .base import Drafter, News, Request, Speculator
 from .trees import grow
 

@@ -1,0 +1,76 @@
+"""What is known of single architectures of transformers, by model type: what they cannot do, and why.
+
+Everything else about an architecture is found out by asking its code, or by the self-check.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import PreTrainedModel
+
+from .cache import has_states, unsupported_layer
+
+CACHES = ("past_key_values", "cache_params", "state")
+OWN_STATES = ("minimax", "rwkv", "xlstm")
+REFUSED = {
+    "cpmant": "it reads its prompt again in every forward",
+    "prophetnet": "it goes on from its cache with one token at a time only",
+    "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
+    "roformer": "it gives all rows the same positions",
+}
+_BIAS = "its relative position bias counts columns from one place for the whole batch"
+ONE_ROW = {
+    "gpt_neo": "its causal mask counts columns from one place for the whole batch",
+    "inkling2_text": _BIAS,
+    "inkling_text": _BIAS,
+    "rwkv": "its own single steps mix the rows of a batch",
+}
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """Name the argument that takes the cache in the forward of ``model``."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in known), CACHES[0])
+
+
+def keeps_own_states(model: PreTrainedModel) -> bool:
+    """Tell whether ``model`` keeps recurrent states in a cache of its own kind, which it makes itself."""
+    return model.config.get_text_config(decoder=True).model_type in OWN_STATES
+
+
+def why_one_row(model: PreTrainedModel) -> str | None:
+    """Say why ``model`` can score guesses for a batch of one only, or return ``None`` if it can for more."""
+    return ONE_ROW.get(model.config.get_text_config(decoder=True).model_type)
+
+
+def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> str | None:
+    """Say why ``model`` with the host's ``cache`` cannot be scored over slots, or return ``None`` if it can."""
+    name = type(model).__name__
+    if (reason := REFUSED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+        return f"{name} is not supported: {reason}"
+    if batch > 1 and (reason := why_one_row(model)) is not None:
+        return f"{name} is supported for one row at a time only: {reason}"
+    if keeps_own_states(model):
+        return None
+    if cache is None or cache_name(model) not in inspect.signature(model.forward).parameters:
+        return f"{name} keeps no key-value cache of transformers"
+    if (layer := unsupported_layer(cache)) is not None:
+        return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
+    if getattr(model, "_is_stateful", False) and not has_states(cache):
+        return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
+    return None
+
+
+def why_no_trees(model: PreTrainedModel) -> str | None:
+    """Say why ``model`` can score chains only, or return ``None`` if it can score trees."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        return f"{name} measures distance (ALiBi) in slots, and no two guesses of a tree share a slot"
+    if config.model_type == "qwen4_exp_text":
+        return f"{name} pools the keys of neighbouring slots, which in a tree do not follow each other"
+    if keeps_own_states(model):
+        return f"{name} keeps recurrent states in a cache of its own kind, which takes back chains only"
+    if (reason := why_one_row(model)) is not None:
+        return f"{name} takes no trees: {reason}"
+    return None
