@@ -7,6 +7,7 @@ from .configuration import (
     Eagle3SpeculatorConfig,
     EagleSpeculatorConfig,
     MedusaSpeculatorConfig,
+    MTPSpeculatorConfig,
     SpeculationConfig,
     SpeculatorConfig,
 )
@@ -16,7 +17,7 @@ from .drafts.eagle import EagleDraftModel
 from .drafts.eagle3 import Eagle3DraftModel
 from .drafts.medusa import MedusaDraftModel
 from .drafts.modeling import DraftModel, DraftOutput
-from .drafts.mtp import TargetMtp
+from .drafts.mtp import MTPDraftModel, TargetMtp
 from .drafts.ngram import NgramSpeculator
 from .drafts.vanilla import VanillaSpeculator
 from .generation import SpeculativeDecoding, SpeculativeOutput
@@ -37,6 +38,8 @@ __all__ = [
     "Eagle3SpeculatorConfig",
     "EagleDraftModel",
     "EagleSpeculatorConfig",
+    "MTPDraftModel",
+    "MTPSpeculatorConfig",
     "MedusaDraftModel",
     "MedusaSpeculatorConfig",
     "News",

@@ -113,11 +113,14 @@ def test_encoder_decoder() -> None:
     refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=model)
 
 
-@pytest.mark.parametrize("name", ["rwkv", "xlstm", "recurrent_gemma", "reformer"])
-def test_state_outside_the_cache(name: str) -> None:
+@pytest.mark.parametrize("name", ["recurrent_gemma", "reformer"])
+def test_targets_with_states_outside_the_cache(name: str) -> None:
     refuse("state|cache", "without `speculator`", build(name))
-    if name != "reformer":
-        refuse("state|cache", "'ngram'", speculator=build(name))
+
+
+@pytest.mark.parametrize(("name", "reason"), [("rwkv", "rows"), ("xlstm", "own kind"), ("recurrent_gemma", "modules")])
+def test_drafts_with_states_outside_the_cache(name: str, reason: str) -> None:
+    refuse(reason, "'ngram'", speculator=build(name))
 
 
 def test_flash_attention() -> None:
