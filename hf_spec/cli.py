@@ -47,9 +47,9 @@ BUDGETS = (4, 8, 16, 32, 64)
 GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
 DEMO_COLUMNS = ("τ", "x plain", "accepted", "same text")
 DEMO_LEGEND = (
-    "τ: tokens per forward of the target.  x plain: tokens per second, plain generate in the same run being 1.  "
-    "accepted: of the guesses.\nτ is what a larger target would gain from: the forwards of this one, "
-    "{millions:.1f} million parameters, cost little more than guessing."
+    "τ: tokens per forward of the target.  x plain: tokens per second, plain generate in the same run being 1.\n"
+    "τ is what a larger target would gain from: the forwards of this one, {millions:.1f} million parameters,\n"
+    "cost little more than guessing."
 )
 DEMO_SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12})
 STORIES = (

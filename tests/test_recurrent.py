@@ -21,8 +21,9 @@ from twins import Oracle, fitted, noisy
 from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator
 from hf_spec.architectures import cache_name
 from hf_spec.cache import SlotCache
-from hf_spec.configuration import Eagle3SpeculatorConfig, MTPSpeculatorConfig
+from hf_spec.configuration import Eagle3SpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
 from hf_spec.drafts.eagle3 import Eagle3DraftModel
+from hf_spec.drafts.medusa import MedusaDraftModel
 from hf_spec.drafts.mtp import MTPDraftModel
 from hf_spec.recurrent import Branches, LazyRunner, Live, States, StepRunner, reads_blocks, runner_for
 from hf_spec.selfcheck import check_target
@@ -71,6 +72,7 @@ def feature_drafts(model: PreTrainedModel, text: Tensor) -> Iterator[Any]:
     mask = torch.nn.functional.pad(prompts(batch, BATCHES[batch])["attention_mask"], (0, 16), value=1)
     config, size = model.config.get_text_config(), {"intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(0)
+    yield fitted(MedusaDraftModel(MedusaSpeculatorConfig.for_target(config, num_heads=3)), model, text, mask, steps=18)
     yield fitted(MTPDraftModel(MTPSpeculatorConfig.for_target(config, size)), model, text, mask)
     if config.model_type not in WIDER:
         eagle3 = Eagle3SpeculatorConfig.for_target(config, size, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
@@ -99,7 +101,7 @@ def mistakes(name: str, config: SpeculationConfig) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", [*LAZY, *STEPPED, *OWN, *sorted(ONE_ROW.keys() - OWN)])
 def test_same_text_as_plain_generate(name: str) -> None:
-    """With n-grams, with a draft that is recurrent too, and with MTP and EAGLE-3 drafts."""
+    """With n-grams, with a draft that is recurrent too, and with Medusa, MTP and EAGLE-3 drafts."""
     kind = StepRunner if name in STEPPED else LazyRunner
     assert type(runner_for(target(name), new_cache(target(name)), one_chain=True)) is kind
     assert list(mistakes(name, CHAIN)) == []

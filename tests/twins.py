@@ -51,7 +51,7 @@ def _draft(name: str) -> PreTrainedModel:
 
 
 def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 40) -> Any:
-    """Teach ``draft`` by heart what ``model`` wrote, one guess ahead: it will be right now and then.
+    """Teach ``draft`` by heart what ``model`` wrote, at its first step: it will be right now and then.
 
     ``text`` and ``mask`` are (batch, length), left-padded; the draft reads what it will read while guessing.
     """
@@ -66,8 +66,11 @@ def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps
         labels = labels.where(labels < 0, torch.searchsorted(draft.target_ids, labels.clamp(min=0)))
     for _ in range(steps):
         logits = draft(text[:, 1:-1], features=features, attention_mask=mask[:, 1:-1]).logits
+        heads = logits.unbind(2) if logits.ndim == 4 else [logits]  # of Medusa, each one token further on
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        for i, head in enumerate(heads):
+            known = head[:, : labels.shape[1] - i].flatten(0, 1)
+            torch.nn.functional.cross_entropy(known, labels[:, i:].flatten()).backward(retain_graph=True)
         optimizer.step()
     return draft.eval()
 

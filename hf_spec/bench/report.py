@@ -92,7 +92,7 @@ class BenchReport:
         bars = speed.barh(names, [overall[name].ratio_to_plain for name in names])
         speed.bar_label(bars, [_label(overall[name]) for name in names], padding=3)
         speed.axvline(1, color="grey", linewidth=0.8)
-        speed.margins(x=0.25)
+        speed.margins(x=0.4)
         speed.set_xlabel("tokens per second, plain generate = 1")
         for name, one in overall.items():
             if shares := one.acceptance_by_position:
