@@ -112,7 +112,7 @@ def test_same_text_with_trees(name: str) -> None:
     assert list(mistakes(name, TREE)) == []
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba", "minimax", "xlstm"])
 def test_rows_that_end_early_and_lengths_that_adapt(name: str) -> None:
     model = target(name)
     text = plain(model, 8)
@@ -130,7 +130,7 @@ class Custom(LogitsProcessor):
         return scores - (torch.arange(scores.shape[-1]) == input_ids[:, -3, None]) * 5.0
 
 
-@pytest.mark.parametrize("name", ["lfm2", "mamba"])
+@pytest.mark.parametrize("name", ["lfm2", "mamba", "minimax", "xlstm"])
 def test_lockstep(name: str) -> None:
     model = target(name)
     options = {"logits_processor": LogitsProcessorList([Custom()])}
