@@ -1,0 +1,173 @@
+"""Ask what makes an EAGLE-3 draft good, at the scale of the demo target: docs/training.md shows what came out.
+
+    python examples/ablations.py --data stories.jsonl --held-out others.jsonl --output ablations
+    python examples/ablations.py --output ablations --plot
+
+Both files hold a `text` in each line. Every arm trains a draft from scratch on the same text in the same order, with
+the changes that ARMS lists, and then drafts for the same held-out stories. An arm that is in the output already is
+not trained again. An arm takes about five minutes on one core of a recent server processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_spec import demo
+from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
+
+DEPTH = 7  # how far every draft is measured, however it was trained
+# `share` of the text, read once; `layers` of the target that the draft reads; the rest are DraftTrainingArguments.
+ARMS: dict[str, dict[str, Any]] = {
+    "seven steps": {},
+    "one step": {"unroll_steps": 1},
+    "feature loss": {"feature_loss_weight": 1.0},
+    "top feature": {"layers": [10]},
+    "frozen head": {"freeze_lm_head": True},
+    "eighth": {"share": 1 / 8},
+    "quarter": {"share": 1 / 4},
+    "all": {"share": 1.0},
+}
+MUON_SCALE = 7.0  # Muon's learning rate over AdamW's
+
+
+class MuonTrainer(DraftTrainer):
+    """Train matrices with Muon, which needs far fewer steps here than AdamW, and the rest with AdamW."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        self.optimizer = Together(self.draft, self.settings.learning_rate)
+        return self.optimizer
+
+
+class Together(torch.optim.Optimizer):
+    """Be two optimizers that share one schedule."""
+
+    def __init__(self, draft: torch.nn.Module, learning_rate: float) -> None:
+        learning = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
+        inside = [weight for name, weight in learning.items() if weight.dim() == 2 and "lm_head" not in name]
+        others = [weight for name, weight in learning.items() if weight.dim() != 2 or "lm_head" in name]
+        self.parts = [
+            torch.optim.Muon(inside, lr=MUON_SCALE * learning_rate, weight_decay=0.05),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        super().__init__([*inside, *others], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def run(name: str, options: argparse.Namespace) -> None:
+    """Train and measure one arm; write its draft and `result.json`."""
+    change = dict(ARMS[name])
+    share, layers = change.pop("share", 0.5), change.pop("layers", None)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    data, held_out = (
+        prepare_dataset(str(path), tokenizer, max_length=256, packing=packing)
+        for path, packing in ((options.data, True), (options.held_out, False))
+    )
+    data = data.shuffle(seed=options.seed)
+
+    torch.manual_seed(options.seed)
+    config = Eagle3SpeculatorConfig.for_target(target.config, eagle_aux_hidden_state_layer_ids=layers)
+    draft = new_draft(config, target)
+    directory = options.output / name.replace(" ", "-")
+    common = {
+        "output_dir": str(directory),
+        "per_device_train_batch_size": 8,
+        "eval_prompts": 64,
+        "eval_max_new_tokens": 96,
+        "eval_speculative_tokens": DEPTH,
+        "eval_temperature": 1.0,
+        "seed": options.seed,
+        "report_to": [],
+    }
+    recipe = {
+        "num_train_epochs": options.epochs,
+        "learning_rate": 6e-3,
+        "max_grad_norm": 1.0,
+        "warmup_steps": 0.1,
+        "logging_steps": 20,
+        "save_strategy": "no",
+        **change,
+    }
+    trainer = MuonTrainer(
+        draft,
+        target,
+        DraftTrainingArguments(**common, **recipe),
+        train_dataset=data.select(range(int(share * len(data)))),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model()
+    judge = DraftTrainer(draft, target, DraftTrainingArguments(unroll_steps=DEPTH, **common), eval_dataset=held_out)
+    result = {"name": name, "steps": trainer.state.global_step, **judge.evaluate()}
+    (directory / "result.json").write_text(json.dumps(result, indent=1))
+
+
+def curve(result: dict[str, Any]) -> list[float]:
+    """Return how often guess k is accepted if those before it were, for k from 1 as far as chains get."""
+    reached = [1.0, *(result[f"eval_acceptance_{k}"] for k in range(1, DEPTH + 1))]
+    return [after / before for before, after in pairwise(reached) if before > 0.01]
+
+
+def report(output: Path) -> dict[str, dict[str, Any]]:
+    """Print a table of all arms that are done."""
+    found = [json.loads(path.read_text()) for path in sorted(output.glob("*/result.json"))]
+    results = {result["name"]: result for result in found}
+    print("| | steps | τ, greedy | τ, temperature 1 | guess 1 | 2 | 3 | 5 | 7 |\n|" + "---|" * 9)
+    for name, result in results.items():
+        lengths = [result[f"eval_{kind}acceptance_length"] for kind in ("", "sampled_")]
+        accepted = dict(enumerate(curve(result), start=1))
+        cells = [f"{figure:.2f}" for figure in (*lengths, *(accepted.get(k, 0.0) for k in (1, 2, 3, 5, 7)))]
+        print("|", " | ".join([name, str(result["steps"]), *cells]), "|")
+    return results
+
+
+def plot(results: dict[str, dict[str, Any]], output: Path) -> None:
+    """Draw acceptance over the steps of a chain, and tau over the amount of data."""
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for name in ("seven steps", "one step", "feature loss", "top feature", "speculators 0.9.0"):
+        if name in results:
+            accepted = curve(results[name])
+            left.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=name)
+    left.set(xlabel="guess k", ylabel="accepted, if those before were", ylim=(0, 0.8))
+    left.legend(fontsize=7)
+    shares = {"eighth": 1 / 8, "quarter": 1 / 4, "seven steps": 1 / 2, "all": 1.0}
+    done = [(share, results[name]["eval_acceptance_length"]) for name, share in shares.items() if name in results]
+    right.plot(*zip(*done, strict=True), marker="o", markersize=3)
+    right.set(xlabel="share of the stories, each read once", ylabel="τ, greedy chains of seven", xscale="log")
+    right.set_xticks([share for share, _ in done], [f"{share:g}" for share, _ in done])
+    right.minorticks_off()
+    figure.savefig(output / "ablations.png", dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--held-out", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--epochs", type=float, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", action="store_true", help="only draw what is there")
+    options = parser.parse_args()
+    for name in [] if options.plot else options.arms:
+        if not (options.output / name.replace(" ", "-") / "result.json").exists():
+            run(name, options)
+    plot(report(options.output), options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Train the demo family's EAGLE-3 draft, mostly on text that the target wrote itself.
+
+    python examples/prepare_demo_corpus.py --corpus DIR --work WORK
+    python examples/train_demo_eagle3.py --work WORK --output hf_spec/demo/draft-eagle3
+
+The target continues the beginnings of stories and chats, greedily and by sampling; a part of the stories is read as it
+stands. docs/demo-family.md describes what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from ablations import MuonTrainer
+from datasets import Dataset
+from train_demo_family import load_documents
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_spec import demo
+from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.training import DraftTrainingArguments, new_draft
+
+LENGTH = 256
+# How many rows of LENGTH tokens, from which documents, continued at which temperature (None: read as they are).
+MIXTURE = [
+    ("story", 1600, 0.0),
+    ("story", 2000, 0.7),
+    ("story", 1200, 1.0),
+    ("story", 1600, None),
+    ("story_chat", 800, 0.7),
+    ("dialogue", 800, 0.7),
+]
+BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
+
+
+@torch.no_grad()
+def continued(target: PreTrainedModel, documents: list[list[int]], beginning: int, temperature: float) -> Any:
+    """Let the target go on after the first tokens of every document."""
+    ids = torch.tensor([document[:beginning] for document in documents])
+    law = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_length=LENGTH, **law)  # type: ignore[operator]
+    end = target.generation_config.eos_token_id
+    for row in out.tolist():
+        yield row[: row.index(end) + 1] if end in row else row
+
+
+def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | None], batch: int = 128) -> list[Any]:
+    """Return rows of one part of the mixture, documents one behind the other and cut where a row is full."""
+    name, count, temperature = part
+    documents = [list(map(int, document)) for document in load_documents(work / f"{name}.npz")]
+    random.shuffle(documents)
+    tokens: list[int] = []
+    numbers: list[int] = []
+    for turn in range(0, 100 * len(documents), batch):
+        beginning = random.choice(BEGINNINGS)
+        drawn = [documents[i % len(documents)] for i in range(turn, turn + batch)]
+        drawn = [document for document in drawn if len(document) > beginning]
+        for text in drawn if temperature is None else continued(target, drawn, beginning, temperature):
+            numbers += [numbers[-1] + 1 if numbers else 0] * len(text)
+            tokens += text
+        if len(tokens) >= count * LENGTH:
+            break
+    cut = [slice(i * LENGTH, (i + 1) * LENGTH) for i in range(count)]
+    return [{"input_ids": tokens[i], "loss_mask": [1] * LENGTH, "document_ids": numbers[i]} for i in cut]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=float, default=6e-3)
+    options = parser.parse_args()
+
+    random.seed(options.seed)
+    torch.manual_seed(options.seed)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    cache = options.work / "eagle3_rows"
+    if not cache.exists():
+        rows = [row for part in MIXTURE for row in rows_of(target, options.work, part)]
+        Dataset.from_list(rows).save_to_disk(str(cache))
+    data = Dataset.load_from_disk(str(cache))
+
+    config = Eagle3SpeculatorConfig.for_target(target.config)
+    config.speculators_config["verifier"]["name_or_path"] = None  # the family is where the package is
+    args = DraftTrainingArguments(
+        output_dir=str(options.work / "eagle3"),
+        unroll_steps=5,
+        num_train_epochs=options.epochs,
+        per_device_train_batch_size=8,
+        learning_rate=options.learning_rate,
+        max_grad_norm=1.0,
+        warmup_steps=0.05,
+        logging_steps=50,
+        save_strategy="no",
+        report_to=[],
+        seed=options.seed,
+    )
+    trainer = MuonTrainer(new_draft(config, target), target, args, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    trainer.draft.to(torch.bfloat16).save_pretrained(options.output)
+
+
+if __name__ == "__main__":
+    main()
