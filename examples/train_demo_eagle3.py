@@ -1,10 +1,10 @@
-"""Train the demo family's EAGLE-3 draft, mostly on text that the target wrote itself.
+"""Train the demo family's EAGLE-3 draft, in part on text that the target wrote itself.
 
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK
     python examples/train_demo_eagle3.py --work WORK --output hf_spec/demo/draft-eagle3
 
-The target continues the beginnings of stories and chats, greedily and by sampling; a part of the stories is read as it
-stands. docs/demo-family.md describes what came out.
+The target continues the beginnings of stories and chats, greedily and by sampling; most of the text is read as it
+stands, because generating is slow on one core. docs/demo-family.md describes what came out.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from hf_spec.training import DraftTrainingArguments, new_draft
 LENGTH = 256
 # How many rows of LENGTH tokens, from which documents, continued at which temperature (None: read as they are).
 MIXTURE = [
-    ("story", 1600, 0.0),
-    ("story", 2000, 0.7),
-    ("story", 1200, 1.0),
-    ("story", 1600, None),
-    ("story_chat", 800, 0.7),
-    ("dialogue", 800, 0.7),
+    ("story", 300, 0.0),
+    ("story", 400, 0.7),
+    ("story_chat", 150, 0.7),
+    ("dialogue", 150, 0.7),
+    ("story", 3200, None),
+    ("story_chat", 700, None),
+    ("dialogue", 500, None),
 ]
 BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
 
@@ -48,7 +49,7 @@ def continued(target: PreTrainedModel, documents: list[list[int]], beginning: in
         yield row[: row.index(end) + 1] if end in row else row
 
 
-def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | None], batch: int = 128) -> list[Any]:
+def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | None], batch: int = 64) -> list[Any]:
     """Return rows of one part of the mixture, documents one behind the other and cut where a row is full."""
     name, count, temperature = part
     documents = [list(map(int, document)) for document in load_documents(work / f"{name}.npz")]
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--epochs", type=float, default=2.2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--learning-rate", type=float, default=6e-3)
     options = parser.parse_args()
