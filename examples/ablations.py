@@ -138,7 +138,7 @@ def plot(results: dict[str, dict[str, Any]], output: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for name in ("seven steps", "one step", "feature loss", "top feature", "speculators 0.9.0"):
+    for name in ("seven steps", "one step", "feature loss", "top feature"):
         if name in results:
             accepted = curve(results[name])
             left.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=name)
