@@ -264,10 +264,11 @@ class SlotCache(Cache):
         self._own_cache: Any = None
 
     @classmethod
-    def adopt(cls, cache: DynamicCache, batch_size: int, device: torch.device, open: int = 0) -> SlotCache:
+    def adopt(cls, cache: Any, batch_size: int, device: torch.device, open: int = 0) -> SlotCache:
         """Take over what the prefill left in ``cache``, all of whose rows have the same length.
 
-        Its last ``open`` columns are the open forest, a chain.
+        It is a ``DynamicCache``, or of a kind of the model's own, which then goes on holding the states itself. Its
+        last ``open`` columns are the open forest, a chain.
         """
         length = _length(cache) - open
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)

@@ -93,8 +93,7 @@ def _read_block(model: PreTrainedModel, parents: list[int]) -> list[_Read]:
     runner.score(first)
     child = len(parents) - 1 - parents[::-1].index(0)  # the root's last: in a tree its states must move to be kept
     kept = [[0, child], [0]][: len(ids)]
-    path = torch.tensor([[0, child], [0, 0]], device=ids.device)
-    runner.commit(path[: len(ids)], [len(nodes) for nodes in kept])
+    runner.commit(torch.tensor([[0, child], [0, 0]], device=ids.device)[: len(ids)], [len(nodes) for nodes in kept])
     logits = runner.score(second).logits.float()  # (rows, nodes, vocabulary)
     reads = []
     for leaf in sorted(set(range(len(parents))) - set(parents)):
