@@ -143,4 +143,4 @@ def test_eagle3_draft_guesses_stories(models, tokenizer):
             **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
         )
         assert torch.equal(out.sequences, plain)
-        assert out.speculation.mean_accepted_length > 1.5
+        assert out.speculation.mean_accepted_length > 1.8
