@@ -16,7 +16,12 @@ from golden import tiny_target
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
+from hf_spec.configuration import (
+    Eagle3SpeculatorConfig,
+    EagleSpeculatorConfig,
+    MedusaSpeculatorConfig,
+    MTPSpeculatorConfig,
+)
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
 from hf_spec.training.teacher import Reader
@@ -44,9 +49,32 @@ def eagle3(target: Any, vocabulary: int | None = None, **flags: Any) -> Any:
     return new_draft(config, target, torch.arange(96) if vocabulary else None)
 
 
+def wide_eagle3(target: Any) -> Any:
+    return eagle3(target, 40, norm_before_fc=True, norm_output=True)
+
+
 def eagle1(target: Any) -> Any:
     torch.manual_seed(1)
     return new_draft(EagleSpeculatorConfig.for_target(target.config, shared_with_target=["lm_head"]), target)
+
+
+def mtp(target: Any, vocabulary: int | None = None) -> Any:
+    torch.manual_seed(1)
+    assert vocabulary is None  # an MTP layer guesses the whole vocabulary
+    return new_draft(MTPSpeculatorConfig.for_target(target.config, shared_with_target=["embed_tokens"]), target)
+
+
+def medusa(target: Any, vocabulary: int | None = None) -> Any:
+    torch.manual_seed(1)
+    shape = {"num_heads": STEPS, "draft_vocab_size": vocabulary, "shared_with_target": []}
+    return new_draft(
+        MedusaSpeculatorConfig.for_target(target.config, **shape), target, torch.arange(96) if vocabulary else None
+    )
+
+
+def medusa_sharing(target: Any) -> Any:
+    torch.manual_seed(1)
+    return new_draft(MedusaSpeculatorConfig.for_target(target.config, num_heads=STEPS, num_hidden_layers=2), target)
 
 
 def vanilla(target: Any) -> Any:
@@ -78,7 +106,7 @@ def losses(trainer: DraftTrainer) -> list[float]:
     return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
 
-@pytest.mark.parametrize("make", [eagle3, eagle1, vanilla])
+@pytest.mark.parametrize("make", [eagle3, eagle1, mtp, medusa, vanilla])
 def test_overfitting_makes_every_step_right(make: Any, tmp_path: Path) -> None:
     target = sharp_target()
     args = arguments(
@@ -98,30 +126,36 @@ def test_overfitting_makes_every_step_right(make: Any, tmp_path: Path) -> None:
     assert found["eval_expected_length"] == 1 + steps
 
 
+@pytest.mark.parametrize("make", [wide_eagle3, mtp, medusa, medusa_sharing])
 @pytest.mark.parametrize("freeze", [False, True])
-def test_all_that_is_trained_changes_and_nothing_else(freeze: bool, tmp_path: Path) -> None:
+def test_all_that_is_trained_changes_and_nothing_else(freeze: bool, make: Any, tmp_path: Path) -> None:
     target = sharp_target()
-    draft = eagle3(target, 40, norm_before_fc=True, norm_output=True)
+    draft = make(target)
+    fixed = {"d2t", "t2d", *(["embed_tokens.weight"] if make is wide_eagle3 else [])}
+    if freeze:
+        heads = [layer.weight for layer in draft.output_layers]
+        fixed |= {name for name, weight in draft.named_parameters() if any(weight is head for head in heads)}
+        assert bool(heads) != (make is medusa_sharing)
     before = {name: tensor.clone() for name, tensor in [*draft.state_dict().items(), *_named(target)]}
     args = arguments(tmp_path, freeze_lm_head=freeze)
     DraftTrainer(draft, target, args, train_dataset=text()).train()
     assert all(parameter.grad is None for parameter in target.parameters())
     for name, tensor in [*draft.state_dict().items(), *_named(target)]:
-        frozen = name.startswith(("target.", "embed_tokens", "d2t", "t2d")) or (freeze and name == "lm_head.weight")
-        assert torch.equal(tensor, before[name]) == frozen, name
+        assert torch.equal(tensor, before[name]) == (name in fixed or name.startswith("target.")), name
 
 
 def _named(target: Any) -> list[tuple[str, torch.Tensor]]:
     return [(f"target.{name}", tensor) for name, tensor in target.state_dict().items()]
 
 
-def test_resumed_training_is_uninterrupted_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+def test_resumed_training_is_uninterrupted_training(make: Any, tmp_path: Path) -> None:
     target = sharp_target()
     kwargs: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "cosine"}
     data = {"train_dataset": text(8), "eval_dataset": text(2, seed=5)}
-    whole = DraftTrainer(eagle3(target, 40), target, arguments(tmp_path / "a", **kwargs), **data)
+    whole = DraftTrainer(make(target), target, arguments(tmp_path / "a", **kwargs), **data)
     whole.train()
-    resumed = DraftTrainer(eagle3(target, 40), target, arguments(tmp_path / "b", **kwargs), **data)
+    resumed = DraftTrainer(make(target), target, arguments(tmp_path / "b", **kwargs), **data)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert losses(resumed)[-3:] == losses(whole)[-3:]
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
@@ -147,7 +181,8 @@ def test_accumulated_batches_are_one_batch(normalizer: str, tmp_path: Path) -> N
     assert found[1] == pytest.approx(found[0], rel=1e-4) and found[2] == pytest.approx(found[0], rel=1e-4)
 
 
-def test_packed_documents_weigh_as_single_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+def test_packed_documents_weigh_as_single_ones(make: Any, tmp_path: Path) -> None:
     target, single = sharp_target(), text(3, 8)
     packed = {
         "input_ids": [token for row in single for token in row["input_ids"]],
@@ -157,20 +192,32 @@ def test_packed_documents_weigh_as_single_ones(tmp_path: Path) -> None:
     found = []
     for rows in (single, [packed]):
         args = arguments(tmp_path, per_device_train_batch_size=len(rows), max_steps=2)
-        trainer = DraftTrainer(eagle3(target, 40), target, args, train_dataset=rows)
+        trainer = DraftTrainer(make(target, None if make is mtp else 40), target, args, train_dataset=rows)
         trainer.train()
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"logit_rows": 3}, {"bf16": True}])
-def test_saving_memory_keeps_the_loss(option: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+def test_saving_memory_keeps_the_loss(make: Any, option: dict[str, Any], tmp_path: Path) -> None:
     target, found = sharp_target(), []
     for changes in ({}, option):
-        trainer = DraftTrainer(eagle3(target, 40), target, arguments(tmp_path, **changes), train_dataset=text())
+        trainer = DraftTrainer(make(target), target, arguments(tmp_path, **changes), train_dataset=text())
         trainer.train()
         found.append(losses(trainer))
     assert found[1] == pytest.approx(found[0], rel=3e-2 if "bf16" in option else 1e-4)
+
+
+@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+@pytest.mark.parametrize("objective", ["ce", "tv", "lk", "reverse_kl"])
+def test_every_objective_teaches_every_kind(make: Any, objective: str, tmp_path: Path) -> None:
+    target = sharp_target()
+    args = arguments(tmp_path, objective=objective, normalizer="sequence", max_steps=12, learning_rate=3e-3)
+    trainer = DraftTrainer(make(target), target, args, train_dataset=text(2))
+    trainer.train()
+    found = losses(trainer)
+    assert found[-1] < found[0]
 
 
 def test_evaluation_measures_by_generation_and_picks_the_best(tmp_path: Path) -> None:
@@ -205,14 +252,15 @@ def test_evaluation_measures_by_generation_and_picks_the_best(tmp_path: Path) ->
     assert metrics["eval_acceptance_length"] == pytest.approx(emitted / steps)
 
 
-def test_what_a_text_shows_is_what_generation_measures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path) -> None:
     """On a text that the target wrote itself, the chain's accuracy is how often a drafter's guesses are accepted."""
     target = sharp_target()
-    draft = eagle3(target, 60)
+    draft = make(target, None if make is mtp else 60)
     prompts = torch.randint(0, 96, (2, 4), generator=torch.Generator().manual_seed(7))
     written = target.generate(prompts, max_new_tokens=20, do_sample=False)  # (2, 24)
     rows = [{"input_ids": row, "loss_mask": [0] * 4 + [1] * 20} for row in written.tolist()]
-    args = arguments(tmp_path, max_steps=12, learning_rate=3e-3)
+    args = arguments(tmp_path, max_steps=3 if make is mtp else 12, learning_rate=3e-3)
     trainer = DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows, eval_prompts=[])
     trainer.train()
     shown = trainer.evaluate()
@@ -237,7 +285,7 @@ def test_what_a_text_shows_is_what_generation_measures(tmp_path: Path) -> None:
     assert 0 < accepted[1][0] < accepted[1][1]
 
 
-@pytest.mark.parametrize("make", [eagle3, eagle1])
+@pytest.mark.parametrize("make", [eagle3, eagle1, mtp, medusa, medusa_sharing])
 def test_what_is_saved_loads_and_drafts_the_same(make: Any, tmp_path: Path) -> None:
     target = sharp_target()
     draft = make(target)
@@ -259,6 +307,8 @@ def test_what_is_saved_loads_and_drafts_the_same(make: Any, tmp_path: Path) -> N
     assert target.generate(ids, speculator=loaded, max_new_tokens=10, do_sample=False).equal(expected)
     card = (tmp_path / "saved" / "README.md").read_text()
     assert f"{metrics['eval_acceptance_length']:.3f}" in card and str(tmp_path) not in card
+    assert f"# {draft.config.speculators_model_type} draft for LlamaForCausalLM" in card
+    assert ("In vLLM:" in card) == (make is eagle3) != ("## Limits" in card and make is not eagle3)
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:

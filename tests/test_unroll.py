@@ -11,15 +11,34 @@ from golden import CLOSE, SPECFORGE, SPECULATORS, load_draft, outputs, tiny_targ
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
+from hf_spec.configuration import (
+    MTP_FLAGS,
+    Eagle3SpeculatorConfig,
+    EagleSpeculatorConfig,
+    MedusaSpeculatorConfig,
+    MTPSpeculatorConfig,
+)
 from hf_spec.drafts.eagle import EagleDraftModel
 from hf_spec.drafts.eagle3 import Eagle3DraftModel
+from hf_spec.drafts.medusa import MedusaDraftModel
+from hf_spec.drafts.mtp import MTPDraftModel
 from hf_spec.training import unroll
+from hf_spec.training.kinds import Text, unrolled
 from hf_spec.training.unrolling import _ByBlocks, _Reach
-from hf_spec.training.unrolling import outputs as unrolled
+from hf_spec.training.unrolling import outputs as outputs_of_steps
 
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_lm_head", "norm_before_fc")
 STEPS = 4
+WINDOW = {"sliding_window": 3, "layer_types": ["sliding_attention"], "use_sliding_window": True}
+LATENT = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 4,
+}
 SLIDING = "sp_eagle3_qwen3_sliding_bf16"
 
 
@@ -86,7 +105,7 @@ def test_every_row_of_every_step_is_what_the_drafter_computes(values: tuple[bool
     [
         {"num_hidden_layers": 3},
         {"model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 16},
-        {"model_type": "qwen3", "sliding_window": 3, "layer_types": ["sliding_attention"], "use_sliding_window": True},
+        {"model_type": "qwen3", **WINDOW},
         {"num_key_value_heads": 4},
     ],
 )
@@ -104,6 +123,51 @@ def test_eagle_1_unrolls_the_same_way() -> None:
     draft = rougher(EagleDraftModel(config).eval())
     draft.bind(target)
     assert_unrolls_like_the_drafter(draft, documents=(4, 5))
+
+
+@pytest.mark.parametrize("documents", [(9,), (4, 5)])
+@pytest.mark.parametrize(
+    ("layers", "flags"),
+    [
+        *(({}, dict(zip(MTP_FLAGS, values, strict=True))) for values in itertools.product([False, True], repeat=3)),
+        ({"model_type": "qwen3", **WINDOW}, {}),
+        ({"model_type": "mixtral", "num_local_experts": 4}, {}),
+        ({"model_type": "deepseek_v3", "first_k_dense_replace": 1, **LATENT}, {}),
+    ],
+)
+def test_an_mtp_layer_unrolls_the_same_way(
+    layers: dict[str, Any], flags: dict[str, bool], documents: tuple[int, ...]
+) -> None:
+    torch.manual_seed(1)
+    target = tiny_target()
+    config = MTPSpeculatorConfig.for_target(
+        target.config, layers, shared_with_target=["embed_tokens", "lm_head"], **flags
+    )
+    draft = rougher(MTPDraftModel(config).eval())
+    draft.bind(target)
+    assert_unrolls_like_the_drafter(draft, documents=documents)
+
+
+def test_scores_that_are_capped_are_refused() -> None:
+    target = tiny_target()
+    draft = MTPDraftModel(MTPSpeculatorConfig.for_target(target.config, {"model_type": "gemma2", "head_dim": 8}))
+    with pytest.raises(ValueError, match="cap their scores"):
+        unroll(draft, *batch(draft), STEPS)
+
+
+@pytest.mark.parametrize("flags", [{}, {"shared_with_target": [], "draft_vocab_size": 40}])
+@torch.no_grad()
+def test_medusa_heads_are_the_steps(flags: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    target = tiny_target()
+    draft = rougher(MedusaDraftModel(MedusaSpeculatorConfig.for_target(target.config, num_heads=3, **flags)).eval())
+    draft.bind(target)
+    ids, features = batch(draft)
+    made = unrolled(draft, Text(ids, torch.tensor([[0] * 4 + [1] * 5]).expand_as(ids), features), 3)
+    assert len(made.states) == 3
+    for start, step in itertools.product(range(8), range(3)):
+        expected = draft(features=features[:, start : start + 1]).logits[:, 0, step]
+        torch.testing.assert_close(made.head(step, made.states[step])[:, start], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("case", [case for case in SPECULATORS + SPECFORGE if case != SLIDING])
@@ -158,7 +222,7 @@ def test_blocks_and_recomputing_change_neither_logits_nor_gradients(
     for size, recompute in [(256, False), (3, False), (256, True), (3, True)]:
         monkeypatch.setattr("hf_spec.training.unrolling.BLOCK", size)
         draft.zero_grad()
-        logits = [out.logits for out in unrolled(draft, ids, features, STEPS, numbers, recompute=recompute)]
+        logits = [out.logits for out in outputs_of_steps(draft, ids, features, STEPS, numbers, recompute=recompute)]
         sum(step.logsumexp(-1).sum() for step in logits).backward()
         gradients = [parameter.grad.clone() for parameter in draft.parameters() if parameter.requires_grad]
         found.append([*(step.detach() for step in logits), *gradients])

@@ -69,6 +69,11 @@ class MedusaDraftModel(DraftModel):
         if isinstance(module, nn.Linear) and module.bias is not None:
             init.zeros_(module.weight)
 
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """Return the last layer of each head; none if the heads end in the target's."""
+        return [] if self.config.shared_with_target else [head[-1] for head in self.heads]  # type: ignore[index]
+
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -86,6 +86,11 @@ class DraftModel(PreTrainedModel, Speculator):
         self.rotary_emb = ROTARY[layers.model_type](layers)
 
     @property
+    def output_layers(self) -> list[nn.Module]:
+        """Return this draft's own layers that end in its vocabulary; none if it borrows the target's."""
+        return [] if self.lm_head is None else [self.lm_head]
+
+    @property
     def target_ids(self) -> Tensor | None:
         """Return the token of the target that each guess stands for, (draft vocabulary,); None: all of them."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, Cache, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import MtpModel
@@ -168,6 +169,14 @@ class MTPDraftModel(DraftModel):
         layer.token_layernorm, layer.hidden_layernorm = norm(size, eps=eps), norm(size, eps=eps)
         layer.final_layernorm = norm(size, eps=eps)
         self.mtp_layers = nn.ModuleList([layer])
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        # Experts and routers are bare parameters, which only the model of their architecture would know.
+        if not type(module).__module__.startswith("torch."):
+            for weight in module.parameters(recurse=False):
+                if weight.dim() > 1:
+                    init.normal_(weight, std=getattr(self.config.layers, "initializer_range", None) or 0.02)
 
     @property
     def layers(self) -> nn.ModuleList:  # type: ignore[override]

@@ -15,14 +15,16 @@ class DraftTrainingArguments(TrainingArguments):
     """Choose how to train a draft. Defaults are EAGLE-3's where it has any (arXiv 2503.01840).
 
     Args:
-        unroll_steps: steps of the training-time test. Drafts that are not fed their own output need one only.
+        unroll_steps: steps of the training-time test. Of drafts that are not fed their own output, Medusa heads have
+            as many as there are heads, and language models one.
         step_decay: step k weighs ``step_decay ** k``.
         objective: ``"kl"`` (from the target's law), ``"ce"`` (its best token), ``"tv"`` (total variation, one minus
             the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows), ``"reverse_kl"``.
         normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents.
         outside_vocabulary: ``"drop"`` leaves positions whose best target token the draft cannot guess out of the loss
             and counts them wrong; ``"keep"`` compares within the draft vocabulary, as the speculators library does.
-        feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states (EAGLE-1: 1.0).
+        feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
+            (EAGLE-1: 1.0, beside 0.1 cross-entropy).
         freeze_lm_head: do not train the draft's own output layer, as the speculators library does.
         logit_rows: rows whose logits exist at once. Fewer need less memory, more are faster.
         eval_prompts: held-out prompts that ``evaluate()`` generates from; 0 for none.

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration import Eagle3SpeculatorConfig
+from ..configuration import Eagle3SpeculatorConfig, MTPSpeculatorConfig
 from ..drafts.modeling import DraftModel
 
 logger = logging.get_logger(__name__)
@@ -34,6 +34,8 @@ def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:
     if not isinstance(draft, DraftModel):
         return []
     config = draft.config
+    if isinstance(config, MTPSpeculatorConfig):
+        return ["vLLM serves an MTP layer only within the target's checkpoint: write it there by hf_spec's convert"]
     if not isinstance(config, Eagle3SpeculatorConfig):
         return [f"only hf_spec serves drafts of type {config.speculators_model_type!r}: vLLM and SGLang do not"]
     warnings = []

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from ..drafts.eagle import EagleDraftModel
 from ..drafts.eagle3 import Eagle3DraftModel
+from ..drafts.medusa import MedusaDraftModel
 from ..drafts.modeling import DraftModel
+from ..drafts.mtp import MTPDraftModel
 from .teacher import Reader
 from .unrolling import outputs
 
@@ -49,16 +51,31 @@ def unrolled(draft: Any, text: Text, steps: int, recompute: bool = False) -> Unr
 
 @unrolled.register(Eagle3DraftModel)
 @unrolled.register(EagleDraftModel)
+@unrolled.register(MTPDraftModel)
 def _(draft: DraftModel, text: Text, steps: int, recompute: bool = False) -> Unrolled:
     assert text.features is not None  # the trainer reads the layers that the draft names
     documents = None if text.document_ids is None else text.document_ids[:, :-1]
     features = text.features[:, :-1].to(draft.dtype)
     done = outputs(draft, text.input_ids[:, 1:], features, steps, documents, head=False, recompute=recompute)
-    trained = [] if draft.lm_head is None else list(draft.lm_head.parameters())
-    guesses = [cast(Tensor, output.hidden_states) for output in done]
+    trained = [parameter for layer in draft.output_layers for parameter in layer.parameters()]
+    # What stands in for the state before the target's last norm is no guess at the one after it.
+    guessed = done if getattr(draft.config, "features_after_norm", True) else []
+    guesses = [cast(Tensor, output.hidden_states) for output in guessed]
     return Unrolled(
         [cast(Tensor, output.logits) for output in done], lambda step, states: draft.logits(states), trained, guesses
     )
+
+
+@unrolled.register(MedusaDraftModel)
+def _(draft: Any, text: Text, steps: int, recompute: bool = False) -> Unrolled:
+    """Let every head read the same states: head k is step k, and nothing is fed back."""
+    assert text.features is not None
+    features = text.features[:, :-1].to(draft.dtype)
+    if layers := draft.output_layers:
+        states = [head[:-1](features) for head in draft.heads]
+        trained = [parameter for layer in layers for parameter in layer.parameters()]
+        return Unrolled(states, lambda step, states: layers[step](states), trained, [])
+    return Unrolled([head(features) for head in draft.heads], lambda step, states: draft.logits(states), [], [])
 
 
 @unrolled.register(PreTrainedModel)
@@ -72,4 +89,6 @@ def _(draft: Any, text: Text, steps: int, recompute: bool = False) -> Unrolled:
 
 def count_steps(draft: Any, wanted: int) -> int:
     """Return how many steps of ``draft`` are taught if ``wanted`` are asked for."""
+    if isinstance(draft, MedusaDraftModel):
+        return len(draft.heads)
     return wanted if isinstance(draft, DraftModel) else 1

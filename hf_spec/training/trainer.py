@@ -85,8 +85,8 @@ class DraftTrainer(Trainer):
         draft = _bare(model)
         if isinstance(draft, DraftModel):
             draft.bind(self.target)
-            if args.freeze_lm_head and draft.lm_head is not None:
-                draft.lm_head.requires_grad_(False)
+            for layer in draft.output_layers if args.freeze_lm_head else ():
+                layer.requires_grad_(False)
         elif draft.config.get_text_config().vocab_size != self.target.config.get_text_config().vocab_size:
             raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
         if self._peft_config is not None:
@@ -292,7 +292,8 @@ def _feature_loss(made: Unrolled, hidden: Tensor, shares: Tensor) -> Tensor:
     """Compare the draft's guesses at the target's last hidden state with ``hidden`` (batch, length, hidden)."""
     if not made.guesses or made.guesses[0].shape[-1] != hidden.shape[-1]:
         raise ValueError(
-            "feature_loss_weight needs a draft that is fed hidden states as wide as the target's; set it to 0"
+            "feature_loss_weight needs a draft that is fed guesses of the target's last hidden state, as EAGLE-1 is; "
+            "set it to 0"
         )
     loss = shares.new_zeros(())
     for step, (guess, share) in enumerate(zip(made.guesses, shares, strict=True)):

@@ -202,6 +202,8 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: _Sight, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend as ``_Sight`` says; query (batch, heads, rows, size) -> (batch, rows, heads, size)."""
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
+        raise ValueError("layers that cap their scores or have attention sinks cannot be unrolled; take llama layers")
     sight, layer = attention_mask, cast(int, module.layer_idx)
     sight.stack.entries[layer, sight.step] = key, value
     grouped = query.unflatten(1, (key.shape[1], -1)) * scaling  # (batch, key heads, group, rows, size)
@@ -224,14 +226,15 @@ class _ByBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
-        attended, logsumexp = torch.empty_like(query), torch.empty(query.shape[:-1], device=query.device)
+        attended = query.new_empty(*query.shape[:-1], value.shape[-1])  # values may be narrower than keys
+        logsumexp = torch.empty(query.shape[:-1], device=query.device)
         for rows, seen in reach.blocks:
             scores = _scores(query[..., rows, :], key[:, :, seen], reach.first[:, rows] - seen.start)
             top = scores.amax(-1, keepdim=True)
             weights = scores.sub_(top).exp_()
             total = weights.sum(-1, keepdim=True)
             mixed = weights.div_(total).flatten(2, 3).to(value.dtype) @ value[:, :, seen]
-            attended[..., rows, :] = mixed.view_as(query[..., rows, :])
+            attended[..., rows, :] = mixed.view_as(attended[..., rows, :])
             logsumexp[..., rows] = (top + total.log())[..., 0]
         ctx.save_for_backward(query, key, value, attended, logsumexp)
         ctx.reach = reach

@@ -60,6 +60,7 @@ def new_draft(config: SpeculatorConfig, target: PreTrainedModel, token_counts: T
             raise ValueError(
                 "a draft of another width than the target must learn its embeddings: embed_requires_grad=True"
             )
-        if draft.lm_head is not None and same_width and head is not None:
-            draft.lm_head.weight.copy_(head.weight if ids is None else head.weight[ids.to(head.weight.device)])
+        outputs: list[Any] = draft.output_layers if same_width and head is not None else []
+        for layer in outputs:
+            layer.weight.copy_(head.weight if ids is None else head.weight[ids.to(head.weight.device)])
     return draft
