@@ -171,13 +171,15 @@ class TargetRunner:
         return tuple(outputs.hidden_states) if self.wants_hidden_states else ()
 
     def _features(self, outputs: Any, unnormed: list[Tensor]) -> Tensor | None:
-        if not self.feature_layers:
-            return None
-        states = [
+        states = self._layers(outputs, unnormed)
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
+
+    def _layers(self, outputs: Any, unnormed: list[Tensor]) -> list[Tensor]:
+        """Return the hidden states of each of ``feature_layers``, (batch, length, width)."""
+        return [
             unnormed[-1] if layer == self._num_layers else outputs.hidden_states[layer]
             for layer in self.feature_layers
         ]
-        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[list[Tensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .arguments import DraftTrainingArguments
 from .data import DraftCollator, prepare_dataset
 from .evaluation import measure
+from .features import FeatureCache, cache_features
 from .regenerate import regenerate
 from .trainer import DraftTrainer
 from .unrolling import unroll
@@ -14,6 +15,8 @@ __all__ = [
     "DraftCollator",
     "DraftTrainer",
     "DraftTrainingArguments",
+    "FeatureCache",
+    "cache_features",
     "count_tokens",
     "measure",
     "most_frequent",

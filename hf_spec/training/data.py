@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import datasets  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+COLUMNS = ("input_ids", "loss_mask", "document_ids")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 REASONS = {
@@ -238,17 +239,34 @@ class _Pack:
         return packed
 
 
+def check_ids(ids: Sequence[int], vocabulary: int) -> None:
+    """Raise a ValueError if ``ids`` are not those of a model with ``vocabulary`` embeddings."""
+    if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
+        raise ValueError(
+            f"the dataset has token ids from {min(ids)} to {max(ids)}, but the target has {vocabulary} embeddings: "
+            "prepare it with the target's own tokenizer"
+        )
+
+
 @dataclass(frozen=True)
 class DraftCollator:
-    """Pad rows on the right, where causal models do not look; padding is document -1 of packed rows."""
+    """Pad rows on the right, where causal models do not look; padding is document -1 of packed rows.
+
+    Of cached rows, the ``states`` of each layer are padded with zeros.
+    """
 
     pad_token_id: int = 0
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        fill = {"input_ids": self.pad_token_id, "loss_mask": 0, "document_ids": -1}
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        fill = dict(zip(COLUMNS, (self.pad_token_id, 0, -1), strict=True))
         longest = max(len(row["input_ids"]) for row in rows)
-        batch = {}
+        batch: dict[str, Any] = {}
         for name in (name for name in fill if name in rows[0]):
             padded = [[*row[name], *[fill[name]] * (longest - len(row[name]))] for row in rows]
             batch[name] = torch.tensor(padded)
+        if "states" in rows[0]:
+            layers = rows[0]["states"]
+            batch["states"] = {
+                layer: pad_sequence([row["states"][layer] for row in rows], batch_first=True) for layer in layers
+            }
         return batch

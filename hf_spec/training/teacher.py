@@ -10,9 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..target import TargetRunner
 from .unrolling import positions
+
+
+def bare(model: Any) -> Any:
+    """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class Reader:
@@ -20,11 +26,11 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()) -> None:
         self.model: Any = model
+        self.feature_layers = tuple(feature_layers)
         self._runner = TargetRunner(model, feature_layers)
-        self._output: Any = None  # what the decoder gave last, to make others like it
 
-    def read(self, input_ids: Tensor, document_ids: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """Return features (batch, length, widths), if layers are read, and last hidden states (batch, length, hidden).
+    def read(self, input_ids: Tensor, document_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
+        """Return the states of each feature layer (batch, length, width) and the last ones (batch, length, hidden).
 
         Packed documents (batch, length) do not see each other. Padding is on the right, where no text sees it.
 
@@ -34,8 +40,8 @@ class Reader:
         if document_ids is not None and bool((document_ids != document_ids[:, :1]).any()):
             self._check_packing()
             kwargs["position_ids"] = positions(input_ids, document_ids)
-        if self._runner.feature_layers:
-            kwargs["output_hidden_states"] = list(self._runner.feature_layers)
+        if self.feature_layers:
+            kwargs["output_hidden_states"] = list(self.feature_layers)
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
         caught: list[Any] = []
@@ -45,8 +51,7 @@ class Reader:
                 outputs = self.model(**kwargs, return_dict=True)
         finally:
             hook.remove()
-        self._output = type(caught[-1])
-        return self._runner._features(outputs, unnormed), caught[-1].last_hidden_state
+        return self._runner._layers(outputs, unnormed), caught[-1].last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, vocabulary) of some last hidden states (rows, hidden).
@@ -54,8 +59,7 @@ class Reader:
         The model's own ``forward`` works them out around a decoder that gives these states, so that they are capped
         and scaled where the model does that.
         """
-        output = self._output(last_hidden_state=hidden[None])
-        with _answering(self.model.get_decoder(), output):
+        with _answering(self.model.get_decoder(), _Answer(last_hidden_state=hidden[None])):
             outputs = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long), return_dict=True)
         return cast(Tensor, outputs.logits[0])
 
@@ -70,6 +74,14 @@ class Reader:
                 f"{type(self.model).__name__} takes no position_ids, so it cannot tell packed documents apart; "
                 "prepare the data with packing=False"
             )
+
+
+class _Answer(BaseModelOutputWithPast):
+    """Hold last hidden states, and nothing of what else the decoders of some models give."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
 from ..drafts.modeling import DraftModel
 from ..metrics import Counts
@@ -20,19 +21,24 @@ from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving
 from .data import DraftCollator
+from .ends import has_body
 from .evaluation import measure, prompts_of
+from .features import LAST, FeatureCache
 from .kinds import Text, Unrolled, count_steps, unrolled
 from .losses import Examiner, Marks, row_shares, taught_rows
 from .tally import Tally
-from .teacher import Reader
+from .teacher import Reader, bare
+
+logger = logging.get_logger(__name__)
 
 
 class DraftTrainer(Trainer):
     """Train ``model``, a draft of any kind, to guess what ``target`` says.
 
     Datasets have the columns ``input_ids``, ``loss_mask`` (1 where a token is the target's own answer) and, if packed,
-    ``document_ids``: see ``prepare_dataset``. The target stays as it is and runs in this process. ``evaluate()`` adds
-    what speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how often the k-th
+    ``document_ids``: see ``prepare_dataset``. The target stays as it is and runs in this process, but not on datasets
+    that are a ``FeatureCache``; with those alone, ``cache.load_target()`` will do for it. ``evaluate()`` adds what
+    speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how often the k-th
     guess is accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
 
     Args:
@@ -42,8 +48,8 @@ class DraftTrainer(Trainer):
         peft_config: train an adapter of PEFT on the draft instead of the draft.
         **kwargs: all that ``Trainer`` takes.
 
-    Errors: a ValueError if the draft was made for another target, or if training is spread over several devices by
-    threads (start one process per device instead).
+    Errors: a ValueError if the draft was made for another target, if cached features are not those that it reads of
+    this one, or if training is spread over several devices by threads (start one process per device instead).
     """
 
     loss_is_scaled_for_ga = True  # by the rows of all batches of a step, see _get_num_items_in_batch
@@ -66,15 +72,27 @@ class DraftTrainer(Trainer):
                 f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
                 "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
             )
-        self.target: PreTrainedModel = _bare(target)
+        self.target: PreTrainedModel = bare(target)
         self.eval_prompts = eval_prompts
         self._peft_config = peft_config
         self._tallies = {True: Tally(), False: Tally()}  # of training, and not
         kwargs.setdefault("data_collator", DraftCollator())
+        self._caches = [data for data in _datasets(kwargs) if isinstance(data, FeatureCache)]
+        if not has_body(self.target):
+            self._check_without_body(args, len(self._caches) == len(_datasets(kwargs)))
         super().__init__(None if model is None else self._prepare_draft(model, args), args, **kwargs)
         self._forget_use_cache()
         if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
             self.target.to(args.device)
+
+    def _check_without_body(self, args: DraftTrainingArguments, all_cached: bool) -> None:
+        if not all_cached:
+            raise ValueError("without its layers the target can read no text: cache the features of every dataset")
+        if "acceptance" in (args.metric_for_best_model or ""):
+            raise ValueError(
+                f"{args.metric_for_best_model} is measured by generation, for which the target needs its layers: pass "
+                'the whole target, or set metric_for_best_model="eval_expected_length"'
+            )
 
     # -- the draft ----------------------------------------------------------------------------------------------------
 
@@ -82,7 +100,7 @@ class DraftTrainer(Trainer):
         return self._prepare_draft(super().call_model_init(trial), self.settings)
 
     def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:
-        draft = _bare(model)
+        draft = bare(model)
         if isinstance(draft, DraftModel):
             draft.bind(self.target)
             for layer in draft.output_layers if args.freeze_lm_head else ():
@@ -95,6 +113,8 @@ class DraftTrainer(Trainer):
             model = get_peft_model(model, self._peft_config)
         _make_teachable(draft)
         self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
+        for cache in self._caches:
+            cache.check(self.target, self._reader.feature_layers)
         self._steps = count_steps(draft, args.unroll_steps)
         return model
 
@@ -106,7 +126,7 @@ class DraftTrainer(Trainer):
     @property
     def draft(self) -> Any:
         """Return the draft without what wraps it for training."""
-        return _bare(self.accelerator.unwrap_model(self.model))
+        return bare(self.accelerator.unwrap_model(self.model))
 
     @property
     def settings(self) -> DraftTrainingArguments:
@@ -122,8 +142,8 @@ class DraftTrainer(Trainer):
         scale = 1.0
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             scale = float(self.accelerator.num_processes)  # gradients are averaged over processes
-        with torch.no_grad(), self._own_precision():
-            features, hidden = self._reader.read(inputs["input_ids"], inputs.get("document_ids"))
+        layers, hidden = self._states(inputs)
+        features = torch.cat([layer.to(hidden.device) for layer in layers], dim=-1) if layers else None
         text = Text(inputs["input_ids"], inputs.get("document_ids"), features)
         lesson = functools.partial(self._lesson, text, inputs["loss_mask"], hidden, divisor)
         # Through the wrapped model, so that whatever wraps it sees one forward.
@@ -153,6 +173,14 @@ class DraftTrainer(Trainer):
         if args.feature_loss_weight:
             loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, shares)
         return loss, Marks(marks.losses / factor, marks.right, marks.overlap, marks.inside), rows
+
+    def _states(self, inputs: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+        """Return what the target makes of a batch: each layer that the draft reads, and the last hidden states."""
+        if (cached := inputs.get("states")) is not None:
+            layers = [cached[layer] for layer in self._reader.feature_layers]
+            return layers, cached[LAST].to(self.target.dtype)
+        with torch.no_grad(), self._own_precision():
+            return self._reader.read(inputs["input_ids"], inputs.get("document_ids"))
 
     def _own_precision(self) -> torch.autocast:
         """Let the target compute as it does when it generates, whatever precision the draft is trained in."""
@@ -226,6 +254,9 @@ class DraftTrainer(Trainer):
             prompts = prompts_of(dataset, args.eval_prompts, args.eval_prompt_length)
         if not args.eval_prompts or not prompts:
             return {}
+        if not has_body(self.target):
+            logger.warning_once("nothing is measured by generation, for which the target would need its layers")
+            return {}
         mine = prompts[self.args.process_index :: self.args.world_size]
         options = (args.eval_max_new_tokens, args.eval_speculative_tokens)
         figures: dict[str, float] = {}
@@ -270,9 +301,11 @@ class DraftTrainer(Trainer):
         Path(directory, "README.md").write_text(card, encoding="utf-8")
 
 
-def _bare(model: Any) -> Any:
-    """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def _datasets(given: dict[str, Any]) -> list[Any]:
+    """Return the datasets to train and to evaluate on."""
+    held_out = given.get("eval_dataset")
+    found = [given.get("train_dataset"), *(held_out.values() if isinstance(held_out, dict) else [held_out])]
+    return [data for data in found if data is not None]
 
 
 def _make_teachable(draft: Any) -> None:

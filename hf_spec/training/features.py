@@ -1,0 +1,399 @@
+"""Run the target over a dataset once and keep what drafts read of it, to train without it.
+
+A cache is a directory of shards, each a safetensors file of whole rows; ``index.json``, which says what the cache was
+made from and which shards are finished; and ``target/`` with the target's embeddings and output layer. A file is
+written under another name, flushed to the disk and renamed, and a shard counts only once the index names it: a call
+that is killed leaves finished shards, and nothing else that could be taken for one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .data import COLUMNS, DraftCollator, check_ids
+from .ends import fingerprint, load_ends, save_ends
+from .teacher import Reader, bare
+
+logger = logging.get_logger(__name__)
+
+FORMAT = 1
+LAST = -1  # the layer whose states the output layer reads
+WAITING = 1  # shards in the writer's hands while the next one is read
+DIFFERENCES = {
+    "config": "the target's config differs",
+    "ends": "the target's embeddings or output layer differ",
+    "body": "the target's layers differ",
+    "tokenizer": "the tokenizer differs",
+    "dataset": "the dataset differs",
+}
+
+
+def cache_features(
+    dataset: Any,
+    target: PreTrainedModel,
+    layers: Sequence[int],
+    directory: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    batch_size: int = 8,
+    dtype: torch.dtype | None = None,
+    shard_size: int = 2**28,
+    progress: bool = True,
+) -> FeatureCache:
+    """Write what drafts read of ``target`` over a prepared ``dataset`` to ``directory``; return it as a dataset.
+
+    ``layers`` are ``draft.feature_layers(target)``, or those of several drafts; the last hidden state is always kept.
+    ``dtype`` is that of the states, the target's by default. Up to four shards of ``shard_size`` bytes are in memory
+    at once. A call that was interrupted can be repeated: finished shards are not made again. ``tokenizer``, if given,
+    is compared as well. Only one process at a time may write to a directory.
+
+    Errors: a ValueError for an empty dataset, for token ids that the target does not have, and if ``directory`` holds
+    a cache that was made from something else, which it names. An OSError if a shard cannot be written.
+    """
+    target, path = bare(target), Path(directory)
+    dtype, kept = dtype or target.dtype, sorted({LAST, *layers})
+    survey = _survey(dataset, target)
+    made_from = {
+        **fingerprint(target),
+        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
+        "dataset": survey.digest,
+        "layers": kept,
+        "dtype": str(dtype).removeprefix("torch."),
+        "shard_size": shard_size,
+    }
+    bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * dtype.itemsize
+    shards = survey.shards(max(1, shard_size // bytes_per_token))
+    index = _Index.open(path, made_from, len(shards))
+    todo = {number: rows for number, rows in enumerate(shards) if not index.has(number)}
+    if todo:
+        rows = [row for rows in todo.values() for row in rows]
+        _warn_of_space(path, sum(survey.lengths[row] for row in rows) * bytes_per_token)
+        _keep_ends(target, path / "target")
+        total = len(survey.lengths)
+        bar: Any = logging.tqdm(initial=total - len(rows), total=total, desc="Caching", disable=not progress)
+        with bar:
+            _fill(index, todo, _ShardReader(dataset, Reader(target, sorted(set(layers))), batch_size, dtype, bar))
+    return FeatureCache(path)
+
+
+def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> None:
+    """Make the shards ``todo``: read one while another is written."""
+    pending: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(1) as writer:
+        for number, rows in todo.items():
+            pending.append(writer.submit(_write_shard, index, number, rows, reader.read(rows)))
+            while len(pending) > WAITING:
+                pending.popleft().result()
+        for written in pending:
+            written.result()
+
+
+class FeatureCache(Dataset[dict[str, Any]]):
+    """Read what ``cache_features`` wrote: rows of its dataset with ``states``, (length, width) by layer.
+
+    ``layers`` are those that are kept; -1 is the last hidden state.
+
+    Errors: a ValueError if ``directory`` holds no finished cache; an OSError that names a shard which is damaged.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        index = _Index.read(self.directory)
+        if index is None:
+            raise ValueError(f"{self.directory} holds no feature cache: make one with cache_features")
+        if len(index.shards) < index.count:
+            raise ValueError(
+                f"only {len(index.shards)} of {index.count} shards of {self.directory} are finished: repeat the call "
+                "of cache_features that was interrupted"
+            )
+        self.made_from = index.made_from
+        self.layers: tuple[int, ...] = tuple(index.made_from["layers"])
+        names = [_name(number) for number in range(index.count)]
+        self._shards = [_open_shard(self.directory / name, index.shards[name]) for name in names]
+        places = {row: place for number, shard in enumerate(self._shards) for row, place in _places(number, shard)}
+        self._places = [places[row] for row in range(len(places))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        place = self._places[row]
+        shard = self._shards[place.shard]
+        found = {name: shard.get_slice(name)[place.tokens] for name in {*shard.keys()} - {*PER_ROW}}
+        if _checksum(found) != place.checksum:
+            raise _damaged(self.directory / _name(place.shard), "does not hold what was written")
+        columns: dict[str, Any] = {name: found[name].tolist() for name in COLUMNS if name in found}
+        return columns | {"states": {layer: found[f"states.{layer}"] for layer in self.layers}}
+
+    def __reduce__(self) -> Any:  # open files cannot go to another process
+        return FeatureCache, (self.directory,)
+
+    def check(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
+        """Raise a ValueError that says what differs if these are not the states of ``target`` and ``layers``."""
+        differences = _differences(self.made_from, fingerprint(target))
+        if missing := sorted({*layers} - {*self.layers}):
+            differences.append(f"layers: it has {list(self.layers)}, and {missing} are missing")
+        _refuse(self.directory, differences)
+
+    def load_target(self) -> Any:
+        """Load the target without its layers: ``new_draft`` and ``DraftTrainer`` need no more of it.
+
+        Errors: a ValueError if the cache does not have it.
+        """
+        if not (self.directory / "target").exists():
+            raise ValueError(f"{self.directory} has no embeddings and no output layer: load the whole target instead")
+        return load_ends(self.directory / "target")
+
+
+def _refuse(directory: Path, differences: list[str]) -> None:
+    if differences:
+        raise ValueError(
+            f"the feature cache in {directory} was made from something else: {'; '.join(differences)}. Use what it "
+            "was made from, or make another cache in another directory"
+        )
+
+
+def _differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    found = []
+    for name, value in wanted.items():
+        have = made_from.get(name)
+        if have == value or (name == "tokenizer" and None in (have, value)):
+            continue
+        found.append(DIFFERENCES.get(name, f"{name} was {have}, not {value}"))
+    return found
+
+
+# -- what is asked ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """Hold what has to be known of a dataset before it is read."""
+
+    digest: str
+    lengths: list[int]
+
+    def shards(self, tokens: int) -> list[list[int]]:
+        """Part the rows into shards of up to ``tokens`` tokens, the longest first: if they fit into memory, all do."""
+        shards: list[list[int]] = []
+        room = 0
+        for row in sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]):
+            if not shards or self.lengths[row] > room:
+                shards.append([])
+                room = tokens
+            shards[-1].append(row)
+            room -= self.lengths[row]
+        return shards
+
+
+def _survey(dataset: Any, target: PreTrainedModel) -> _Survey:
+    digest, lengths = hashlib.sha256(), []
+    embeddings: Any = target.get_input_embeddings()
+    for row in dataset:
+        for name in (name for name in COLUMNS if name in row):
+            values = np.asarray(row[name], dtype=np.int64)
+            digest.update(f"{name} {len(values)}".encode() + values.tobytes())
+        check_ids(row["input_ids"], len(embeddings.weight))
+        lengths.append(len(row["input_ids"]))
+    if not lengths:
+        raise ValueError("the dataset is empty")
+    return _Survey(digest.hexdigest(), lengths)
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _warn_of_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        logger.warning(
+            f"the features need {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in {directory}"
+        )
+
+
+def _keep_ends(target: PreTrainedModel, directory: Path) -> None:
+    try:
+        save_ends(target, directory)
+    except ValueError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        logger.warning(f"{error}, so training from this cache needs the whole target")
+
+
+# -- reading and writing ----------------------------------------------------------------------------------------------
+
+PER_ROW = ("rows", "lengths", "checksums")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Say where a row is."""
+
+    shard: int
+    tokens: slice
+    checksum: int
+
+
+@dataclass(frozen=True)
+class _ShardReader:
+    """Run the target over the rows of a shard."""
+
+    dataset: Any
+    reader: Reader
+    batch_size: int
+    dtype: torch.dtype
+    bar: Any
+
+    @torch.no_grad()
+    def read(self, rows: list[int]) -> dict[str, list[Tensor]]:
+        """Return the columns (length,) and states (length, width) of each row."""
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for start in range(0, len(rows), self.batch_size):
+            examples = [self.dataset[row] for row in rows[start : start + self.batch_size]]
+            states = self._states(examples)
+            for i, example in enumerate(examples):
+                for name in (name for name in COLUMNS if name in example):
+                    parts[name].append(torch.as_tensor(example[name]))
+                for layer, state in states.items():
+                    parts[f"states.{layer}"].append(state[i, : len(example["input_ids"])])
+            self.bar.update(len(examples))
+        return parts
+
+    def _states(self, examples: list[dict[str, Any]]) -> dict[int, Tensor]:
+        device = self.reader.model.device
+        batch = {name: tensor.to(device) for name, tensor in DraftCollator()(examples).items()}
+        layers, last = self.reader.read(batch["input_ids"], batch.get("document_ids"))
+        states = dict(zip(self.reader.feature_layers, layers, strict=True))
+        if LAST in states and not torch.equal(states[LAST], last):
+            raise ValueError(
+                f"hidden_states[-1] of {type(self.reader.model).__name__} is not what its output layer reads, so its "
+                "features cannot be cached: train with the target instead"
+            )
+        return {layer: state.to("cpu", self.dtype) for layer, state in {**states, LAST: last}.items()}
+
+
+def _write_shard(index: _Index, number: int, rows: list[int], parts: dict[str, list[Tensor]]) -> None:
+    columns = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+    tensors = {name: torch.cat(several) for name, several in parts.items()}
+    tensors["rows"] = torch.tensor(rows)
+    tensors["lengths"] = torch.tensor([len(row["input_ids"]) for row in columns])
+    tensors["checksums"] = torch.tensor([_checksum(row) for row in columns])
+    content = save(tensors)
+    try:
+        _write_file(index.directory / _name(number), content)
+        index.add(number, len(content))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: {_name(number)} could not be written to {index.directory}. The {len(index.shards)} "
+            f"finished shards of {index.count} are kept: make room and repeat the call",
+        ) from error
+
+
+def _checksum(row: dict[str, Tensor]) -> int:
+    """Digest what one row has in all tensors."""
+    found = 0
+    for name in sorted(row):
+        found = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write all of a file or nothing."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _name(number: int) -> str:
+    return f"features-{number:05}.safetensors"
+
+
+def _open_shard(path: Path, size: int) -> Any:
+    if not path.exists():
+        raise _damaged(path, "is missing")
+    if (found := path.stat().st_size) != size:
+        raise _damaged(path, f"has {found} bytes instead of {size}")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise _damaged(path, f"cannot be read ({error})") from error
+
+
+def _places(number: int, shard: Any) -> Iterator[tuple[int, _Place]]:
+    first = 0
+    for row, length, checksum in zip(*(shard.get_tensor(name).tolist() for name in PER_ROW), strict=True):
+        yield row, _Place(number, slice(first, first + length), checksum)
+        first += length
+
+
+def _damaged(path: Path, how: str) -> OSError:
+    return OSError(
+        f"{path.name} of the feature cache in {path.parent} {how}: remove it and repeat the call of cache_features, "
+        "which makes only this shard again"
+    )
+
+
+@dataclass
+class _Index:
+    """Say what a cache was made from, how many shards it shall have, and the sizes of those that are finished."""
+
+    directory: Path
+    made_from: dict[str, Any]
+    count: int
+    shards: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: Path, made_from: dict[str, Any], count: int) -> _Index:
+        """Go on with the cache in ``directory`` or begin one; a ValueError if it was made from something else."""
+        if (index := cls.read(directory)) is not None:
+            _refuse(directory, _differences(index.made_from, made_from))
+            return index
+        directory.mkdir(parents=True, exist_ok=True)
+        return cls(directory, made_from, count)
+
+    @classmethod
+    def read(cls, directory: Path) -> _Index | None:
+        path = directory / "index.json"
+        if not path.exists():
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is no index of a feature cache, or of another version: remove {directory}")
+        return cls(directory, **content)
+
+    def has(self, number: int) -> bool:
+        path = self.directory / _name(number)
+        return path.exists() and path.stat().st_size == self.shards.get(path.name)
+
+    def add(self, number: int, size: int) -> None:
+        self.shards[_name(number)] = size
+        content = {"format": FORMAT, "made_from": self.made_from, "count": self.count, "shards": self.shards}
+        _write_file(self.directory / "index.json", json.dumps(content, indent=1).encode())
