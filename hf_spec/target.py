@@ -87,9 +87,9 @@ class TargetRunner:
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
         """Read the prompt the host's way and score its last token; the features cover the whole prompt."""
-        if self.wants_hidden_states or self.feature_layers:
-            model_kwargs["output_hidden_states"] = self.wants_hidden_states or list(self.feature_layers)
-        with self._watching() as unnormed, self._recording(unnormed) as record:
+        if asked := self.asked_hidden_states:
+            model_kwargs["output_hidden_states"] = asked
+        with self._watching() as last, self._recording(last) as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self._start(
             outputs[self._cache_name], outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
@@ -133,7 +133,7 @@ class TargetRunner:
         kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1 + guesses
-        with self._recording([]) as record:
+        with self._recording({}) as record:
             ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
             outputs = self.model._prefill(ids, generation_config, kwargs)
         last_position = None if record.position is None else record.position - guesses
@@ -170,36 +170,43 @@ class TargetRunner:
     def _hidden_states(self, outputs: Any) -> tuple[Tensor, ...]:
         return tuple(outputs.hidden_states) if self.wants_hidden_states else ()
 
-    def _features(self, outputs: Any, unnormed: list[Tensor]) -> Tensor | None:
-        states = self._layers(outputs, unnormed)
+    @property
+    def asked_hidden_states(self) -> bool | list[int]:
+        """Return what the host is asked for: all hidden states, or those in front of these layers."""
+        return self.wants_hidden_states or [layer for layer in self.feature_layers if 0 <= layer < self._num_layers]
+
+    def _features(self, outputs: Any, last: dict[int, Tensor]) -> Tensor | None:
+        states = self._layers(outputs, last)
         return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
 
-    def _layers(self, outputs: Any, unnormed: list[Tensor]) -> list[Tensor]:
+    def _layers(self, outputs: Any, last: dict[int, Tensor]) -> list[Tensor]:
         """Return the hidden states of each of ``feature_layers``, (batch, length, width)."""
-        return [
-            unnormed[-1] if layer == self._num_layers else outputs.hidden_states[layer]
-            for layer in self.feature_layers
-        ]
+        return [last[layer] if layer in last else outputs.hidden_states[layer] for layer in self.feature_layers]
 
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[list[Tensor]]:
-        """Catch what the last layer gives to the final norm: the host's ``hidden_states[-1]`` has passed it."""
-        caught: list[Tensor] = []
-        if self._num_layers not in self.feature_layers:
-            yield caught
-            return
+    def _watching(self) -> Iterator[dict[int, Tensor]]:
+        """Catch what goes into the final norm and what comes out of it: ``hidden_states`` has one of them at most."""
+        caught: dict[int, Tensor] = {}
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            caught.append(output[0] if isinstance(output, tuple) else output)
+        def catch(layer: int, module: nn.Module) -> Any:
+            def after(module: nn.Module, args: Any, output: Any) -> None:
+                caught[layer] = output if isinstance(output, Tensor) else output[0]
 
-        hook = _last_layer(self.model, self._num_layers).register_forward_hook(in_this_thread(after))
+            return module.register_forward_hook(in_this_thread(after))
+
+        hooks = []
+        if self._num_layers in self.feature_layers:
+            hooks.append(catch(self._num_layers, _last_layer(self.model, self._num_layers)))
+        if -1 in self.feature_layers:
+            hooks.append(catch(-1, self.model.get_decoder()))
         try:
             yield caught
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     @contextlib.contextmanager
-    def _recording(self, unnormed: list[Tensor]) -> Iterator[_PrefillRecord]:
+    def _recording(self, last: dict[int, Tensor]) -> Iterator[_PrefillRecord]:
         """Note the positions and features of every forward of a prefill."""
         record = _PrefillRecord()
 
@@ -208,7 +215,7 @@ class TargetRunner:
             record.position = None if position is None else position[..., -1:]
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
-            if (features := self._features(outputs, unnormed)) is not None:
+            if (features := self._features(outputs, last)) is not None:
                 record.features.append(features)
 
         hooks = [
@@ -249,12 +256,12 @@ class TargetRunner:
         device, config = self.slots.device, self._text_config
         tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
         with (
-            self._watching() as unnormed,
+            self._watching() as last,
             self.slots.scoring(tokens.shape[1], ancestors, config) as block,
             _reading_at(block.query, self._position_readers),
         ):
             outputs = self.model(**self._inputs(tokens, block), return_dict=True)
-        return Scores(outputs.logits, self._features(outputs, unnormed), self._hidden_states(outputs))
+        return Scores(outputs.logits, self._features(outputs, last), self._hidden_states(outputs))
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
@@ -287,6 +294,16 @@ def new_cache(model: PreTrainedModel) -> DynamicCache | None:
     if keeps_own_states(model):
         return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many positions ``model`` has if it looks them up in a table, which ends; ``None`` if not."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "rope_parameters", None):
+        return None
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    size = next((size for name in names if (size := getattr(config, name, None))), None)
+    return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
 
 
 def refuse_trees(proposal: Proposal) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from architectures import build, prompts
 from golden import tiny_target
 from transformers import AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
 
@@ -14,10 +16,13 @@ from hf_spec.configuration import (
     EAGLE3_FLAGS,
     Eagle3SpeculatorConfig,
     EagleSpeculatorConfig,
+    MedusaSpeculatorConfig,
+    MTPSpeculatorConfig,
     SpeculationConfig,
     SpeculatorConfig,
     default_speculators_config,
 )
+from hf_spec.training import new_draft
 
 
 def tiny(**changes: Any) -> Eagle3SpeculatorConfig:
@@ -139,6 +144,25 @@ def test_a_new_draft_takes_its_shape_from_the_target() -> None:
     assert layers.rope_parameters is not target.rope_parameters
     assert config.feature_layers(8) == (2, 4, 5)
     assert Eagle3SpeculatorConfig.for_target(Qwen3Config()).layers.model_type == "qwen3"
+
+
+def test_a_new_draft_of_what_has_no_attention_keeps_common_proportions() -> None:
+    layers = MTPSpeculatorConfig.for_target(build("mamba", hidden_size=128, intermediate_size=256).config).layers
+    assert (layers.hidden_size, layers.num_attention_heads, layers.intermediate_size) == (128, 2, 256)
+    layers = MTPSpeculatorConfig.for_target(build("mpt").config).layers
+    assert (layers.hidden_size, layers.num_attention_heads, layers.intermediate_size) == (32, 4, 128)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "hy_v4", "qwen4_exp_text"])
+def test_targets_with_several_residual_streams_are_for_drafts_that_read_none(name: str) -> None:
+    target = build(name)
+    with pytest.raises(ValueError, match=f"{target.config.model_type} target has several residual streams"):
+        Eagle3SpeculatorConfig.for_target(target.config, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    prompt = prompts(2)
+    plain = target.generate(**prompt, max_new_tokens=12)
+    for kind in (EagleSpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig):
+        draft = new_draft(kind.for_target(target.config), target).eval()
+        assert torch.equal(target.generate(**prompt, max_new_tokens=12, speculator=draft), plain)
 
 
 def test_fewer_positions_than_the_target_has_are_refused() -> None:

@@ -18,6 +18,8 @@ EAGLE3_FLAGS = (
     "norm_before_lm_head",
     "embed_requires_grad",
 )
+# How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
+STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
 
 
 class SpeculatorConfig(PreTrainedConfig):
@@ -256,6 +258,11 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
     def check_target(self, target: PreTrainedConfig) -> None:
         super().check_target(target)
         text = target.get_text_config()
+        if streams := next((name for name in STREAMS if getattr(text, name, 1) > 1), None):
+            raise ValueError(
+                f"a {text.model_type} target has several residual streams ({streams}={getattr(text, streams)}), and "
+                "EAGLE-3 reads one: use EAGLE-1, Medusa or MTP, which read what comes out of the final norm"
+            )
         if self.feature_size != text.hidden_size:
             raise ValueError(
                 f"target_hidden_size is {self.target_hidden_size} and the draft's hidden_size "
@@ -382,6 +389,11 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
     rope = rope.get("full_attention", rope)  # some models have one rope per kind of layer
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     shape["rope_parameters"] = dict(rope) if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
+    if isinstance(widths := shape.get("intermediate_size"), list):  # one per layer
+        shape["intermediate_size"] = max(widths)
+    # What has no attention or no such layers of its own gets common proportions instead of llama's defaults.
+    shape.setdefault("intermediate_size", 4 * text.hidden_size)
+    shape.setdefault("num_attention_heads", max(1, text.hidden_size // 64))
     shape["num_hidden_layers"] = 1
     kind = "qwen3" if text.model_type.startswith("qwen3") else "llama"
     return AutoConfig.for_model(replace.pop("model_type", kind), **shape | replace)

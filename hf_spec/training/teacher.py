@@ -40,18 +40,18 @@ class Reader:
         if document_ids is not None and bool((document_ids != document_ids[:, :1]).any()):
             self._check_packing()
             kwargs["position_ids"] = positions(input_ids, document_ids)
-        if self.feature_layers:
-            kwargs["output_hidden_states"] = list(self.feature_layers)
+        if asked := self._runner.asked_hidden_states:
+            kwargs["output_hidden_states"] = asked
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
         caught: list[Any] = []
         hook = self.model.get_decoder().register_forward_hook(lambda module, args, output: caught.append(output))
         try:
-            with self._runner._watching() as unnormed:
+            with self._runner._watching() as last:
                 outputs = self.model(**kwargs, return_dict=True)
         finally:
             hook.remove()
-        return self._runner._layers(outputs, unnormed), caught[-1].last_hidden_state
+        return self._runner._layers(outputs, last), caught[-1].last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, vocabulary) of some last hidden states (rows, hidden).
