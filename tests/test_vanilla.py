@@ -128,6 +128,35 @@ def test_rows_that_go_on_guess_as_before() -> None:
     assert torch.equal(part.propose(fewer, limit=3).tokens, whole.propose(more, limit=3).tokens[rows])
 
 
+TABLES = {
+    "gpt2": "n_positions",
+    "opt": "max_position_embeddings",
+    "gptj": "n_positions",
+    "mpt": "max_seq_len",
+    "roberta": "max_position_embeddings",
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [(name, tree) for name in TABLES for tree in (None, "dynamic") if (name, tree) != ("mpt", "dynamic")],
+)
+def test_a_draft_stops_guessing_where_its_table_of_positions_ends(name: str, tree: str | None) -> None:
+    target, draft = build("llama"), build(name, **{TABLES[name]: 24})
+    with pytest.raises((IndexError, RuntimeError)):
+        draft(input_ids=torch.full((1, 30), 5))
+    options = {"num_speculative_tokens": 4, "return_dict_in_generate": True}
+    config = SpeculationConfig(tree=tree, tree_top_k=2, tree_nodes=6)
+    for lengths, guesses in {(5, 3): True, (13, 5): True, (40, 3): False}.items():
+        prompt = prompts(2, lengths=lengths)
+        plain = target.generate(**prompt, max_new_tokens=30)
+        out = target.generate(**prompt, max_new_tokens=30, speculator=draft, speculation_config=config, **options)
+        assert torch.equal(out.sequences, plain)
+        assert (out.speculation.proposed > 0) == guesses
+        assert out.speculation.steps > 20  # random guesses seldom come true: the text went past the table
+
+
 def test_a_draft_with_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="'ngram'"):
         VanillaSpeculator(build("llama", vocab_size=64)).check(build("llama"))

@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..architectures import why_unsupported
 from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..recurrent import runner_for
-from ..target import new_cache
+from ..target import new_cache, position_limit
 from .base import Drafter, News, Request, Speculator
 from .trees import grow
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
+
+logger = logging.get_logger(__name__)
 
 
 class VanillaSpeculator(Speculator):
@@ -51,7 +54,10 @@ class VanillaSpeculator(Speculator):
 
 
 class VanillaDrafter(Drafter):
-    """Keep the draft's own slots beside the target's."""
+    """Keep the draft's own slots beside the target's.
+
+    A draft whose table of positions ends before the text does stops guessing there.
+    """
 
     def __init__(self, model: PreTrainedModel, request: Request) -> None:
         self._request = request
@@ -59,17 +65,34 @@ class VanillaDrafter(Drafter):
         self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = model.device
-        self._runner.prefill_tokens(request.input_ids.to(self._device), request.attention_mask.to(self._device))
         self._open: list[tuple[Tensor, Tensor]] = []  # tokens and parents of the nodes in the runner's forest
+        mask = request.attention_mask.to(self._device)
+        self._limit = position_limit(model)
+        self._lengths = mask.sum(1)  # (batch,) of the text
+        self._reads = self._room is None or self._room > 0
+        if self._reads:
+            self._runner.prefill_tokens(request.input_ids.to(self._device), mask)
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
-        law = self._law(self._read(tokens, counts))
         root = tokens.gather(1, counts[:, None] - 1)[:, 0]
+        self._lengths += counts
+        if (room := self._room) is not None:
+            self._reads = self._reads and room > 0  # once text went by unread, no guess can follow
+            limit = min(limit, room)
+        if not self._reads:
+            logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
+            return Proposal.nothing(root).to(news.tokens.device)
+        law = self._law(self._read(tokens, counts))
         self._open = []
         proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
+
+    @property
+    def _room(self) -> int | None:
+        """Count the positions that the longest text leaves; ``None`` if there is no end to them."""
+        return None if self._limit is None else self._limit - int(self._lengths.max())
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         self._open.append((tokens, parents))
@@ -124,6 +147,9 @@ class VanillaDrafter(Drafter):
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         rows = rows.to(self._device)
+        self._lengths = self._lengths[rows]
+        if not self._reads:
+            return
         self._runner.keep_rows(rows)
         self._open = [(tokens[rows], parents[rows]) for tokens, parents in self._open]
 
