@@ -7,7 +7,10 @@ import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .checkpoints import register_auto_classes
 from .configuration import SpeculationConfig
@@ -107,10 +110,10 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise ValueError(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
-    if kwargs.get("synced_gpus"):
+    if _synced(model, kwargs.get("synced_gpus")):
         raise ValueError(
-            "synced_gpus=True (FSDP or ZeRO-3 over several processes) needs the same number of forwards on every "
-            "process, which speculation cannot promise. Generate without `speculator`, or gather the model first."
+            "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
+            "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
     refuse_cache(_option(model, kwargs, "cache_implementation"))  # before the host makes it
     if _option(model, kwargs, "token_healing"):
@@ -118,6 +121,15 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
             "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
         )
+
+
+def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
+    """Tell whether the host would keep processes in step: as asked, else where the model is spread over them."""
+    if asked is not None:
+        return asked
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return several and torch.distributed.get_world_size() > 1 and bool(spread)
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +223,34 @@ def test_misspelt_keywords_are_still_refused_by_the_host() -> None:
 def test_ngram_arguments(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"ngram|match"):
         NgramSpeculator(**arguments)
+
+
+TWO_PROCESSES = """
+import sys
+sys.path[:0] = {paths}
+import torch
+from architectures import build, prompts
+from torch.distributed.fsdp import fully_shard
+import hf_spec
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+model, prompt = build("llama"), prompts(1)
+fully_shard(model)
+plain = model.generate(**prompt, max_new_tokens=5)  # the host keeps the processes in step
+try:
+    model.generate(**prompt, max_new_tokens=5, speculator="ngram")
+except ValueError as error:
+    assert "FSDP" in str(error) and "without `speculator`" in str(error)
+else:
+    raise AssertionError("not refused")
+same = model.generate(**prompt, max_new_tokens=5, speculator="ngram", synced_gpus=False)  # both read the same text
+assert torch.equal(same, plain)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_models_spread_over_processes(tmp_path: Path) -> None:
+    script, paths = tmp_path / "worker.py", [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script.write_text(TWO_PROCESSES.format(paths=paths))
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    subprocess.run(run, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})

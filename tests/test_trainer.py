@@ -444,22 +444,12 @@ if trainer.is_world_process_zero():
 """
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     target, output = sharp_target(), tmp_path / "found.json"
     script, paths = tmp_path / "worker.py", [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
     script.write_text(WORKER.format(paths=paths, folder=str(tmp_path), output=str(output)))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        "0",
-        str(script),
-    ]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
     found, metrics = json.loads(output.read_text())
     args = arguments(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3)
     rows = text(2) + text(2, 10, seed=3)
