@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from golden import tiny_target
+from golden import in_another_process, tiny_target
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from test_training_data import MARKED, tokenizer
 
@@ -240,7 +239,7 @@ def test_the_trainer_refuses_features_that_its_draft_does_not_read(tmp_path: Pat
 def test_unusable_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is empty"):
         cached(tmp_path, dataset=[])
-    with pytest.raises(ValueError, match="from 3 to 96, but the target has 96 embeddings"):
+    with pytest.raises(ValueError, match="to 96, but the target has 96 tokens"):
         cached(tmp_path, dataset=[*rows(), {"input_ids": [3, 96], "loss_mask": [1, 1]}])
     with pytest.raises(ValueError, match="holds no feature cache"):
         FeatureCache(tmp_path)
@@ -248,14 +247,6 @@ def test_unusable_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
 
 
 # -- what is cut off or damaged ---------------------------------------------------------------------------------------
-
-
-def in_another_process(work: Callable[[], None]) -> int | None:
-    """Run ``work`` in a copy of this process and return its exit code."""
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(60)
-    return process.exitcode
 
 
 def kill_at(call: int, folder: Path) -> None:

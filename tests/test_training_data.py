@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from golden import tiny_target
+from golden import in_another_process, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_spec.training import DraftCollator, count_tokens, most_frequent, prepare_dataset, regenerate
+from hf_spec.training import (
+    DraftCollator,
+    DraftTrainer,
+    DraftTrainingArguments,
+    count_tokens,
+    most_frequent,
+    prepare_dataset,
+    regenerate,
+)
 from hf_spec.training.evaluation import prompts_of
 
 PLAIN = (
@@ -32,6 +42,8 @@ THINKING = (
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %} <end>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant> {% endif %}"
 )
+# Like templates that begin an answer otherwise than they show it later.
+UNLIKE = PLAIN.replace("%}<assistant> {%", "%}<assistant> think {%")
 CHAT = [
     {"role": "user", "content": "one two"},
     {"role": "assistant", "content": "three four"},
@@ -105,7 +117,8 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         rows = prepare_dataset(chats(CHAT, *bad, long), tokenizer(), max_length=20, too_long="drop")
     assert len(rows) == 1
-    assert "1 of 4 rows are kept" in caplog.text and "2 rows are no conversation" in caplog.text
+    assert "1 of 4 rows are kept: 1 rows have no answer" in caplog.text
+    assert "1 rows are no text, or no conversation" in caplog.text
     assert "1 rows are longer" in caplog.text
     assert [len(row["input_ids"]) for row in prepare_dataset(chats(CHAT, long), tokenizer(), max_length=20)] == [
         16,
@@ -159,13 +172,52 @@ def test_prompts_end_where_answers_begin() -> None:
     [
         (datasets.Dataset.from_dict({"text": []}), None, "is empty"),
         (datasets.Dataset.from_dict({"prose": ["one"]}), None, "text_column="),
+        (datasets.Dataset.from_dict({"text": [None]}), None, "no row is left to learn from: 1 rows are no text"),
+        (datasets.Dataset.from_dict({"conversation": ["one"]}), PLAIN, "1 rows are no text, or no conversation"),
         (chats(CHAT), None, "no chat template"),
-        (chats([{"role": "user", "content": "one"}]), PLAIN, "no row is left"),
+        (chats([{"role": "user", "content": "one"}]), PLAIN, "no row is left to learn from: 1 rows have no answer"),
+        (chats(CHAT, CHAT), UNLIKE, "2 rows have answers that the chat template does not begin as .* generation %}"),
     ],
 )
 def test_unusable_data_is_refused(dataset: datasets.Dataset, template: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         prepare_dataset(dataset, tokenizer(template))
+
+
+@pytest.mark.parametrize("other", [[{"text": "one"}], datasets.DatasetDict({"train": chats(CHAT)}), None])
+def test_other_kinds_of_datasets_are_refused(other: Any) -> None:
+    with pytest.raises(TypeError, match="pass the path of a jsonl file"):
+        prepare_dataset(other, tokenizer())
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "is empty"),
+        ([{"input_ids": [1, 2, 3]}], r"has no \['loss_mask'\].*prepare_dataset"),
+        ([{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]}], "no token of the dataset is marked"),
+        ([{"input_ids": [1], "loss_mask": [1]}, {"input_ids": [2, 96], "loss_mask": [1, 1]}], "from 1 to 96, but the"),
+        ([{"input_ids": [-100, 3], "loss_mask": [1, 1]}], "from -100 to 3, but the target has 96 tokens"),
+    ],
+)
+def test_rows_that_the_target_cannot_read_are_refused_before_anything_runs(
+    rows: list[dict[str, Any]], message: str, as_dataset: bool, tmp_path: Path
+) -> None:
+    target = tiny_target()
+    target.forward = None  # nothing is run
+    given = datasets.Dataset.from_list(rows) if as_dataset else rows
+    held_out = [{"input_ids": [5, 95], "loss_mask": [1, 1]}]
+    arguments = DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    for data in ({"train_dataset": given}, {"train_dataset": held_out, "eval_dataset": given}):
+        with pytest.raises(ValueError, match=message):
+            DraftTrainer(tiny_target(), target, arguments, **data)
+    DraftTrainer(tiny_target(), tiny_target(), arguments, train_dataset=held_out)
+
+
+def test_tokens_outside_the_vocabulary_are_not_counted() -> None:
+    with pytest.raises(ValueError, match="from 2 to 10, but the target has 10 tokens"):
+        count_tokens([{"input_ids": [2, 10], "loss_mask": [1, 1]}], 10)
 
 
 def test_counts_are_of_answers(tmp_path: Path) -> None:
@@ -197,3 +249,65 @@ def test_the_target_answers_anew_and_goes_on_after_an_interruption(tmp_path: Pat
     assert broken.read_text() == whole.read_text()
     with pytest.raises(ValueError, match="no chat template"):
         regenerate(conversations, target, tokenizer(None), tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="to 13, but the target has 5 tokens"):
+        regenerate(conversations, tiny_target(vocab_size=5), words, tmp_path / "none.jsonl")
+
+
+def test_answers_to_other_questions_are_not_taken_for_these(tmp_path: Path) -> None:
+    target, path = tiny_target(vocab_size=len(tokenizer())), tmp_path / "answers.jsonl"
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False}
+    regenerate([CHAT, CHAT[:2]], target, tokenizer(), path, **options)
+    written = path.read_text()
+    regenerate([CHAT, CHAT[:2]], target, tokenizer(), path, **options)
+    for others, line in (([CHAT[:2], CHAT], 1), ([CHAT, [{"role": "user", "content": "nine"}]], 2), ([CHAT], 2)):
+        with pytest.raises(ValueError, match=rf"line {line} of .* row {line}: repeat"):
+            regenerate(others, target, tokenizer(), path, **options)
+    assert path.read_text() == written
+    for text in ("one two\n", '{"text": "one"}\n', "[]\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"line 1 of .* does not answer"):
+            regenerate([CHAT], target, tokenizer(), path, **options)
+        assert path.read_text() == text
+
+
+def test_rows_that_cannot_be_answered_are_left_empty(tmp_path: Path) -> None:
+    target, path = tiny_target(vocab_size=len(tokenizer())), tmp_path / "answers.jsonl"
+    picky = PLAIN.replace("{{ m.content }}", "{{ m.content if m.content != 'five' else raise_exception('no') }}")
+    conversations = [[{"content": "one"}], CHAT, CHAT[:2], None, [CHAT[0]]]
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False, "batch_size": 2}
+    for _ in range(2):
+        regenerate(conversations, target, tokenizer(picky), path, **options)
+        rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+        assert [len(row) for row in rows] == [0, 0, 2, 0, 0]
+
+
+def dies_at_line(call: int, path: Path, conversations: Any, **options: Any) -> None:
+    """Answer, but be killed when a line has been written by half."""
+    lines, dumps = iter(range(1, 100)), json.dumps
+
+    def killed(written: Any, **kwargs: Any) -> str:
+        line = dumps(written, **kwargs)
+        if "messages" in written and next(lines) == call:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line[: len(line) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return line
+
+    json.dumps = killed  # type: ignore[assignment]
+    regenerate(conversations, tiny_target(vocab_size=len(tokenizer())), tokenizer(), path, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_killed_call_goes_on_behind_its_finished_batches(tmp_path: Path) -> None:
+    conversations = [CHAT[:2], CHAT, [{"role": "user", "content": "nine"}, CHAT[1]]] * 2
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False, "batch_size": 2}
+    target, path = tiny_target(vocab_size=len(tokenizer())), tmp_path / "answers.jsonl"
+    expected = regenerate(conversations, target, tokenizer(), tmp_path / "whole.jsonl", **options).read_text()
+    assert in_another_process(lambda: dies_at_line(3, path, conversations, **options)) == -signal.SIGKILL
+    left = path.read_text()
+    assert left.count("\n") == 2 and expected.startswith(left[: left.rfind("\n") + 1]) and left[-1] != "\n"
+    asked = target.generate
+    calls = []
+    target.generate = lambda *args, **kwargs: calls.append(args) or asked(*args, **kwargs)
+    assert regenerate(conversations, target, tokenizer(), path, **options).read_text() == expected
+    assert sum(len(args[0]) for args in calls) == 5  # answers of four conversations

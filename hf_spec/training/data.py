@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import datasets  # type: ignore[import-untyped]
+import pyarrow.compute as compute  # type: ignore[import-untyped]
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,10 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 REASONS = {
     "short": "have no two answer tokens in a row, so nothing is guessed in them",
-    "broken": "are no conversation that the chat template takes",
+    "unanswered": "have no answer of the assistant",
+    "unmarked": "have answers that the chat template does not begin as it does for generation, so that they are not "
+    "found: mark them with {% generation %} in the template",
+    "broken": "are no text, or no conversation that the chat template takes",
     "long": "are longer than max_length",
 }
 
@@ -51,11 +55,16 @@ def prepare_dataset(
     ``last_turn_only`` teaches the last answer of a conversation only, for models whose template drops the reasoning of
     earlier ones. Rows of which nothing can be learnt are left out, counted by reason in a log message.
 
-    Errors: a ValueError for an unknown column, a tokenizer without a chat template or without offsets, and if no row
-    is left.
+    Errors: a TypeError for another kind of dataset. A ValueError for an unknown column, a tokenizer without a chat
+    template or without offsets, and if no row is left.
     """
     if isinstance(dataset, str | os.PathLike):
         dataset = datasets.load_dataset("json", data_files=os.fspath(dataset), split="train")
+    if not isinstance(dataset, datasets.Dataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
+            'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(rows)'
+        )
     if not len(dataset):
         raise ValueError("the dataset is empty")
     chat = next((name for name in CHAT_COLUMNS if name in dataset.column_names), None)
@@ -111,8 +120,8 @@ class _Tokenize:
         nothing: dict[str, Any] = {"input_ids": [], "loss_mask": []}
         try:
             ids, answers = self._ids(example)
-        except _Unusable:
-            return nothing | {"skipped": "broken"}
+        except Unusable as error:
+            return nothing | {"skipped": error.reason}
         if len(ids) > self.max_length and self.too_long == "drop":
             return nothing | {"skipped": "long"}
         ids, answers = ids[: self.max_length], answers[: self.max_length]
@@ -122,23 +131,31 @@ class _Tokenize:
 
     def _ids(self, example: dict[str, Any]) -> tuple[list[int], list[int]]:
         if self.chat is None:
-            ids = self.tokenizer(example[self.text_column])["input_ids"]
+            if not isinstance(text := example[self.text_column], str):
+                raise Unusable
+            ids = self.tokenizer(text)["input_ids"]
             return ids, [1] * len(ids)
         return tokenize_chat(self.tokenizer, messages_of(example[self.chat]), self.last_turn_only)
 
 
-class _Unusable(Exception):
-    """Say that a conversation cannot be rendered."""
+class Unusable(Exception):
+    """Say why nothing can be learnt from a row: a key of ``REASONS``."""
+
+    def __init__(self, reason: str = "broken") -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def messages_of(conversation: Any) -> list[dict[str, Any]]:
     """Return messages as chat templates take them."""
     messages = []
     for message in conversation or []:
+        if not isinstance(message, dict):
+            raise Unusable
         role = message.get("role") or message.get("from")
         content = message.get("content") if message.get("content") is not None else message.get("value")
         if role is None:
-            raise _Unusable
+            raise Unusable
         rest = {name: value for name, value in message.items() if value is not None}
         rest = {name: value for name, value in rest.items() if name not in ("role", "from", "content", "value")}
         messages.append({"role": ROLES.get(role, role), "content": content, **rest})
@@ -151,7 +168,7 @@ def tokenize_chat(
     """Return token ids and a mask of the assistant's tokens, its end token included."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if last is None:
-        raise _Unusable
+        raise Unusable("unanswered" if messages else "broken")
     messages = messages[: last + 1]
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
         ids, answers = _by_markers(tokenizer, messages)
@@ -179,22 +196,24 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[in
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
     except Exception as error:  # templates raise what they like
-        raise _Unusable from error
+        raise Unusable from error
     return list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
 
 
 def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[int], list[int]]:
     """Find each answer between what the template renders before it and with it."""
-    whole = _render(tokenizer, messages)
+    whole = render(tokenizer, messages)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or (last_turn_only and i < len(messages) - 1):
             continue
-        before, after = _render(tokenizer, messages[:i], prompt=True), _render(tokenizer, messages[: i + 1])
+        before, after = render(tokenizer, messages[:i], prompt=True), render(tokenizer, messages[: i + 1])
         # A template may render an answer otherwise once it is history, without its reasoning for example: then what
         # stands in the text is not what the target said, and only the last one can be taught.
         if whole.startswith(before) and whole.startswith(after.rstrip()):
             spans.append((len(before), len(after.rstrip())))
+    if not spans:
+        raise Unusable("unmarked")
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     answers = [
         int(any(first <= start < end or start < first < stop for first, end in spans))
@@ -203,13 +222,14 @@ def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only
     return list(encoded["input_ids"]), answers
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+def render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+    """Return the text that the chat template makes, with ``prompt`` up to where the next answer begins."""
     if not messages:
         return ""
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
     except Exception as error:  # templates raise what they like
-        raise _Unusable from error
+        raise Unusable from error
 
 
 @dataclass(frozen=True)
@@ -239,13 +259,41 @@ class _Pack:
         return packed
 
 
-def check_ids(ids: Sequence[int], vocabulary: int) -> None:
-    """Raise a ValueError if ``ids`` are not those of a model with ``vocabulary`` embeddings."""
-    if len(ids) and not 0 <= min(ids) <= max(ids) < vocabulary:
+def check_rows(rows: Any, vocabulary: int) -> None:
+    """Raise a ValueError unless there are ``rows`` with answers, all of them tokens of a model with ``vocabulary``.
+
+    Nothing is said about rows that can only be iterated over.
+    """
+    if not hasattr(rows, "__len__"):
+        return
+    if not len(rows):
+        raise ValueError("the dataset is empty")
+    columns = rows.column_names if isinstance(rows, datasets.Dataset) else rows[0]
+    if missing := [name for name in COLUMNS[:2] if name not in columns]:
+        raise ValueError(f"the dataset has no {missing}, but {list(columns)}: make it with prepare_dataset")
+    check_ids(*_range(rows, "input_ids"), vocabulary)
+    if _range(rows, "loss_mask")[1] < 1:
+        raise ValueError("no token of the dataset is marked as an answer in its loss_mask, so nothing can be learnt")
+
+
+def check_ids(lowest: int, highest: int, vocabulary: int) -> None:
+    """Raise a ValueError if a model of ``vocabulary`` tokens does not have all of these."""
+    if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"the dataset has token ids from {min(ids)} to {max(ids)}, but the target has {vocabulary} embeddings: "
-            "prepare it with the target's own tokenizer"
+            f"the text has token ids from {lowest} to {highest}, but the target has {vocabulary} tokens: take the "
+            "target's own tokenizer"
         )
+
+
+def _range(rows: Any, column: str) -> tuple[int, int]:
+    """Return the least and the greatest value of a column of lists; (0, 0) if there are none."""
+    if isinstance(rows, datasets.Dataset):
+        batches = rows.select_columns(column).with_format("arrow").iter(1000)
+        found = [compute.min_max(compute.list_flatten(batch[column])).as_py() for batch in batches]
+        ends = [(one["min"], one["max"]) for one in found if one["min"] is not None]
+    else:
+        ends = [(min(row[column]), max(row[column])) for row in rows if len(row[column])]
+    return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .data import COLUMNS, DraftCollator, check_ids
+from .data import COLUMNS, DraftCollator, check_rows
 from .ends import fingerprint, load_ends, save_ends
 from .teacher import Reader, bare
 
@@ -208,14 +208,12 @@ class _Survey:
 def _survey(dataset: Any, target: PreTrainedModel) -> _Survey:
     digest, lengths = hashlib.sha256(), []
     embeddings: Any = target.get_input_embeddings()
+    check_rows(dataset, len(embeddings.weight))
     for row in dataset:
         for name in (name for name in COLUMNS if name in row):
             values = np.asarray(row[name], dtype=np.int64)
             digest.update(f"{name} {len(values)}".encode() + values.tobytes())
-        check_ids(row["input_ids"], len(embeddings.weight))
         lengths.append(len(row["input_ids"]))
-    if not lengths:
-        raise ValueError("the dataset is empty")
     return _Survey(digest.hexdigest(), lengths)
 
 

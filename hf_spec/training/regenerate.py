@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .data import messages_of
+from .data import Unusable, check_ids, messages_of, render
 
-logger = logging.get_logger(__name__)
+Turn = list[dict[str, Any]]  # messages
+Turns = list[Turn]
 
 
 def regenerate(
@@ -32,60 +33,84 @@ def regenerate(
     """Write ``conversations`` to the jsonl file ``output`` with every answer replaced by ``target``'s own.
 
     A conversation is a list of messages; those of the assistant are replaced in turn, each after the new ones before
-    it. What stands after the last answer is left out. Rows that are in ``output`` already are not done again, so that
-    an interrupted call can be repeated; a half-written last line is. ``generate_kwargs`` go to ``generate``: sampling,
-    a speculator.
+    it. What stands after the last answer is left out; of a row that is no conversation for the chat template nothing
+    is left, which ``prepare_dataset`` skips. Rows that are in ``output`` already are not done again, so that an
+    interrupted call can be repeated; a half-written last line is. ``generate_kwargs`` go to ``generate``: sampling, a
+    speculator.
 
-    Errors: a ValueError for a tokenizer without a chat template.
+    Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
+    ``output`` holds something else than answers to ``conversations``.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template, so the target cannot be asked: set tokenizer.chat_template"
         )
     path = Path(output)
-    done = _drop_half_line(path)
-    rest = islice(iter(conversations), done, None)
+    rest = (_turns(conversation) for conversation in conversations)
+    done = _skip_done(path, rest)
     bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
     with path.open("a", encoding="utf-8") as file, bar:
         while batch := list(islice(rest, batch_size)):
-            for messages in _answered([messages_of(one) for one in batch], target, tokenizer, options):
+            for messages in _answered(batch, target, tokenizer, options):
                 file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             file.flush()
             bar.update(len(batch))
     return path
 
 
-def _drop_half_line(path: Path) -> int:
-    """Cut off a line that was being written when a call was interrupted, and count the whole ones."""
+def _skip_done(path: Path, rest: Iterator[Turns]) -> int:
+    """Advance ``rest`` behind the rows that are in the file and count them; a line cut off by a kill is removed."""
     if not path.exists():
         return 0
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not _answers(line, next(rest, None)):
+            raise ValueError(
+                f"line {number} of {path} does not answer the questions of row {number}: repeat an interrupted call "
+                "with the same conversations, or write to another file"
+            )
     if len(whole) < len(content):
-        path.write_bytes(whole)
-    return whole.count(b"\n")
+        os.truncate(path, len(whole))
+    return len(lines)
 
 
-def _answered(
-    batch: list[list[dict[str, Any]]], target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]
-) -> list[list[dict[str, Any]]]:
+def _answers(line: bytes, turns: Turns | None) -> bool:
+    """Tell whether a written line answers what is asked in ``turns``; one that is left empty may."""
+    try:
+        written = json.loads(line)["messages"]
+    except (ValueError, LookupError, TypeError):
+        return False
+    return turns is not None and (written == [] or _turns(written) == turns)
+
+
+def _answered(batch: list[Turns], target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> list[Turn]:
     """Answer all conversations of a batch, turn by turn."""
-    written: list[list[dict[str, Any]]] = [[] for _ in batch]
-    turns = [_turns(messages) for messages in batch]  # what is said before each answer
+    written: list[Turn] = [[] for _ in batch]
+    turns = list(batch)
     for turn in range(max(len(one) for one in turns)):
-        asked = [row for row, one in enumerate(turns) if len(one) > turn]
-        for row in asked:
-            written[row] += turns[row][turn]
-        answers = _generate([written[row] for row in asked], target, tokenizer, options)
-        for row, answer in zip(asked, answers, strict=True):
+        prompts = {}
+        for row in [row for row, one in enumerate(turns) if len(one) > turn]:
+            try:
+                prompts[row] = render(tokenizer, written[row] + turns[row][turn], prompt=True)
+                written[row] += turns[row][turn]
+            except Unusable:
+                turns[row], written[row] = [], []
+        for row, answer in zip(prompts, _generate(list(prompts.values()), target, tokenizer, options), strict=True):
             written[row].append({"role": "assistant", "content": answer})
     return written
 
 
-def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    turns: list[list[dict[str, Any]]] = []
-    turn: list[dict[str, Any]] = []
+def _turns(conversation: Any) -> Turns:
+    """Return what is said before each answer; nothing of what is no conversation."""
+    try:
+        messages = messages_of(conversation)
+    except Unusable:
+        return []
+    turns: Turns = []
+    turn: Turn = []
     for message in messages:
         if message["role"] == "assistant":
             turns.append(turn)
@@ -96,13 +121,11 @@ def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 @torch.no_grad()
-def _generate(prompts: list[list[dict[str, Any]]], target: Any, tokenizer: Any, options: dict[str, Any]) -> list[str]:
-    ids = [
-        tokenizer(
-            tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), add_special_tokens=False
-        )["input_ids"]
-        for prompt in prompts
-    ]
+def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str, Any]) -> list[str]:
+    if not prompts:
+        return []
+    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    check_ids(0, max(max(row, default=0) for row in ids), len(target.get_input_embeddings().weight))
     longest = max(len(row) for row in ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     padded = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=target.device)

@@ -20,7 +20,7 @@ from ..metrics import Counts
 from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving
-from .data import DraftCollator
+from .data import DraftCollator, check_rows
 from .ends import has_body
 from .evaluation import measure, prompts_of
 from .features import LAST, FeatureCache
@@ -78,6 +78,9 @@ class DraftTrainer(Trainer):
         self._tallies = {True: Tally(), False: Tally()}  # of training, and not
         kwargs.setdefault("data_collator", DraftCollator())
         self._caches = [data for data in _datasets(kwargs) if isinstance(data, FeatureCache)]
+        for data in _datasets(kwargs):
+            if not isinstance(data, FeatureCache):
+                check_rows(data, len(self.target.get_input_embeddings().weight))
         if not has_body(self.target):
             self._check_without_body(args, len(self._caches) == len(_datasets(kwargs)))
         super().__init__(None if model is None else self._prepare_draft(model, args), args, **kwargs)

@@ -11,13 +11,19 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..configuration import SpeculatorConfig
 from ..drafts.modeling import DraftModel
+from .data import check_ids
 
 
 def count_tokens(dataset: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
-    """Count how often each token is an answer in a prepared ``dataset``, (vocab_size,)."""
+    """Count how often each token is an answer in a prepared ``dataset``, (vocab_size,).
+
+    Errors: a ValueError for tokens that are not in the vocabulary.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in dataset:
         ids = torch.as_tensor(row["input_ids"])[torch.as_tensor(row["loss_mask"]).bool()]
+        if len(ids):
+            check_ids(int(ids.min()), int(ids.max()), vocab_size)
         counts += torch.bincount(ids, minlength=vocab_size)
     return counts
 
