@@ -241,6 +241,9 @@ def test_unusable_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
         cached(tmp_path, dataset=[])
     with pytest.raises(ValueError, match="to 96, but the target has 96 tokens"):
         cached(tmp_path, dataset=[*rows(), {"input_ids": [3, 96], "loss_mask": [1, 1]}])
+    for layers in ((-2, 4), (4, 9)):
+        with pytest.raises(ValueError, match="below -1 or above 8"):
+            cached(tmp_path, layers=layers)
     with pytest.raises(ValueError, match="holds no feature cache"):
         FeatureCache(tmp_path)
     assert not list(tmp_path.iterdir())

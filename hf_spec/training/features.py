@@ -36,7 +36,7 @@ from .teacher import Reader, bare
 logger = logging.get_logger(__name__)
 
 FORMAT = 1
-LAST = -1  # the layer whose states the output layer reads
+LAST = -1  # the layer whose states the output layer reads; no other is less
 WAITING = 1  # shards in the writer's hands while the next one is read
 DIFFERENCES = {
     "config": "the target's config differs",
@@ -66,11 +66,16 @@ def cache_features(
     at once. A call that was interrupted can be repeated: finished shards are not made again. ``tokenizer``, if given,
     is compared as well. Only one process at a time may write to a directory.
 
-    Errors: a ValueError for an empty dataset, for token ids that the target does not have, and if ``directory`` holds
-    a cache that was made from something else, which it names. An OSError if a shard cannot be written.
+    Errors: a ValueError for an empty dataset, for tokens or layers that the target does not have, and if ``directory``
+    holds a cache that was made from something else, which it names. An OSError if a shard cannot be written.
     """
     target, path = bare(target), Path(directory)
     dtype, kept = dtype or target.dtype, sorted({LAST, *layers})
+    text_config = target.config.get_text_config()
+    if kept[0] < LAST or kept[-1] > text_config.num_hidden_layers:
+        raise ValueError(
+            f"layers are {[*layers]}, but the target has none below -1 or above {text_config.num_hidden_layers}"
+        )
     survey = _survey(dataset, target)
     made_from = {
         **fingerprint(target),
@@ -80,7 +85,7 @@ def cache_features(
         "dtype": str(dtype).removeprefix("torch."),
         "shard_size": shard_size,
     }
-    bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * dtype.itemsize
+    bytes_per_token = len(kept) * text_config.hidden_size * dtype.itemsize
     shards = survey.shards(max(1, shard_size // bytes_per_token))
     index = _Index.open(path, made_from, len(shards))
     todo = {number: rows for number, rows in enumerate(shards) if not index.has(number)}
@@ -91,7 +96,7 @@ def cache_features(
         total = len(survey.lengths)
         bar: Any = logging.tqdm(initial=total - len(rows), total=total, desc="Caching", disable=not progress)
         with bar:
-            _fill(index, todo, _ShardReader(dataset, Reader(target, sorted(set(layers))), batch_size, dtype, bar))
+            _fill(index, todo, _ShardReader(dataset, Reader(target, kept[1:]), batch_size, dtype, bar))
     return FeatureCache(path)
 
 
@@ -281,13 +286,8 @@ class _ShardReader:
         device = self.reader.model.device
         batch = {name: tensor.to(device) for name, tensor in DraftCollator()(examples).items()}
         layers, last = self.reader.read(batch["input_ids"], batch.get("document_ids"))
-        states = dict(zip(self.reader.feature_layers, layers, strict=True))
-        if LAST in states and not torch.equal(states[LAST], last):
-            raise ValueError(
-                f"hidden_states[-1] of {type(self.reader.model).__name__} is not what its output layer reads, so its "
-                "features cannot be cached: train with the target instead"
-            )
-        return {layer: state.to("cpu", self.dtype) for layer, state in {**states, LAST: last}.items()}
+        states = {LAST: last} | dict(zip(self.reader.feature_layers, layers, strict=True))
+        return {layer: state.to("cpu", self.dtype) for layer, state in states.items()}
 
 
 def _write_shard(index: _Index, number: int, rows: list[int], parts: dict[str, list[Tensor]]) -> None:
