@@ -39,6 +39,7 @@ from .conversion import Layout, convert, inspect
 from .drafts.base import Speculator
 from .metrics import RowStats, _pieces
 from .speculators import as_speculator
+from .target import input_device
 
 WITHOUT_WEIGHTS = ("ngram", "mtp")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -169,7 +170,7 @@ def _generate(args: argparse.Namespace) -> None:
     target, tokenizer = load_target(args.model, args.dtype, args.device)
     speculator = load_speculator(args.speculator, target, args.dtype)
     prompt = Prompt((text,), chat=args.chat)
-    input_ids = torch.tensor([prompt.render([], tokenizer)], device=target.device)
+    input_ids = torch.tensor([prompt.render([], tokenizer)], device=input_device(target))
     options: dict[str, Any] = {}
     if args.temperature is not None:
         options = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
@@ -237,7 +238,7 @@ def _bench(args: argparse.Namespace) -> None:
         if not budgets:
             contenders += [_contender(name, speculator, _configured(speculator, args, tree)) for tree in args.tree]
             continue
-        ids = [torch.tensor([prompt.render([], tokenizer)], device=target.device) for prompt in prompts]
+        ids = [torch.tensor([prompt.render([], tokenizer)], device=input_device(target)) for prompt in prompts]
         config = _configured(speculator, args, "chain")
         for tree, length in _found_trees(speculator, target, ids, config, budgets, args.max_new_tokens):
             contenders.append(Contender(f"{name} tree of {len(tree)}", speculator, config.merge(tree=tree)))
@@ -343,7 +344,7 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
         draft: Any = AutoDraftModel.from_pretrained(name, target=target, dtype=dtype)
     else:
         draft = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return as_speculator(draft.to(target.device), target)
+    return as_speculator(draft.to(input_device(target)), target)
 
 
 def _is_draft(checkpoint: Checkpoint) -> bool:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .architectures import why_one_row
 from .proposal import Proposal
 from .recurrent import runner_for
-from .target import new_cache, plain_logits
+from .target import input_device, new_cache, plain_logits
 
 PROMPT = 7
 CHAIN = [-1, 0, 1, 2]
@@ -128,7 +128,7 @@ def _tolerance(model: PreTrainedModel) -> float:
 def _prompt(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Return two rows of low token ids, which are seldom special, the second one padded on the left; or the first."""
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-    ids = (torch.arange(2 * PROMPT, device=model.device).view(2, PROMPT) * 7 % 31 + 11) % vocabulary
+    ids = (torch.arange(2 * PROMPT, device=input_device(model)).view(2, PROMPT) * 7 % 31 + 11) % vocabulary
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     count = 2 if why_one_row(model) is None else 1

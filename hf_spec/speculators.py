@@ -13,6 +13,7 @@ from .drafts.base import Speculator
 from .drafts.mtp import MTPDraftModel, TargetMtp
 from .drafts.ngram import NgramSpeculator
 from .drafts.vanilla import VanillaSpeculator
+from .target import input_device
 
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
@@ -59,7 +60,7 @@ def _own_layers(target: PreTrainedModel) -> Speculator:
 
 
 def _beside(target: PreTrainedModel) -> dict[str, Any]:
-    return {"dtype": target.dtype, "device_map": {"": target.device}}
+    return {"dtype": target.dtype, "device_map": {"": input_device(target)}}
 
 
 def base_model(model: Any) -> Any:

@@ -289,6 +289,15 @@ class TargetRunner:
         }
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which ``model`` computes first: offloaded weights come there when they are used."""
+    if model.device.type == "meta":
+        for module in model.modules():  # with accelerate's hooks
+            if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
+                return torch.device(device)
+    return model.device
+
+
 def new_cache(model: PreTrainedModel) -> DynamicCache | None:
     """Make the empty cache that the host would make for ``model``; ``None`` if the model makes one of its own kind."""
     if keeps_own_states(model):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from architectures import prompts
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
@@ -19,6 +22,8 @@ from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, to
 
 import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
+from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.training import new_draft
 
 NEW = 20
 
@@ -332,6 +337,21 @@ def test_draft_in_another_dtype(model: PreTrainedModel, dtype: torch.dtype) -> N
     out = greedy(model, inputs, speculator=other, return_dict_in_generate=True)
     assert torch.equal(out.sequences, greedy(model, inputs))
     assert out.speculation.accepted
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "eagle3", "a path", "n-gram"])
+def test_an_offloaded_target(model: PreTrainedModel, kind: str, tmp_path: Path) -> None:
+    """What speculation saves most: each forward fetches all the weights."""
+    config = Eagle3SpeculatorConfig.for_target(model.config, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    eagle3 = new_draft(config, model).eval()
+    eagle3.save_pretrained(tmp_path)
+    speculators: dict[str, Any] = {"vanilla": noisy(model), "eagle3": eagle3, "n-gram": "ngram"}
+    offloaded = cpu_offload(copy.deepcopy(model), execution_device=torch.device("cpu"))
+    assert offloaded.device.type == "meta"
+    for shape in SHAPES.values():
+        speculator = speculators.get(kind, str(tmp_path))
+        out = greedy(offloaded, prompts(3), speculator=speculator, speculation_config=shape)
+        assert torch.equal(out, greedy(model, prompts(3)))
 
 
 def test_train_mode(model: PreTrainedModel) -> None:

@@ -27,6 +27,7 @@ from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.vanilla import VanillaSpeculator
 from ..metrics import SpeculationStats
 from ..speculators import as_speculator
+from ..target import input_device
 from .prompts import Prompt
 from .report import OVERALL, BenchReport, Figures
 
@@ -215,7 +216,7 @@ class _Bench:
         width = max(map(len, rows))
         ids = [[self._pad] * (width - len(row)) + row for row in rows]
         mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        device = self.target.device
+        device = input_device(self.target)
         return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
     def _round(self, inputs: dict[str, Tensor]) -> _Round:
@@ -239,7 +240,7 @@ class _Bench:
             options = {"do_sample": True, "temperature": self.settings.temperature}
         models = [self.target] if method.draft is None else [self.target, method.draft]
         with _constant_length(method), ForwardClock(models) as clock:
-            start = _now(self.target.device)
+            start = _now(input_device(self.target))
             out = self.target.generate(
                 **inputs,
                 **options,
@@ -248,7 +249,7 @@ class _Bench:
                 pad_token_id=self._pad,
                 return_dict_in_generate=True,
             )
-            seconds = _now(self.target.device) - start
+            seconds = _now(input_device(self.target)) - start
         rows = [self._until_end(row) for row in out.sequences[:, inputs["input_ids"].shape[1] :].tolist()]
         return _Run(rows, seconds, clock.seconds(), clock.calls[0], getattr(out, "speculation", None))
 
@@ -367,7 +368,7 @@ def _ratios(name: str, other: str, rounds: Sequence[_Round]) -> tuple[float, flo
 
 
 def _environment(target: PreTrainedModel) -> dict[str, Any]:
-    device = target.device
+    device = input_device(target)
     return {
         "hf_spec": __version__,
         "torch": torch.__version__,

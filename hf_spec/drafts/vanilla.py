@@ -11,7 +11,7 @@ from ..architectures import why_unsupported
 from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..recurrent import runner_for
-from ..target import new_cache, position_limit
+from ..target import input_device, new_cache, position_limit
 from .base import Drafter, News, Request, Speculator
 from .trees import grow
 
@@ -64,7 +64,7 @@ class VanillaDrafter(Drafter):
         self._vocabulary = _vocabulary(request.target)
         self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
-        self._device = model.device
+        self._device = input_device(model)
         self._open: list[tuple[Tensor, Tensor]] = []  # tokens and parents of the nodes in the runner's forest
         mask = request.attention_mask.to(self._device)
         self._limit = position_limit(model)

@@ -12,6 +12,7 @@ from ..configuration import SpeculationConfig
 from ..generation import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
 from ..speculators import as_speculator
+from ..target import input_device
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def measure(
         config = config.merge(num_speculative_tokens=num_speculative_tokens)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     counts = Counts()
-    devices = [target.device] if target.device.type == "cuda" else []
+    devices = [input_device(target)] if input_device(target).type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         for start in range(0, len(prompts), batch_size):
@@ -56,8 +57,10 @@ def _generate(
     sampling: dict[str, Any],
 ) -> SpeculationStats:
     longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    ids = torch.tensor(
+        [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=input_device(target)
+    )
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=input_device(target))
     out = target.generate(
         ids,
         attention_mask=mask,

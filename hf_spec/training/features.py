@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..target import input_device
 from .data import COLUMNS, DraftCollator, check_rows
 from .ends import fingerprint, load_ends, save_ends
 from .teacher import Reader, bare
@@ -283,7 +284,7 @@ class _ShardReader:
         return parts
 
     def _states(self, examples: list[dict[str, Any]]) -> dict[int, Tensor]:
-        device = self.reader.model.device
+        device = input_device(self.reader.model)
         batch = {name: tensor.to(device) for name, tensor in DraftCollator()(examples).items()}
         layers, last = self.reader.read(batch["input_ids"], batch.get("document_ids"))
         states = {LAST: last} | dict(zip(self.reader.feature_layers, layers, strict=True))

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..target import input_device
 from .data import Unusable, check_ids, messages_of, render
 
 Turn = list[dict[str, Any]]  # messages
@@ -128,7 +129,7 @@ def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str
     check_ids(0, max(max(row, default=0) for row in ids), len(target.get_input_embeddings().weight))
     longest = max(len(row) for row in ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    padded = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=target.device)
+    padded = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=input_device(target))
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=input_device(target))
     out = target.generate(padded, attention_mask=mask, pad_token_id=pad, **options)
     return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
