@@ -39,6 +39,11 @@ def keeps_own_states(model: PreTrainedModel) -> bool:
     return model.config.get_text_config(decoder=True).model_type in OWN_STATES
 
 
+def drops_cache(model: PreTrainedModel) -> bool:
+    """Tell whether ``model`` now reads without its cache, as transformers' activation checkpointing makes it."""
+    return model.training and model.is_activation_checkpointing
+
+
 def why_one_row(model: PreTrainedModel) -> str | None:
     """Say why ``model`` can score guesses for a batch of one only, or return ``None`` if it can for more."""
     return ONE_ROW.get(model.config.get_text_config(decoder=True).model_type)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .architectures import CACHES, keeps_own_states, why_no_trees, why_unsupported
+from .architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from .cache import has_states
 from .configuration import SpeculationConfig
 from .text import Text
@@ -40,6 +40,11 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
     if generation_config.output_attentions:
         raise _refusal(
             "output_attentions: a block's attention looks different from that of single steps; set it to False"
+        )
+    if drops_cache(model):
+        raise _refusal(
+            f"{type(model).__name__} is in training mode with activation checkpointing, which drops the cache (plain "
+            "generate writes other text then, too); call model.eval() first"
         )
     if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
         raise _refusal("use_cache=False: guesses are scored over a cache; leave use_cache at True")

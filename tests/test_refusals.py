@@ -127,6 +127,14 @@ def test_drafts_with_states_outside_the_cache(name: str, reason: str) -> None:
     refuse(reason, "'ngram'", speculator=build(name))
 
 
+def test_activation_checkpointing() -> None:
+    model = noisy(target(), 0.0).train()
+    model.gradient_checkpointing_enable()
+    refuse("drops the cache", "model.eval()", model)
+    refuse("drops its cache", "draft.eval()", speculator=model)
+    assert model.eval().is_activation_checkpointing
+
+
 def test_flash_attention() -> None:
     model = noisy(target(), 0.0)
     model.config._attn_implementation = "flash_attention_2"

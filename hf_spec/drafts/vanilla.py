@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..architectures import why_unsupported
+from ..architectures import drops_cache, why_unsupported
 from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..recurrent import runner_for
@@ -42,6 +42,11 @@ class VanillaSpeculator(Speculator):
         if self.model is target:
             raise ValueError(
                 "the draft is the target itself: every guess would cost as much as a token. Use a smaller model."
+            )
+        if drops_cache(self.model):
+            raise ValueError(
+                f"the draft {name} is in training mode with activation checkpointing, which drops its cache; call "
+                "draft.eval() first"
             )
         cache = new_cache(self.model)
         if (reason := why_unsupported(self.model, cache)) is not None:
