@@ -74,11 +74,12 @@ def test_offline_training_is_online_training(make: Any, data: Any, tmp_path: Pat
 
 
 def test_batches_of_other_rows_change_rounding_only(tmp_path: Path) -> None:
-    found = [
-        losses(trained(eagle3, sharp_target(), data, tmp_path, per_device_train_batch_size=4, feature_loss_weight=1.0))
+    options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 1}
+    online, offline = (
+        losses(trained(eagle3, sharp_target(), data, tmp_path, **options))
         for data in (rows(), cached(tmp_path / "cache", layers=(2, 4, 5)))
-    ]
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    )
+    assert offline == pytest.approx(online, rel=1e-4)
 
 
 @torch.no_grad()
@@ -150,6 +151,25 @@ def test_a_target_whose_ends_do_not_suffice_must_be_there(tmp_path: Path, caplog
     assert "needs the whole target" in caplog.text
     with pytest.raises(ValueError, match="load the whole target"):
         cache.load_target()
+
+
+def adapted(*modules: str) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=2, target_modules=[*modules], init_lora_weights=False)
+    return peft.get_peft_model(sharp_target(), config)
+
+
+def test_states_are_those_of_a_target_with_its_adapter(tmp_path: Path) -> None:
+    plain, cache = cached(tmp_path / "plain"), cached(tmp_path / "adapted", target=adapted("q_proj", "down_proj"))
+    assert not torch.equal(plain[0]["states"][4], cache[0]["states"][4])
+    expected = losses(trained(medusa, adapted("q_proj", "down_proj"), rows(), tmp_path))
+    for target in (adapted("q_proj", "down_proj"), cache.load_target()):
+        assert losses(trained(medusa, target, cache, tmp_path)) == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match="the target's layers differ"):
+        trained(medusa, sharp_target(), cache, tmp_path)
+    with pytest.raises(ValueError, match="load the whole target"):
+        cached(tmp_path / "head", target=adapted("lm_head")).load_target()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -66,6 +66,8 @@ def load_ends(directory: Path) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found = load_file(directory / WEIGHTS)
+    if found.keys() != _tensors(model).keys():
+        raise ValueError(f"the embeddings and the output layer are other modules than {type(model).__name__} has")
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             kind.update(dict.fromkeys(kind))
