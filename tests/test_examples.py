@@ -1,8 +1,9 @@
-"""The training scripts that users copy run from beginning to end."""
+"""The scripts that users copy run from beginning to end."""
 
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -12,8 +13,16 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
 
-pytest.importorskip("datasets")
 ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", ["generate", "json_grammar", "own_speculator"])
+def test_a_text_is_written_with_guesses(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "json_grammar":
+        pytest.importorskip("xgrammar")
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    lengths = re.findall(r"mean accepted length +([0-9.]+)", capsys.readouterr().out)
+    assert lengths and all(float(length) > 1 for length in lengths)
 
 
 @pytest.mark.parametrize(

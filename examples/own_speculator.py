@@ -1,0 +1,69 @@
+"""Write a speculator of your own: here one that guesses what a dictionary of phrases completes.
+
+    python examples/own_speculator.py
+
+A ``Speculator`` is what is passed to ``generate``; it starts a ``Drafter`` per call, which is told what became text
+and says what may come next. Whether a guess is right is not its business: wrong ones cost time and change nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_spec import Drafter, News, Proposal, Request, Speculator, demo
+
+PHRASES = [
+    "Once upon a time, there was a little girl named Lily. She loved to play",
+    "in the park with her mom and dad.",
+]
+
+
+class PhraseSpeculator(Speculator):
+    """Complete the phrases that begin with the last ``context`` tokens of the text."""
+
+    def __init__(self, phrases: list[list[int]], context: int = 2) -> None:
+        self.context = context
+        self.following = {
+            tuple(phrase[i : i + context]): phrase[i + context :]
+            for phrase in phrases
+            for i in range(len(phrase) - context)
+        }
+
+    def drafter(self, request: Request) -> Drafter:
+        return PhraseDrafter(self, request)
+
+
+class PhraseDrafter(Drafter):
+    """Remember the end of each row's text."""
+
+    def __init__(self, speculator: PhraseSpeculator, request: Request) -> None:
+        self.speculator = speculator
+        self.depth = request.config.num_speculative_tokens or 5
+        self.ends = request.input_ids.tolist()
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        for end, tokens, count in zip(self.ends, news.tokens.tolist(), news.counts.tolist(), strict=True):
+            end += tokens[:count]
+        found = [self.speculator.following.get(tuple(end[-self.speculator.context :]), []) for end in self.ends]
+        found = [guesses[: min(limit, self.depth)] for guesses in found]
+        width = max(map(len, found))
+        padded = [guesses + [0] * (width - len(guesses)) for guesses in found]
+        tokens = torch.tensor(padded, dtype=torch.long, device=news.tokens.device).view(len(found), width)
+        return Proposal.chain(news.root, tokens, torch.tensor([*map(len, found)], device=tokens.device))
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self.ends = [self.ends[row] for row in rows.tolist()]
+
+
+def main() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    target = AutoModelForCausalLM.from_pretrained(demo.path())
+    speculator = PhraseSpeculator(tokenizer(PHRASES, add_special_tokens=False)["input_ids"])
+    inputs = tokenizer("Once upon", return_tensors="pt")
+    out = target.generate(**inputs, speculator=speculator, max_new_tokens=40, return_dict_in_generate=True)
+    print(tokenizer.decode(out.sequences[0], skip_special_tokens=True), out.speculation, sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
