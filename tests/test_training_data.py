@@ -270,6 +270,12 @@ def test_answers_to_other_questions_are_not_taken_for_these(tmp_path: Path) -> N
         assert path.read_text() == text
 
 
+def test_nothing_is_asked_where_answers_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        regenerate([CHAT], None, tokenizer(), tmp_path / "missing" / "answers.jsonl")  # type: ignore[arg-type]
+    assert regenerate([], tiny_target(), tokenizer(), tmp_path / "none.jsonl").read_text() == ""
+
+
 def test_rows_that_cannot_be_answered_are_left_empty(tmp_path: Path) -> None:
     target, path = tiny_target(vocab_size=len(tokenizer())), tmp_path / "answers.jsonl"
     picky = PLAIN.replace("{{ m.content }}", "{{ m.content if m.content != 'five' else raise_exception('no') }}")
@@ -279,6 +285,26 @@ def test_rows_that_cannot_be_answered_are_left_empty(tmp_path: Path) -> None:
         regenerate(conversations, target, tokenizer(picky), path, **options)
         rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
         assert [len(row) for row in rows] == [0, 0, 2, 0, 0]
+
+
+def fills_the_disk(limit: int, path: Path, conversations: Any, **options: Any) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with pytest.raises(OSError, match=rf"File too large: {path}\. The answers in it are kept.*repeat the call"):
+        regenerate(conversations, tiny_target(vocab_size=len(tokenizer())), tokenizer(), path, **options)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_answers_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
+    conversations, path = [CHAT, CHAT[:2], CHAT], tmp_path / "answers.jsonl"
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False, "batch_size": 1}
+    target = tiny_target(vocab_size=len(tokenizer()))
+    expected = regenerate(conversations, target, tokenizer(), tmp_path / "whole.jsonl", **options).read_text()
+    limit = len(expected.splitlines()[0]) + 20
+    assert in_another_process(lambda: fills_the_disk(limit, path, conversations, **options)) == 0
+    assert path.read_text() == expected[:limit]
+    assert regenerate(conversations, target, tokenizer(), path, **options).read_text() == expected
 
 
 def dies_at_line(call: int, path: Path, conversations: Any, **options: Any) -> None:

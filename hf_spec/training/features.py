@@ -393,6 +393,7 @@ class _Index:
         return path.exists() and path.stat().st_size == self.shards.get(path.name)
 
     def add(self, number: int, size: int) -> None:
-        self.shards[_name(number)] = size
-        content = {"format": FORMAT, "made_from": self.made_from, "count": self.count, "shards": self.shards}
+        shards = self.shards | {_name(number): size}
+        content = {"format": FORMAT, "made_from": self.made_from, "count": self.count, "shards": shards}
         _write_file(self.directory / "index.json", json.dumps(content, indent=1).encode())
+        self.shards = shards

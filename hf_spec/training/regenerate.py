@@ -40,7 +40,7 @@ def regenerate(
     speculator.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
-    ``output`` holds something else than answers to ``conversations``.
+    ``output`` holds something else than answers to ``conversations``. An OSError if it cannot be written.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -49,15 +49,25 @@ def regenerate(
     path = Path(output)
     rest = (_turns(conversation) for conversation in conversations)
     done = _skip_done(path, rest)
+    path.touch()  # where it cannot be written, nothing is run
     bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
-    with path.open("a", encoding="utf-8") as file, bar:
+    with bar:
         while batch := list(islice(rest, batch_size)):
-            for messages in _answered(batch, target, tokenizer, options):
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-            file.flush()
+            _append(path, _answered(batch, target, tokenizer, options))
             bar.update(len(batch))
     return path
+
+
+def _append(path: Path, answered: list[Turn]) -> None:
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            for messages in answered:
+                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}: {path}. The answers in it are kept: make room and repeat the call"
+        ) from error
 
 
 def _skip_done(path: Path, rest: Iterator[Turns]) -> int:
