@@ -6,9 +6,9 @@ import contextlib
 import os
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .checkpoints import AutoDraftModel, load, read_checkpoint
+from .checkpoints import AutoDraftModel, Checkpoint, load, read_checkpoint
 from .drafts.base import Speculator
 from .drafts.mtp import MTPDraftModel, TargetMtp
 from .drafts.ngram import NgramSpeculator
@@ -39,6 +39,27 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         f"got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained."
     )
+
+
+def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: Any) -> Any:
+    """Load a draft of any format for ``target``, or else a causal language model.
+
+    ``kwargs`` are those of ``from_pretrained``. Errors: a ValueError if there is neither at ``path``.
+    """
+    try:
+        checkpoint = read_checkpoint(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no draft can be read at {os.fspath(path)!r}: {error}") from error
+    if _is_draft(checkpoint):
+        return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
+    return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+
+def _is_draft(checkpoint: Checkpoint) -> bool:
+    try:
+        return bool(checkpoint.layout)
+    except ValueError:  # none of the formats of drafts
+        return False
 
 
 def _own_layers(target: PreTrainedModel) -> Speculator:

@@ -16,11 +16,11 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging
 
-from . import demo
-from .bench import (
+from .. import demo
+from ..bench import (
     BenchReport,
     BenchSettings,
     Contender,
@@ -33,16 +33,22 @@ from .bench import (
     run_bench,
     search_tree,
 )
-from .checkpoints import AutoDraftModel, Checkpoint, read_checkpoint
-from .configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
-from .conversion import Layout, convert, inspect
-from .drafts.base import Speculator
-from .metrics import RowStats, _pieces
-from .speculators import as_speculator
-from .target import input_device
+from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from ..conversion import Layout, convert, inspect
+from ..drafts.base import Speculator
+from ..metrics import RowStats, _pieces
+from ..target import input_device
+from .common import (
+    TEMPERATURE_HELP,
+    add_device_options,
+    command,
+    load_speculator,
+    load_target,
+    sampling,
+    writable,
+)
+from .training import add_prepare, add_train
 
-WITHOUT_WEIGHTS = ("ngram", "mtp")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 BUDGETS = (4, 8, 16, 32, 64)
 GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
@@ -81,18 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _command(commands: Any, run: Any, name: str, description: str) -> Any:
-    """Add a subcommand and return its ``add_argument``."""
-    parser = commands.add_parser(name, help=description, description=description)
-    parser.set_defaults(run=run)
-    return parser.add_argument
-
-
-# -- demo -------------------------------------------------------------------------------------------------------------
-
-
 def _add_demo(commands: Any) -> None:
-    add = _command(commands, _demo, "demo", "compare plain and speculative decoding on the shipped models, offline")
+    add = command(commands, _demo, "demo", "compare plain and speculative decoding on the shipped models, offline")
     add("--max-new-tokens", type=int, default=96, metavar="N", help="length of each story (%(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="small models gain nothing from more (%(default)s)")
     add("--png", type=writable, metavar="FILE", help="write a picture of the table")
@@ -151,16 +147,17 @@ def _mark(text: str, colour: bool) -> str:
 
 
 def _add_generate(commands: Any) -> None:
-    add = _command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
+    add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
     add("model", help="target: directory or Hub id")
     add("--speculator", required=True, metavar="X", help="ngram, mtp, or a draft: directory or Hub id")
     add("--prompt", metavar="TEXT", help="read from standard input if left out")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add("--max-new-tokens", type=int, default=256, metavar="N", help="length of the answer (%(default)s)")
-    add("--temperature", type=float, metavar="T", help="0 decodes greedily; left out: as the model says")
+    add("--temperature", type=float, metavar="T", help=TEMPERATURE_HELP)
     add("--seed", type=int, metavar="N", help="of the sampled tokens")
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
-    _add_model_options(add)
+    _add_proposal_options(add)
+    add_device_options(add)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -171,9 +168,6 @@ def _generate(args: argparse.Namespace) -> None:
     speculator = load_speculator(args.speculator, target, args.dtype)
     prompt = Prompt((text,), chat=args.chat)
     input_ids = torch.tensor([prompt.render([], tokenizer)], device=input_device(target))
-    options: dict[str, Any] = {}
-    if args.temperature is not None:
-        options = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     if args.seed is not None:
         torch.manual_seed(args.seed)
     out: Any = target.generate(
@@ -184,7 +178,7 @@ def _generate(args: argparse.Namespace) -> None:
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=args.max_new_tokens,
         return_dict_in_generate=True,
-        **options,
+        **sampling(args.temperature),
     )
     print(out.speculation, file=sys.stderr)
 
@@ -193,7 +187,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    add = _command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
+    add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
     add("model", help="target: directory or Hub id")
     add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, mtp, directories or Hub ids (ngram)")
     add("--prompts", required=True, metavar="FILE", help="JSON lines; see docs/benchmarking.md")
@@ -211,7 +205,8 @@ def _add_bench(commands: Any) -> None:
     add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
     add("--json", type=writable, metavar="FILE", help="write all figures")
     add("--png", type=writable, metavar="FILE", help="write a picture")
-    _add_model_options(add)
+    _add_proposal_options(add)
+    add_device_options(add)
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -301,7 +296,7 @@ def _tell_trees(
 
 
 def _add_inspect(commands: Any) -> None:
-    add = _command(commands, _inspect, "inspect", "say what a draft checkpoint is and which engines read it")
+    add = command(commands, _inspect, "inspect", "say what a draft checkpoint is and which engines read it")
     add("draft", help="directory or Hub id, of any format")
 
 
@@ -310,7 +305,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    add = _command(commands, _convert, "convert", "write a draft checkpoint in the layout of another project")
+    add = command(commands, _convert, "convert", "write a draft checkpoint in the layout of another project")
     add("draft", help="directory or Hub id, of any format")
     add("out", help="directory to write, which must not exist")
     add("--to", choices=get_args(Layout), default="speculators", help="layout (%(default)s)")
@@ -322,36 +317,13 @@ def _convert(args: argparse.Namespace) -> None:
     print(inspect(args.out))
 
 
-# -- what commands share ----------------------------------------------------------------------------------------------
+# -- how to guess -----------------------------------------------------------------------------------------------------
 
 
-def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer; ``device`` may be anything that ``device_map`` takes, ``None`` chooses."""
-    device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device)
-    return model, AutoTokenizer.from_pretrained(name)
-
-
-def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
-    """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
-    if name in WITHOUT_WEIGHTS:
-        return as_speculator(name, target)
-    try:
-        checkpoint = read_checkpoint(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{name!r} is none of {WITHOUT_WEIGHTS}, and no draft can be read there: {error}") from error
-    if _is_draft(checkpoint):
-        draft: Any = AutoDraftModel.from_pretrained(name, target=target, dtype=dtype)
-    else:
-        draft = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    return as_speculator(draft.to(input_device(target)), target)
-
-
-def _is_draft(checkpoint: Checkpoint) -> bool:
-    try:
-        return bool(checkpoint.layout)
-    except ValueError:  # none of the formats of drafts
-        return False
+def _add_proposal_options(add: Any) -> None:
+    add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")
+    add("--tree-top-k", type=int, metavar="N", help="children per node of a dynamic or sampled tree")
+    add("--tree-nodes", type=int, metavar="N", help="guesses in a dynamic or sampled tree")
 
 
 def _configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
@@ -384,21 +356,4 @@ def length_of(text: str) -> int | str:
     raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor auto")
 
 
-def writable(text: str) -> Path:
-    """Return the path of a file in a directory that exists, so that no result is lost after a long run."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path.parent} is not a directory; make it first")
-    return path
-
-
-def _add_model_options(add: Any) -> None:
-    add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")
-    add("--tree-top-k", type=int, metavar="N", help="children per node of a dynamic or sampled tree")
-    add("--tree-nodes", type=int, metavar="N", help="guesses in a dynamic or sampled tree")
-    add("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: as they are stored (%(default)s)")
-    add("--device", help="cpu, cuda, cuda:1, ..., or auto for all; left out: an accelerator if there is one")
-    add("--threads", type=int, metavar="N", help="of the CPU")
-
-
-COMMANDS = (_add_demo, _add_generate, _add_bench, _add_inspect, _add_convert)
+COMMANDS = (_add_demo, _add_generate, _add_bench, add_prepare, add_train, _add_inspect, _add_convert)

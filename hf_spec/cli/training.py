@@ -1,0 +1,101 @@
+"""The commands that make drafts. What they need beyond the package itself is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .common import add_device_options, command, load_speculator, load_target
+
+
+def _need_extra() -> None:
+    try:
+        import datasets  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as error:
+        raise ImportError('this command needs the datasets library: pip install "hf-spec[train]"') from error
+
+
+# -- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def add_prepare(commands: Any) -> None:
+    """Declare ``hf-spec prepare``."""
+    add = command(commands, _prepare, "prepare", "turn conversations or plain text into a dataset to train drafts on")
+    add("data", help="file of JSON lines (or json, csv, parquet, txt), or a dataset of the Hub")
+    add("out", help="directory to write, which must not exist; for `data:` in the recipe of hf-spec train")
+    add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
+    add("--split", default="train", metavar="NAME", help="of a dataset of the Hub (%(default)s)")
+    add("--text-column", default="text", metavar="NAME", help="of data that are no conversations (%(default)s)")
+    add("--max-length", type=int, default=2048, metavar="N", help="tokens of a row (%(default)s)")
+    add("--too-long", choices=("truncate", "drop"), default="truncate", help="what happens beyond (%(default)s)")
+    add("--last-turn-only", action="store_true", help="teach the last answer of a conversation only")
+    add("--packing", action="store_true", help="put several documents into a row")
+    add("--held-out", type=int, metavar="N", help="rows kept for evaluation (a tenth, at most 64)")
+    add("--num-proc", type=int, metavar="N", help="processes")
+    add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE; goes on where FILE ends")
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="of a new answer (%(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of a new answer; 0 decodes greedily; left out: as the model says",
+    )
+    add("--batch-size", type=int, default=8, metavar="N", help="conversations answered together (%(default)s)")
+    add("--speculator", metavar="X", help="to answer faster: ngram, mtp, or a draft")
+    add_device_options(add)
+
+
+def _prepare(args: argparse.Namespace) -> None:
+    _need_extra()
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ..training import regenerate
+    from ..training.sources import conversations, coverage, load_raw, prepared, sizes
+
+    out = Path(args.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileExistsError(f"{out} exists; choose another directory or remove it")
+    data = load_raw(args.data, args.split)
+    if args.regenerate:
+        asked = conversations(data)
+        target, tokenizer = load_target(args.target, args.dtype, args.device)
+        options: dict[str, Any] = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens}
+        if args.temperature is not None:
+            options |= (
+                {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+            )
+        if args.speculator:
+            options["speculator"] = load_speculator(args.speculator, target, args.dtype)
+        data = load_raw(str(regenerate(asked, target, tokenizer, args.regenerate, **options)))
+    names = ("held_out", "max_length", "packing", "too_long", "last_turn_only", "text_column", "num_proc")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    rows = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
+    rows.save_to_disk(str(out))
+    for name, part in rows.items():
+        tokens, taught = sizes(part)
+        print(f"{name}: {len(part):,} rows, {tokens:,} tokens, {taught:,} of them answers")
+    vocabulary = AutoConfig.from_pretrained(args.target).get_text_config().vocab_size
+    shares = ", ".join(f"{size:,} {share:.1%}" for size, share in coverage(rows["train"], vocabulary).items())
+    print(f"Share of the answers that a draft vocabulary of so many tokens has: {shares}")
+
+
+# -- train ------------------------------------------------------------------------------------------------------------
+
+
+def add_train(commands: Any) -> None:
+    """Declare ``hf-spec train``."""
+    add = command(commands, _train, "train", "train a draft as a YAML file says")
+    add("recipe", metavar="RECIPE.yaml", help="see examples/train.yaml")
+    add("changes", nargs=argparse.REMAINDER, metavar="...", help="trainer arguments that go before those of the file, "
+        "such as --learning_rate 3e-4; --help lists all")  # fmt: skip
+
+
+def _train(args: argparse.Namespace) -> None:
+    _need_extra()
+    from ..training.recipe import read_recipe, train
+
+    directory, metrics = train(read_recipe(args.recipe), args.changes)
+    for name, value in metrics.items():
+        print(f"{name:32} {value:.4g}")
+    print(f"The draft is in {directory}.")

@@ -1,0 +1,190 @@
+"""Train a draft as a YAML file says; ``examples/train.yaml`` shows all that it may say."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from datasets import load_from_disk  # type: ignore[import-untyped]
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    set_seed,
+)
+
+from ..configuration import SpeculatorConfig
+from ..drafts.modeling import DraftModel
+from ..speculators import load_draft
+from .arguments import DraftTrainingArguments
+from .data import prepare_dataset
+from .features import cache_features
+from .sources import is_prepared, load_raw, prepared
+from .teacher import bare
+from .trainer import DraftTrainer
+from .vocabulary import count_tokens, new_draft
+
+SECTIONS = ("target", "draft", "data", "prepare", "features", "trainer", "peft")
+TARGET = ("name", "adapter", "dtype", "device_map", "attn_implementation", "revision")
+PREPARE = tuple(inspect.signature(prepare_dataset).parameters)[2:]  # after the dataset and the tokenizer
+KINDS = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
+SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Read 1e-4 as a number, which YAML 1.1 takes for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_recipe(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check a recipe. Errors: a ValueError that names a key which is unknown or missing."""
+    with open(file, encoding="utf-8") as content:
+        try:
+            recipe = yaml.load(content, _Loader)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is no YAML: {error}") from error
+    recipe = _section(recipe, SECTIONS, "the recipe")
+    if missing := [name for name in ("target", "draft", "data") if not recipe.get(name)]:
+        raise ValueError(f"{file} does not say {', '.join(missing)}")
+    if isinstance(recipe["target"], str):
+        recipe["target"] = {"name": recipe["target"]}
+    if "name" not in _section(recipe["target"], TARGET, "target"):
+        raise ValueError("target needs a name, a directory or Hub id")
+    if not isinstance(recipe["draft"], str):
+        _check_draft(recipe["draft"])
+    options = [
+        name for name, one in inspect.signature(prepare_dataset).parameters.items() if one.kind is one.KEYWORD_ONLY
+    ]
+    recipe["prepare"] = _section(recipe.get("prepare"), ("split", "held_out", *options), "prepare")
+    recipe["trainer"] = _section(recipe.get("trainer"), _fields(DraftTrainingArguments), "trainer")
+    if recipe["prepare"] and is_prepared(recipe["data"]):
+        raise ValueError(f"{recipe['data']} is prepared already: leave out the section prepare")
+    return recipe
+
+
+def _check_draft(given: Any) -> None:
+    kind = given.get("kind") if isinstance(given, Mapping) else None
+    if kind not in KINDS:
+        raise ValueError(f"draft.kind is {kind!r}; name one of {sorted(KINDS)}, or let draft be a path to start from")
+    own = {field.name for field in dataclasses.fields(KINDS[kind])} - _fields(PreTrainedConfig) - SET_BY_US
+    _section(given, {"kind", "layers", *own}, "draft")
+    layers = given.get("layers") or {}
+    known = _fields(type(AutoConfig.for_model(layers.get("model_type", "llama")))) | {"model_type"}
+    _section(layers, known, "draft.layers")
+
+
+def _fields(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def _section(given: Any, known: Collection[str], name: str) -> dict[str, Any]:
+    """Return a section as a dict, empty if nothing is given."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} is {given!r}; write keys and values")
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ValueError(f"{name} has no {key!r}; {cure}")
+    return dict(given)
+
+
+def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dict[str, float]]:
+    """Train what ``read_recipe`` gave and save it; return the directory and the last figures.
+
+    ``changes`` are trainer arguments as on a command line. Errors: a ValueError for those that are unknown or no
+    numbers; what preparing, loading and training raise.
+    """
+    args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
+    set_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(recipe["target"]["name"])
+    with args.main_process_first(desc="preparing data"):
+        rows = _rows(recipe, tokenizer)
+    target = _target(**recipe["target"])
+    draft = _draft(recipe["draft"], bare(target), rows["train"])
+    data = rows["train"]
+    if directory := recipe.get("features"):
+        layers = draft.feature_layers(bare(target)) if isinstance(draft, DraftModel) else ()
+        with args.main_process_first(desc="caching features"):
+            data = cache_features(data, _on(args.device, target), layers, directory, tokenizer=tokenizer)
+    trainer = DraftTrainer(
+        draft,
+        target,
+        args,
+        train_dataset=data,
+        eval_dataset=rows.get("test"),
+        processing_class=tokenizer,
+        peft_config=adapter,
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    metrics = trainer.evaluate() if "test" in rows else {}
+    trainer.save_model()
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    return str(args.output_dir), metrics
+
+
+def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> DraftTrainingArguments:
+    """Parse trainer arguments by transformers' parser, ``given`` ones standing for its defaults."""
+    kind: Any = DraftTrainingArguments
+    parser: Any = HfArgumentParser(kind, prog="hf-spec train RECIPE.yaml", exit_on_error=False, allow_abbrev=False)
+    parser.set_defaults(**given)
+    try:
+        (args,) = parser.parse_args_into_dataclasses(list(changes), look_for_args_file=False)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    return args  # type: ignore[no-any-return]
+
+
+def _rows(recipe: dict[str, Any], tokenizer: Any) -> Any:
+    if is_prepared(recipe["data"]):
+        return load_from_disk(recipe["data"])
+    options = dict(recipe["prepare"])
+    return prepared(load_raw(recipe["data"], options.pop("split", "train")), tokenizer, **options)
+
+
+def _target(name: str, adapter: str | None = None, **options: Any) -> Any:
+    target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto"} | options)
+    if adapter is None:
+        return target
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(target, adapter)
+
+
+def _on(device: Any, target: Any) -> Any:
+    return target if getattr(bare(target), "hf_device_map", None) else target.to(device)
+
+
+def _draft(given: Any, target: PreTrainedModel, rows: Any) -> Any:
+    """Load the draft to start from, or make one; in float32, in which small changes of weights are not lost."""
+    if isinstance(given, str):
+        return load_draft(given, target, dtype="float32")
+    flags = {name: value for name, value in given.items() if name not in ("kind", "layers")}
+    config = KINDS[given["kind"]].for_target(target.config, given.get("layers"), **flags)
+    whole, size = config.layers.vocab_size, getattr(config, "draft_vocab_size", None)
+    return new_draft(config, target, count_tokens(rows, whole) if size and size < whole else None)
+
+
+def _adapter(given: Any) -> Any:
+    if given is None:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(**_section(given, _fields(LoraConfig), "peft"))

@@ -1,0 +1,70 @@
+"""Where the commands get their data: files, the Hub, and what ``hf-spec prepare`` wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+
+from .data import CHAT_COLUMNS, prepare_dataset
+from .vocabulary import count_tokens, most_frequent
+
+FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+HELD_OUT = 64
+
+
+def load_raw(name: str, split: str = "train") -> datasets.Dataset:
+    """Load a file or a dataset of the Hub. Errors: a ValueError for a file of another kind."""
+    path = Path(name)
+    if not path.is_file():
+        return datasets.load_dataset(name, split=split)
+    if (kind := FILES.get(path.suffix)) is None:
+        raise ValueError(f"{name} is none of {sorted(FILES)}; rename it, or write JSON lines")
+    return datasets.load_dataset(kind, data_files=name, split="train")
+
+
+def is_prepared(name: str) -> bool:
+    """Tell whether ``name`` is a directory that ``prepared`` rows were saved to."""
+    return Path(name, "dataset_dict.json").is_file()
+
+
+def conversations(data: datasets.Dataset) -> Any:
+    """Return the column of conversations. Errors: a ValueError if there is none."""
+    column = next((name for name in CHAT_COLUMNS if name in data.column_names), None)
+    if column is None:
+        raise ValueError(
+            f"only conversations can be answered anew, a column of {CHAT_COLUMNS}, not {data.column_names}"
+        )
+    return data[column]
+
+
+def prepared(data: datasets.Dataset, tokenizer: Any, held_out: int | None = None, **options: Any) -> Any:
+    """Make rows of ``data`` as ``prepare_dataset`` does, and part them into ``"train"`` and ``"test"``.
+
+    Errors: those of ``prepare_dataset``; a ValueError if no row would be left to train on.
+    """
+    rows = prepare_dataset(data, tokenizer, **options)
+    if held_out is None:
+        held_out = min(HELD_OUT, len(rows) // 10 or 1)
+    if not 0 <= held_out < len(rows):
+        raise ValueError(f"held_out is {held_out}, but there are only {len(rows)} rows; keep fewer")
+    if not held_out:
+        return datasets.DatasetDict(train=rows)
+    return rows.train_test_split(test_size=held_out, seed=0)
+
+
+def sizes(rows: Any) -> tuple[int, int]:
+    """Count the tokens of prepared ``rows``, and those that are answers."""
+    masks = rows["loss_mask"]
+    return sum(len(mask) for mask in masks), sum(sum(mask) for mask in masks)
+
+
+def coverage(rows: Any, vocabulary: int) -> dict[int, float]:
+    """Say for several sizes of a draft vocabulary which share of the answers' tokens it has."""
+    counts = count_tokens(rows, vocabulary)
+    found = {}
+    for size in (vocabulary // 16, vocabulary // 8, vocabulary // 4, vocabulary // 2):
+        kept = counts[most_frequent(counts, max(1, size))].sum()
+        found[size] = float(kept / counts.sum().clamp(min=1))
+    return found

@@ -1,0 +1,205 @@
+"""``hf-spec prepare`` and ``hf-spec train``, called in process on the demo target."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hf_spec import demo
+from hf_spec.cli import main
+
+datasets = pytest.importorskip("datasets")
+from hf_spec.training import DraftTrainingArguments  # noqa: E402
+from hf_spec.training.recipe import read_recipe, train, training_arguments  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+TARGET = str(demo.path())
+TRAINER = {"max_steps": 1, "unroll_steps": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+TRAINER |= {"eval_max_new_tokens": 8, "eval_prompts": 2, "per_device_train_batch_size": 2}
+
+
+@pytest.fixture
+def stories(tmp_path: Path) -> Path:
+    _, *found = (ROOT / "tests/fixtures/stories_excerpt.txt").read_text(encoding="utf-8").split("\n----\n")
+    path = tmp_path / "stories.jsonl"
+    path.write_text("\n".join(json.dumps({"text": story.strip()[:200]}) for story in found), encoding="utf-8")
+    return path
+
+
+def recipe(folder: Path, data: Path, draft: Any, **sections: Any) -> str:
+    """Write a recipe and return its path."""
+    trainer = TRAINER | {"output_dir": str(folder / "draft")} | sections.pop("trainer", {})
+    content = {"target": TARGET, "draft": draft, "data": str(data), **sections, "trainer": trainer}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return str(path)
+
+
+# -- prepare ----------------------------------------------------------------------------------------------------------
+
+
+def test_prepared_text_is_what_a_draft_is_trained_on(stories: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "rows"
+    options = ["--target", TARGET, "--max-length", "64", "--packing", "--held-out", "2"]
+    assert main(["prepare", str(stories), str(out), *options]) == 0
+    rows = datasets.load_from_disk(str(out))
+    assert len(rows["test"]) == 2 and set(rows["train"].column_names) == {"input_ids", "loss_mask", "document_ids"}
+    assert max(map(len, rows["train"]["input_ids"])) <= 64
+    said = capsys.readouterr().out
+    tokens = sum(map(len, rows["train"]["input_ids"]))
+    assert f"train: {len(rows['train'])} rows, {tokens:,} tokens, {tokens:,} of them answers" in said
+    shares = [float(share) for share in re.findall(r"([\d.]+)%", said)]
+    assert len(shares) == 4 and shares == sorted(shares) and shares[-1] > 90
+    assert main(["train", recipe(tmp_path, out, {"kind": "medusa", "num_heads": 2})]) == 0
+    assert "eval_acceptance_length" in capsys.readouterr().out
+    assert AutoModel.from_pretrained(tmp_path / "draft").config.num_heads == 2
+    assert main(["prepare", str(stories), str(out), *options]) == 1
+    assert "exists; choose another directory" in capsys.readouterr().err
+
+
+def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path, capsys: Any) -> None:
+    asked = [[{"role": "user", "content": f"Tell me a story about {what}."}, {"role": "assistant", "content": "No."}]
+             for what in ("a dog", "a cat", "the sea")]  # fmt: skip
+    data, answers = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in asked), encoding="utf-8")
+    options = ["--target", TARGET, "--regenerate", str(answers), "--max-new-tokens", "12", "--temperature", "0"]
+    call = ["prepare", str(data), str(tmp_path / "rows"), *options, "--held-out", "0"]
+    assert main([*call, "--speculator", "ngram", "--batch-size", "1"]) == 0
+    whole = answers.read_text(encoding="utf-8")
+    answered = [json.loads(line)["messages"] for line in whole.splitlines()]
+    assert [one[0] for one in answered] == [one[0] for one in asked]
+    assert all(one[1]["role"] == "assistant" and one[1]["content"] != "No." for one in answered)
+    rows = datasets.load_from_disk(str(tmp_path / "rows"))
+    assert list(rows) == ["train"] and all(0 < sum(row["loss_mask"]) < len(row["loss_mask"]) for row in rows["train"])
+    answers.write_text(whole[: whole.index("\n") + 20], encoding="utf-8")
+    call[2] = str(tmp_path / "again")
+    assert main(call) == 0
+    assert answers.read_text(encoding="utf-8") == whole
+
+
+# -- train ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) -> None:
+    text = (ROOT / "examples" / "train.yaml").read_text(encoding="utf-8")
+    if optional:  # take out the comments from what is optional, but for another way to name the target
+        text = re.sub(r"^# (target|  name|  adapter|  dtype).*\n", "", text, flags=re.MULTILINE)
+        text = re.sub(r"^# ( *\w+:( |$).*)$", r"  \1", text, flags=re.MULTILINE)
+        text = re.sub(r"^  (?=(features|peft|    ))", "", text, flags=re.MULTILINE)
+    given = yaml.safe_load(text)
+    assert bool(given.get("peft")) == bool(given.get("features")) == optional
+    given |= {"target": TARGET, "data": str(stories)}
+    given["draft"]["draft_vocab_size"] = 512
+    given["prepare"] |= {"max_length": 64, "num_proc": None, "held_out": 4, "split": "train"}
+    given["trainer"] |= TRAINER | {"output_dir": str(tmp_path / "draft"), "save_strategy": "steps"}
+    given["trainer"] |= {"bf16": False, "push_to_hub": False, "resume_from_checkpoint": None}
+    if optional:
+        given["features"] = str(tmp_path / "features")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    directory, metrics = train(read_recipe(tmp_path / "recipe.yaml"), ["--seed", "3"])
+    assert metrics["eval_acceptance_length"] >= 1
+    saved = {path.name for path in Path(directory).iterdir()}
+    assert {"adapter_config.json" if optional else "config.json", "README.md"} <= saved
+    assert (tmp_path / "features").exists() == optional
+
+
+def test_training_goes_on_from_a_draft(stories: Path, tmp_path: Path) -> None:
+    start = recipe(tmp_path, stories, {"kind": "mtp", "shared_with_target": ["embed_tokens", "lm_head"]})
+    first, _ = train(read_recipe(start))
+    again = recipe(tmp_path, stories, first, trainer={"output_dir": str(tmp_path / "again"), "learning_rate": 1e-9})
+    second, _ = train(read_recipe(again))
+    one, other = (AutoModel.from_pretrained(path).state_dict() for path in (first, second))
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+
+def test_a_language_model_is_distilled(stories: Path, tmp_path: Path) -> None:
+    directory, metrics = train(read_recipe(recipe(tmp_path, stories, str(demo.path("draft-vanilla")))))
+    assert metrics["eval_acceptance_length"] > 1.5
+    assert AutoModelForCausalLM.from_pretrained(directory).config.model_type == "llama"
+
+
+def test_arguments_may_be_changed_on_the_command_line() -> None:
+    given = {"learning_rate": "1e-3", "bf16": False, "output_dir": "a", "lr_scheduler_type": "linear"}
+    args = training_arguments(given | {"use_cpu": True}, ["--output_dir", "b", "--step-decay", "0.5"])
+    assert isinstance(args, DraftTrainingArguments)
+    assert (args.learning_rate, args.output_dir, args.step_decay, args.unroll_steps) == (1e-3, "b", 0.5, 7)
+    assert args.lr_scheduler_type == "linear" and args.remove_unused_columns is False
+
+
+RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"trainr": {}}, "the recipe has no 'trainr'; did you mean 'trainer'"),
+        ({"draft": None}, "does not say draft"),
+        ({"draft": {"kind": "eagle4"}}, "draft.kind is 'eagle4'; name one of ['eagle', 'eagle3', 'medusa', 'mtp']"),
+        ({"draft": {"kind": "eagle3", "draft_vocabsize": 8}}, "draft has no 'draft_vocabsize'; did you mean 'draft"),
+        (
+            {"draft": {"kind": "mtp", "layers": {"hiden_size": 8}}},
+            "draft.layers has no 'hiden_size'; did you mean",
+        ),
+        ({"target": {"adapter": "a"}}, "target needs a name"),
+        ({"target": {"name": "t", "quantise": True}}, "target has no 'quantise'; known are adapter, "),
+        ({"prepare": {"packed": True}}, "prepare has no 'packed'; did you mean 'packing'?"),
+        ({"prepare": ["packing"]}, "prepare is ['packing']; write keys and values"),
+        ({"trainer": {"learning_rat": 1}}, "trainer has no 'learning_rat'; did you mean 'learning_rate'?"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(RECIPE | change), encoding="utf-8")
+    assert main(["train", str(path)]) == 1
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "problem"),
+    [
+        ({"peft": {"rank": 8}}, [], "peft has no 'rank'"),
+        ({"trainer": {"learning_rate": "fast"}}, [], "invalid float value: 'fast'"),
+        ({"trainer": {"objective": "mse"}}, [], "objective is 'mse'"),
+        ({}, ["--learning_rat", "1"], "--learning_rat"),
+        ({"prepare": {"held_out": 500}}, [], "held_out is 500"),
+        ({"prepare": {"max_length": 64, "held_out": 0}, "trainer": {"eval_strategy": "epoch"}}, [], "eval_dataset"),
+    ],
+)
+def test_nothing_is_trained_by_a_wrong_recipe(
+    section: dict[str, Any], changes: list[str], problem: str, stories: Path, tmp_path: Path, capsys: Any
+) -> None:
+    path = recipe(tmp_path, stories, {"kind": "eagle3"}, **section)
+    assert main(["train", path, *changes]) == 1
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "draft").exists()
+
+
+def test_prepared_data_are_not_prepared_again(stories: Path, tmp_path: Path, capsys: Any) -> None:
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"input_ids": [[1]]})).save_to_disk(str(tmp_path / "rows"))
+    assert main(["train", recipe(tmp_path, tmp_path / "rows", {"kind": "eagle3"}, prepare={"packing": True})]) == 1
+    assert "prepared already" in capsys.readouterr().err
+
+
+WITHOUT_EXTRA = """
+import sys
+sys.modules["datasets"] = sys.modules["peft"] = None
+from hf_spec.cli import main
+assert main(["prepare", "a", "b", "--target", "c"]) == main(["train", "recipe.yaml"]) == 1
+main(["--help"])
+"""
+
+
+def test_only_these_commands_need_the_extra() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRA], capture_output=True, text=True, check=True)
+    assert done.stderr.count('pip install "hf-spec[train]"') == 2
+    assert "turn conversations or plain text" in done.stdout
