@@ -129,7 +129,10 @@ def test_evaluation_without_the_targets_layers_tells_what_a_text_shows(
 # -- the target without its layers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", "llama gemma2 gemma3_text cohere granite gpt2 phi mixtral opt".split())
+KINDS = "llama gemma2 gemma3_text cohere granite gpt2 phi mixtral opt bert vl:qwen2_vl".split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_the_ends_of_a_target_give_its_laws(kind: str, tmp_path: Path) -> None:
     model = build(kind, seed=0)

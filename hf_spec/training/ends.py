@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from .teacher import Reader
 
@@ -24,23 +26,23 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
 
     Of each weight only some values are looked at. A model without a body has only the digest of its ``ends``.
     """
-    found = {"ends": _digest(_tensors(model))}
+    ends = _ends(model)
+    found = {"ends": _digest(ends)}
     if has_body(model):
         config = json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)
-        ends = _of_ends(model)
-        body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if id(tensor) not in ends}
+        body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in ends}
         found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
     return found
 
 
 def has_body(model: Any) -> bool:
     """Tell whether ``model`` has more weights than embeddings and an output layer, so that it can read a text."""
-    ends = _of_ends(model)
+    ends = {id(tensor) for tensor in _ends(model).values()}
     return any(id(parameter) not in ends for parameter in model.get_decoder().parameters())
 
 
 def save_ends(model: PreTrainedModel, directory: Path) -> None:
-    """Write the config, the embeddings and the output layer of ``model``.
+    """Write the config, the embeddings and all that stands behind the body of ``model``.
 
     Errors: a ValueError if that is not enough to work out the logits of a last hidden state.
     """
@@ -48,36 +50,45 @@ def save_ends(model: PreTrainedModel, directory: Path) -> None:
     if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
         raise ValueError(f"the output layer of {type(model).__name__} is absent, offloaded or quantized")
     directory.mkdir(parents=True, exist_ok=True)
-    model.config.save_pretrained(directory)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _ends(model).items()}
     (directory / WEIGHTS).write_bytes(save(tensors))  # an OSError if the disk is full
-    hidden = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        found, expected = (
-            Reader(one).logits(hidden.to(one.device, one.dtype)).float().cpu() for one in (load_ends(directory), model)
-        )
+    hidden = torch.randn(4, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0))
+    try:
+        found, expected = (_logits(one, hidden) for one in (load_ends(directory), model))
+    except Exception as error:  # whatever an unforeseen architecture needs besides
+        raise ValueError(f"the logits of {type(model).__name__} take more than its output layer ({error})") from error
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-        raise ValueError(f"the output layer of {type(model).__name__} alone does not give its logits")
+        raise ValueError(f"the logits of {type(model).__name__} take more than its output layer")
+
+
+@torch.no_grad()
+def _logits(model: Any, hidden: Tensor) -> Tensor:
+    return Reader(model).logits(hidden.to(model.get_output_embeddings().weight)).float().cpu()
 
 
 def load_ends(directory: Path) -> Any:
     """Load what ``save_ends`` wrote as a model with nothing else: it embeds and gives logits, but reads no text."""
     config = AutoConfig.from_pretrained(directory)
+    kind = getattr(transformers, config.architectures[0], None)
+    if kind is None:
+        raise ValueError(f"{config.architectures[0]} is no class of transformers")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    found = load_file(directory / WEIGHTS)
-    if found.keys() != _tensors(model).keys():
-        raise ValueError(f"the embeddings and the output layer are other modules than {type(model).__name__} has")
+        model = kind._from_config(config)
+    found, wanted = load_file(directory / WEIGHTS), _ends(model)
+    if found.keys() != wanted.keys():
+        raise ValueError(f"the embeddings and the output layer are other modules than {kind.__name__} has")
+    real = {
+        id(tensor): nn.Parameter(found[name], requires_grad=False) if isinstance(tensor, nn.Parameter) else found[name]
+        for name, tensor in wanted.items()
+    }
     for module in model.modules():
-        for kind in (module._parameters, module._buffers):
-            kind.update(dict.fromkeys(kind))
-    for role, module in _ends(model).items():
-        for name in [name for name in found if name.startswith(f"{role}.")]:
-            _place(module, name.removeprefix(f"{role}."), found[name])
-    if "head.weight" not in found:
-        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: real.get(id(tensor)) for name, tensor in tensors.items()})
     model.get_decoder().forward = _refuse
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
@@ -87,32 +98,18 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _ends(model: Any) -> dict[str, nn.Module]:
-    ends = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
-    return {role: module for role, module in ends.items() if module is not None}
-
-
-def _of_ends(model: Any) -> set[int]:
-    return {id(parameter) for module in _ends(model).values() for parameter in module.parameters()}
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return parameters and buffers of both ends; a tied one stands with the embeddings only."""
-    tensors: dict[str, Tensor] = {}
-    for role, module in _ends(model).items():
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if not any(tensor is other for other in tensors.values()):
-                tensors[f"{role}.{name}"] = tensor
-    return tensors
-
-
-def _place(module: nn.Module, name: str, tensor: Tensor) -> None:
-    parent, _, name = name.rpartition(".")
-    module = module.get_submodule(parent)
-    if name in module._parameters:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        module._buffers[name] = tensor
+def _ends(model: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones stand once."""
+    body = model.get_decoder() if model.base_model is model else model.base_model
+    inside = {*body.modules()} - {*model.get_input_embeddings().modules()}
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if module in inside:
+            continue
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if not any(tensor is other for other in found.values()):
+                found[f"{prefix}.{name}"] = tensor
+    return found
 
 
 def _lasting(config: Any) -> Any:
