@@ -64,8 +64,8 @@ def main() -> None:
         processing_class=tokenizer,
     )
     trainer.train()
-    trainer.save_model()
     print(trainer.evaluate())
+    trainer.save_model()
 
 
 if __name__ == "__main__":

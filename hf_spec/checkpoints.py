@@ -139,7 +139,7 @@ def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
         draft = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{checkpoint.path}, read as {checkpoint.layout}: {error}") from error
-    draft.config.name_or_path = checkpoint.path
+    draft.config.name_or_path = draft.name_or_path = checkpoint.path
     return draft
 
 

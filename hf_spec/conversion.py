@@ -109,15 +109,10 @@ def _name(checkpoint: Checkpoint) -> str:
 
 def _engines(checkpoint: Checkpoint, config: SpeculatorConfig) -> dict[str, list[str]]:
     """List what is in each engine's way, for the versions vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter."""
-    if isinstance(config, MedusaSpeculatorConfig):
-        return {
-            "vLLM": ["serves no Medusa heads since 0.33"],
-            "SGLang": ["has no Medusa"],
-            "llama.cpp": ["has no Medusa"],
-        }
-    if isinstance(config, MTPSpeculatorConfig):
-        part = "reads such a layer only as a part of its target; convert to native"
-        return {"vLLM": [] if checkpoint.layout == "mtp" else [part]}
+    if isinstance(config, MTPSpeculatorConfig) and checkpoint.layout == "mtp":
+        return {"vLLM": []}
+    if isinstance(config, MedusaSpeculatorConfig | MTPSpeculatorConfig):
+        return unserved(config)
     if not isinstance(config, Eagle3SpeculatorConfig):
         bias = "fc.bias" in checkpoint.tensors and not checkpoint.config.get("eagle_fc_bias")
         vllm = ["drops the bias of fc; set eagle_fc_bias: true in config.json"] if bias else []
@@ -128,6 +123,25 @@ def _engines(checkpoint: Checkpoint, config: SpeculatorConfig) -> dict[str, list
         "vLLM": _chosen(_vllm(checkpoint, config)),
         "SGLang": _chosen(_sglang(checkpoint, config)),
         "llama.cpp": _chosen(_llama_cpp(checkpoint, config)),
+    }
+
+
+def unserved(config: SpeculatorConfig) -> dict[str, list[str]]:
+    """List what each engine cannot serve of a draft of ours, whatever layout it is converted to."""
+    if isinstance(config, MedusaSpeculatorConfig):
+        return {
+            "vLLM": ["serves no Medusa heads since 0.33"],
+            "SGLang": ["has no Medusa"],
+            "llama.cpp": ["has no Medusa"],
+        }
+    if isinstance(config, MTPSpeculatorConfig):
+        return {"vLLM": ["reads such a layer only as a part of its target; convert to native"]}
+    if not isinstance(config, Eagle3SpeculatorConfig):
+        return {engine: ["reads EAGLE-1 drafts in the layout of SafeAILab only"] for engine in ("vLLM", "SGLang")}
+    return {
+        "vLLM": _chosen([(not config.norm_before_lm_head, "always norms before the head")]),
+        "SGLang": _chosen(_beyond_sglang(config)),
+        "llama.cpp": _chosen(_beyond_llama_cpp(config)),
     }
 
 
@@ -172,12 +186,17 @@ def _sglang(checkpoint: Checkpoint, config: Eagle3SpeculatorConfig) -> list[tupl
 
 
 def _llama_cpp(checkpoint: Checkpoint, config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
-    raw, ids = checkpoint.config, config.eagle_aux_hidden_state_layer_ids
-    layers = raw.get("transformer_layer_config", raw)
-    count = layers.get("num_hidden_layers")
+    missing = "draft_vocab_size" not in checkpoint.config
+    return [
+        (missing, "recognises EAGLE-3 by draft_vocab_size, which is missing"),
+        *_beyond_llama_cpp(config),
+    ]
+
+
+def _beyond_llama_cpp(config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
+    ids, count = config.eagle_aux_hidden_state_layer_ids, config.layers.num_hidden_layers
     changed = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
     return [
-        ("draft_vocab_size" not in raw, "recognises EAGLE-3 by draft_vocab_size, which is missing"),
         (count != 1, f"reads drafts with num_hidden_layers 1, not {count}"),
         (bool(changed), f"does not know {', '.join(changed)}"),
         (not _default_ids(ids), f"always reads hidden_states[2, n // 2, n - 3], not {ids}"),

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,18 +33,40 @@ def test_a_text_is_written_with_guesses(name: str, capsys: pytest.CaptureFixture
 def test_a_draft_is_trained_measured_and_saved(
     kind: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, *stories = (ROOT / "tests/fixtures/stories_excerpt.txt").read_text(encoding="utf-8").split("\n----\n")
-    data, output = tmp_path / "stories.jsonl", tmp_path / "draft"
-    data.write_text("\n".join(json.dumps({"text": story.strip()[:200]}) for story in stories), encoding="utf-8")
-    given = ["--target", str(demo.path()), "--data", str(data), "--output", str(output), *options]
-    given += ["--length", "64", "--epochs", "1", "--accumulate", "2", "--evaluations", "1"]
-    script = ROOT / "examples" / f"train_{kind}.py"
-    monkeypatch.setattr("sys.argv", [str(script), *given])
-    runpy.run_path(str(script), run_name="__main__")
-
+    output = tmp_path / "draft"
+    run(f"train_{kind}", ["--output", str(output), "--evaluations", "1", *options], tmp_path, monkeypatch)
     draft = AutoModel.from_pretrained(output)
     assert draft.config.speculators_model_type == kind
     assert "mean accepted length" in (output / "README.md").read_text(encoding="utf-8")
+    check(draft)
+
+
+@pytest.mark.parametrize("kind", ["draft-eagle3", "draft-vanilla"])
+def test_an_adapter_is_trained_measured_saved_and_merged(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peft = pytest.importorskip("peft")
+    places = ["--output", str(tmp_path / "adapter"), "--merged", str(tmp_path / "merged")]
+    run("finetune_lora", ["--draft", str(demo.path(kind)), *places], tmp_path, monkeypatch)
+    assert "tokens per verification on held-out text: 2" in capsys.readouterr().out
+    load = AutoModel if kind == "draft-eagle3" else AutoModelForCausalLM
+    check(peft.PeftModel.from_pretrained(load.from_pretrained(demo.path(kind)), tmp_path / "adapter"))
+    check(load.from_pretrained(tmp_path / "merged"))
+
+
+def run(script: str, options: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script of the examples on a few short stories."""
+    _, *stories = (ROOT / "tests/fixtures/stories_excerpt.txt").read_text(encoding="utf-8").split("\n----\n")
+    data = folder / "stories.jsonl"
+    data.write_text("\n".join(json.dumps({"text": story.strip()[:200]}) for story in stories), encoding="utf-8")
+    given = ["--target", str(demo.path()), "--data", str(data), *options]
+    given += ["--length", "64", "--epochs", "1", "--accumulate", "2"]
+    monkeypatch.setattr("sys.argv", [script, *given])
+    runpy.run_path(str(ROOT / "examples" / f"{script}.py"), run_name="__main__")
+
+
+def check(draft: Any) -> None:
+    """Generate with a draft, and without."""
     target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
     inputs = AutoTokenizer.from_pretrained(demo.path())("Once upon a time", return_tensors="pt")
     call = {"max_new_tokens": 8, "do_sample": False}

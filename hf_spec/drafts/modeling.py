@@ -85,6 +85,10 @@ class DraftModel(PreTrainedModel, Speculator):
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
         self.rotary_emb = ROTARY[layers.model_type](layers)
 
+    def get_input_embeddings(self) -> Any:
+        """Return this draft's own embeddings; None if it borrows the target's."""
+        return self.embed_tokens
+
     @property
     def output_layers(self) -> list[nn.Module]:
         """Return this draft's own layers that end in its vocabulary; none if it borrows the target's."""
@@ -235,6 +239,10 @@ class DraftModel(PreTrainedModel, Speculator):
                 f"these weights do not fit {type(self).__name__}: {'; '.join(problems)}. The config describes another "
                 "draft than the weights, or the file was saved before its weights were set"
             )
+        self.check_vocabulary()
+
+    def check_vocabulary(self) -> None:
+        """Raise a ValueError unless ``d2t`` and ``t2d`` name the same tokens, ascending."""
         ids, mask = self.target_ids, self.t2d
         if ids is None or mask is None or ids.is_meta:
             return

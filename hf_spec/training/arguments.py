@@ -32,6 +32,7 @@ class DraftTrainingArguments(TrainingArguments):
         eval_max_new_tokens: how far it generates.
         eval_speculative_tokens: how many tokens are guessed at a time; ``None``: what the draft's config says.
         eval_temperature: temperature of a second, sampled measurement; ``None`` for the greedy one only.
+        data_name: what the model card calls the data; a dataset of the Hub by its id.
     """
 
     unroll_steps: int = 7
@@ -47,6 +48,7 @@ class DraftTrainingArguments(TrainingArguments):
     eval_max_new_tokens: int = 64
     eval_speculative_tokens: int | None = None
     eval_temperature: float | None = None
+    data_name: str | None = None
 
     learning_rate: float = 1e-4
     adam_beta2: float = 0.95

@@ -3,68 +3,109 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from typing import Any
 
+from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
-from ..configuration import Eagle3SpeculatorConfig
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
 
+METHODS = {"eagle3": "eagle3", "independent": "draft_model"}  # of vLLM 0.33's --speculative-config, by kind
+
 
 def model_card(
-    draft: Any, target: PreTrainedModel, args: DraftTrainingArguments, steps: int, history: list[dict[str, float]]
+    draft: Any,
+    target: PreTrainedModel,
+    args: DraftTrainingArguments,
+    steps: int,
+    history: list[dict[str, float]],
+    *,
+    base: str | None = None,
+    rows: int | None = None,
+    best_step: int | None = None,
 ) -> str:
-    """Return a README for the Hub: target, recipe, what was measured, and how to load the draft."""
-    name = target.config.name_or_path or None
+    """Return a README for the Hub: target, recipe, what was measured, and how to load the draft.
+
+    ``base`` is the name of the draft if what is saved is an adapter on it, ``rows`` the number of those trained on,
+    ``best_step`` the step whose weights were loaded when training ended.
+    """
+    name = hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
+    what = f"{kind} draft" if base is None else f"adapter on a draft ({kind})"
     parts = [
-        _front_matter(name, kind),
-        f"# {kind} draft for {name or type(target).__name__}",
+        _front_matter(name, kind, args.data_name, base),
+        f"# {what} for {name or type(target).__name__}",
         f"Guesses tokens for speculative decoding with {_millions(draft)} parameters. The text stays the target's.",
-        "## How to use it\n\n" + _usage(draft, name),
-        "## Measured\n\n" + _measured(history),
-        "## Training\n\n" + _recipe(args, steps, history),
+        "## How to use it\n\n" + _usage(draft, kind, name or "the-target", args.hub_model_id or "this-draft", base),
+        "## Measured\n\n" + _measured(history, best_step),
+        "## Training\n\n" + _recipe(args, steps, history, rows),
     ]
     if warnings := serving_warnings(draft, target):
         parts.append("## Limits\n\n" + "\n".join(f"- {warning}" for warning in warnings))
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(target: str | None, kind: str) -> str:
-    lines = ["---", "library_name: transformers", "tags:", "- speculative-decoding", "- hf_spec", f"- {kind}"]
-    # A path on somebody's disk is no name on the Hub.
-    if target and target.count("/") <= 1 and not target.startswith((".", "/")):
-        lines += [f"base_model: {target}"]
-    return "\n".join([*lines, "---"])
+def hub_name(path: str | None) -> str | None:
+    """Return ``path`` if it may be a name on the Hub: one on somebody's disk is none."""
+    return path if path and path.count("/") <= 1 and path[0] not in "./~" and not os.path.exists(path) else None
+
+
+def _front_matter(target: str | None, kind: str, data: str | None, base: str | None) -> str:
+    card = ModelCardData(
+        library_name="transformers" if base is None else "peft",
+        tags=["speculative-decoding", "hf_spec", kind],
+        base_model=target if base is None else hub_name(base),
+        datasets=None if data is None or hub_name(data) is None else [data],
+    )
+    return f"---\n{card.to_yaml()}\n---"
 
 
 def _millions(draft: Any) -> str:
     return f"{sum(parameter.numel() for parameter in draft.parameters()) / 1e6:.1f} million"
 
 
-def _usage(draft: Any, target: str | None) -> str:
+def _usage(draft: Any, kind: str, target: str, here: str, base: str | None) -> str:
     loader = "AutoModel" if isinstance(draft, DraftModel) else "AutoModelForCausalLM"
-    text = f"""```python
-import hf_spec
-from transformers import {"AutoModel, " if loader == "AutoModel" else ""}AutoModelForCausalLM
+    imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None else [])]
+    imports += [f"from transformers import {', '.join(dict.fromkeys((loader, 'AutoModelForCausalLM')))}"]
+    loaded = f'{loader}.from_pretrained("{here if base is None else hub_name(base) or "the-draft"}")'
+    if base is not None:
+        loaded = f'PeftModel.from_pretrained({loaded}, "{here}")'
+    lines = [
+        *("```python", *imports, ""),
+        f'target = AutoModelForCausalLM.from_pretrained("{target}")',
+        f"draft = {loaded}",
+        *("target.generate(**inputs, speculator=draft)", "```"),
+    ]
+    return "\n".join(lines) + "\n\n" + _usage_in_vllm(draft, kind, target, here, base)
 
-target = AutoModelForCausalLM.from_pretrained("{target or "the target"}")
-draft = {loader}.from_pretrained("this repository")
-target.generate(**inputs, speculator=draft)
-```"""
-    if isinstance(draft, DraftModel) and isinstance(draft.config, Eagle3SpeculatorConfig):
-        count = draft.config.num_speculative_tokens
-        setting = json.dumps({"method": "eagle3", "model": "this repository", "num_speculative_tokens": count})
-        text += f"\n\nIn vLLM:\n\n```sh\nvllm serve {target or 'the-target'} --speculative-config '{setting}'\n```"
-    return text
+
+def _usage_in_vllm(draft: Any, kind: str, target: str, here: str, base: str | None) -> str:
+    if base is not None:
+        return "vLLM reads no adapters of drafts: save `draft.merge_and_unload()` first."
+    if kind == "mtp":
+        return (
+            "vLLM serves an MTP layer within the target's checkpoint, by the method `mtp`: "
+            f"`hf-spec convert {here} layer --to native` writes it as such."
+        )
+    if kind not in METHODS:
+        return f"vLLM does not serve drafts of this kind ({kind})."
+    count = draft.config.num_speculative_tokens if isinstance(draft, DraftModel) else 5
+    setting = json.dumps({"method": METHODS[kind], "model": here, "num_speculative_tokens": count})
+    return f"In vLLM:\n\n```sh\nvllm serve {target} --speculative-config '{setting}'\n```"
 
 
-def _measured(history: list[dict[str, float]]) -> str:
-    found = next((logs for logs in reversed(history) if "eval_acceptance_length" in logs), None)
-    if found is None:
+def _measured(history: list[dict[str, float]], best_step: int | None) -> str:
+    measured = [logs for logs in history if "eval_acceptance_length" in logs]
+    if measured and best_step is not None and "train_runtime" in history[-1]:  # not evaluated since these were loaded
+        measured = [logs for logs in measured if logs["step"] == best_step]
+    if not measured:
         return "Nothing was measured in this training run."
+    found = measured[-1]
     rows = [("mean accepted length (tokens per verification, greedy)", found["eval_acceptance_length"])]
     if "eval_sampled_acceptance_length" in found:
         rows.append(("the same, sampled", found["eval_sampled_acceptance_length"]))
@@ -72,21 +113,29 @@ def _measured(history: list[dict[str, float]]) -> str:
     while (share := found.get(f"eval_acceptance_{position}")) is not None:
         rows.append((f"guess {position} accepted", share))
         position += 1
-    table = "\n".join(f"| {name} | {value:.3f} |" for name, value in rows)
-    return f"By generation from held-out prompts at step {found.get('step', 0):.0f}:\n\n| | |\n|---|---|\n{table}"
+    table = _table([(name, f"{value:.3f}") for name, value in rows])
+    return f"By generation from held-out prompts:\n\n{table}"
 
 
-def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, float]]) -> str:
+def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, float]], rows: int | None) -> str:
     done = max((int(logs.get("step", 0)) for logs in history), default=0)
-    rows: list[tuple[str, Any]] = [
-        ("steps of training", done),
-        ("batch per device × accumulated", f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps}"),
-        (
-            "learning rate, schedule",
-            f"{args.learning_rate:g}, {getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}",
-        ),
-        ("unrolled steps, decay", f"{steps}, {args.step_decay:g}"),
-        ("objective, normalizer", f"{args.objective}, {args.normalizer}"),
-        ("outside the draft vocabulary", args.outside_vocabulary),
-    ]
+    schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    data = [args.data_name, None if rows is None else f"{rows:,} rows"]
+    return _table(
+        [
+            ("data", ", ".join(one for one in data if one) or "not named"),
+            ("steps of training", done),
+            (
+                "batch per device × accumulated × devices",
+                f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}",
+            ),
+            ("learning rate, schedule", f"{args.learning_rate:g}, {schedule}"),
+            ("unrolled steps, decay", f"{steps}, {args.step_decay:g}"),
+            ("objective, normalizer", f"{args.objective}, {args.normalizer}"),
+            ("outside the draft vocabulary", args.outside_vocabulary),
+        ]
+    )
+
+
+def _table(rows: Sequence[tuple[str, Any]]) -> str:
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)

@@ -27,6 +27,7 @@ from ..configuration import SpeculatorConfig
 from ..drafts.modeling import DraftModel
 from ..speculators import load_draft
 from .arguments import DraftTrainingArguments
+from .card import hub_name
 from .data import prepare_dataset
 from .features import cache_features
 from .sources import is_prepared, load_raw, prepared
@@ -112,6 +113,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     numbers; what preparing, loading and training raise.
     """
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
+    args.data_name = args.data_name or hub_name(recipe["data"])
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(recipe["target"]["name"])
     with args.main_process_first(desc="preparing data"):

@@ -300,7 +300,18 @@ class DraftTrainer(Trainer):
             self._write_card(cast(str, self.args.output_dir))
 
     def _write_card(self, directory: str) -> None:
-        card = model_card(self.draft, self.target, self.settings, self._steps, self.state.log_history)
+        model: Any = self.accelerator.unwrap_model(self.model)
+        data: Any = self.train_dataset
+        card = model_card(
+            self.draft,
+            self.target,
+            self.settings,
+            self._steps,
+            self.state.log_history,
+            base=None if model is self.draft else str(model.active_peft_config.base_model_name_or_path),
+            rows=len(data) if hasattr(data, "__len__") else None,
+            best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
+        )
         Path(directory, "README.md").write_text(card, encoding="utf-8")
 
 

@@ -1,0 +1,148 @@
+"""What a trained draft is published as: adapters, model cards, warnings, and a repository of a Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hf_spec.drafts.modeling import DraftModel
+from hf_spec.training import DraftTrainer
+from hf_spec.training.checks import serving_warnings
+
+peft = pytest.importorskip("peft")
+IDS = torch.arange(6)[None]
+CALL: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+
+
+def trained(draft: Any, target: Any, folder: Path, **options: Any) -> DraftTrainer:
+    """Train a little, evaluate and save."""
+    given = {name: options.pop(name) for name in list(options) if name != "peft_config"}
+    args = arguments(folder, max_steps=2, **given)
+    trainer = DraftTrainer(draft, target, args, train_dataset=text(), eval_dataset=text(seed=4), **options)
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    return trainer
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [eagle3, mtp, medusa, vanilla])
+def test_a_saved_adapter_guesses_as_the_trained_one_and_as_the_merged_draft(make: Any, tmp_path: Path) -> None:
+    target = sharp_target()
+    make(target).save_pretrained(tmp_path / "base")
+    load = AutoModelForCausalLM if make is vanilla else AutoModel
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    trainer = trained(load.from_pretrained(tmp_path / "base"), target, tmp_path / "adapter", peft_config=lora)
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(load.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    outputs = []
+    for draft in (trainer.model, loaded, loaded.merge_and_unload(), load.from_pretrained(tmp_path / "base")):
+        out = target.generate(IDS, speculator=draft, return_dict_in_generate=True, max_new_tokens=40, do_sample=False)
+        assert torch.equal(out.sequences, target.generate(IDS, max_new_tokens=40, do_sample=False))
+        outputs.append([row.guessed for row in out.speculation.per_row])
+    assert outputs[0] == outputs[1] == outputs[2]
+    card = (tmp_path / "adapter" / "README.md").read_text(encoding="utf-8")
+    assert "draft = PeftModel.from_pretrained(" in card and "# adapter on a draft" in card
+    assert "library_name: peft" in card and str(tmp_path) not in card
+    assert "`draft.merge_and_unload()` first" in card
+
+
+def test_a_draft_for_a_target_with_an_adapter_learns_what_that_says(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(sharp_target(), lora)
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    found = {}
+    for name, target in {"adapted": adapted, "bare": sharp_target()}.items():
+        found[name] = losses(trained(eagle3(sharp_target()), target, tmp_path / name))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in adapted.state_dict().items())
+    draft = AutoModel.from_pretrained(tmp_path / "adapted")
+    assert torch.equal(adapted.generate(IDS, speculator=draft, **CALL), adapted.generate(IDS, **CALL))
+    merged = adapted.merge_and_unload()
+    found["merged"] = losses(trained(eagle3(sharp_target()), merged, tmp_path / "merged"))
+    assert found["adapted"] == pytest.approx(found["merged"], rel=1e-4)
+    assert found["adapted"] != pytest.approx(found["bare"], rel=1e-2)
+
+
+# -- cards ------------------------------------------------------------------------------------------------------------
+
+EXPECTED = {
+    eagle3: '"method": "eagle3", "model": "me/draft", "num_speculative_tokens": 5',
+    vanilla: '"method": "draft_model", "model": "me/draft", "num_speculative_tokens": 5',
+    mtp: "`hf-spec convert me/draft layer --to native`",
+    medusa: "vLLM does not serve drafts of this kind (medusa)",
+    eagle1: "vLLM does not serve drafts of this kind (eagle)",
+}
+
+
+@pytest.mark.parametrize("make", EXPECTED)
+def test_a_card_says_how_to_use_the_draft(make: Any, tmp_path: Path) -> None:
+    target = sharp_target()
+    target.config.name_or_path = "org/target"
+    trained(make(target), target, tmp_path, hub_model_id="me/draft", data_name="org/chats")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert EXPECTED[make] in card.text
+    assert card.data.base_model == "org/target" and card.data.datasets == ["org/chats"]
+    assert "| data | org/chats, 4 rows |" in card.text
+    loader = "AutoModelForCausalLM" if make is vanilla else "AutoModel"
+    assert f'draft = {loader}.from_pretrained("me/draft")' in card.text
+    assert 'target = AutoModelForCausalLM.from_pretrained("org/target")' in card.text
+
+
+def test_a_card_tells_the_figures_of_the_weights_beside_it(tmp_path: Path) -> None:
+    target = sharp_target()
+    steps = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "eval_strategy": "steps", "save_strategy": "steps"}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    args = arguments(tmp_path, **steps, **best, learning_rate=1e-2)
+    trainer = DraftTrainer(eagle3(target), target, args, train_dataset=text(), eval_dataset=text(seed=4))
+    trainer.train()
+    first, second = (logs for logs in trainer.state.log_history if "eval_loss" in logs)
+    assert trainer.state.best_global_step == 2 and first["eval_loss"] > second["eval_loss"]
+    for logs, length in ((first, 1.25), (second, 1.75)):  # so that they can be told apart
+        logs["eval_acceptance_length"] = length
+    trainer.save_model()
+    assert "1.250" in (tmp_path / "README.md").read_text() and "1.750" not in (tmp_path / "README.md").read_text()
+    measured = trainer.evaluate()["eval_acceptance_length"]
+    trainer.save_model()
+    assert f"{measured:.3f}" in (tmp_path / "README.md").read_text()
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "engines"),
+    [
+        ({}, []),
+        ({"norm_before_residual": True}, ["SGLang does not know norm_before_residual"]),
+        ({"norm_before_lm_head": False}, ["vLLM always norms", "SGLang always norms", "llama.cpp always norms"]),
+        ({"norm_output": True}, ["llama.cpp does not know norm_output"]),
+        ({"layers": {"num_hidden_layers": 2}}, ["SGLang norms the later", "llama.cpp reads drafts with num_hidden"]),
+        ({"shared_with_target": ["embed_tokens"]}, ["no embed_tokens in the file"]),
+    ],
+)
+def test_options_that_an_engine_cannot_serve_are_named(flags: dict[str, Any], engines: list[str]) -> None:
+    target = sharp_target()
+    draft = eagle3(target, **flags)
+    found = serving_warnings(draft, target)
+    assert len(found) == len(engines) and all(one.startswith(start) for one, start in zip(found, engines, strict=True))
+    draft.config.layers.max_position_embeddings = 8
+    assert "max_position_embeddings is 8, the target's 512" in " ".join(serving_warnings(draft, target))
+
+
+def test_a_vocabulary_that_does_not_ascend_is_not_saved(tmp_path: Path) -> None:
+    target = sharp_target()
+    draft = eagle3(target, 40)
+    trainer = DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text())
+    draft.d2t[0] += 5
+    with pytest.raises(ValueError, match="must ascend"):
+        trainer.save_model(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists() and isinstance(draft, DraftModel)
