@@ -134,23 +134,30 @@ def report(output: Path) -> dict[str, dict[str, Any]]:
 
 
 def plot(results: dict[str, dict[str, Any]], output: Path) -> None:
-    """Draw acceptance over the steps of a chain, and tau over the amount of data."""
+    """Draw acceptance over the steps of a chain, what each change does to tau, and tau over the amount of data."""
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for name in ("seven steps", "one step", "feature loss", "top feature"):
-        if name in results:
-            accepted = curve(results[name])
-            left.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=name)
-    left.set(xlabel="guess k", ylabel="accepted, if those before were", ylim=(0, 0.8))
-    left.legend(fontsize=7)
+    length = {name: result["eval_acceptance_length"] for name, result in results.items()}
+    pyplot.rcParams["font.size"] = 8
+    figure, (steps, changes, growth) = pyplot.subplots(1, 3, figsize=(9, 2.5), layout="constrained")
+    for name in filter(results.__contains__, ("seven steps", "one step")):
+        accepted = curve(results[name])
+        steps.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=f"taught {name}")
+    steps.set(xlabel="guess k", ylabel="accepted, if those before were", ylim=(0, 0.8), xticks=range(1, DEPTH + 1))
+    steps.legend()
+
+    bars = sorted((name for name in results if "share" not in ARMS.get(name, {})), key=lambda name: length[name])
+    drawn = changes.barh(bars, [length[name] for name in bars], height=0.6)
+    changes.bar_label(drawn, fmt="%.2f", padding=2)
+    changes.set(xlabel="τ, greedy chains of seven", xlim=(1, 1.1 * max(length.values())))
+
     shares = {"eighth": 1 / 8, "quarter": 1 / 4, "seven steps": 1 / 2, "all": 1.0}
-    done = [(share, results[name]["eval_acceptance_length"]) for name, share in shares.items() if name in results]
-    right.plot(*zip(*done, strict=True), marker="o", markersize=3)
-    right.set(xlabel="share of the stories, each read once", ylabel="τ, greedy chains of seven", xscale="log")
-    right.set_xticks([share for share, _ in done], [f"{share:g}" for share, _ in done])
-    right.minorticks_off()
-    figure.savefig(output / "ablations.png", dpi=90)
+    done = {share: length[name] for name, share in shares.items() if name in results}
+    growth.plot(list(done), list(done.values()), marker="o", markersize=3)
+    growth.set(xlabel="share of the stories, each read once", ylabel="τ, greedy chains of seven", xscale="log")
+    growth.set_xticks(list(done), [f"{share:g}" for share in done])
+    growth.minorticks_off()
+    figure.savefig(output / "ablations.png", dpi=100)
 
 
 def main() -> None:
