@@ -132,8 +132,9 @@ def test_draft_agrees_with_target_far_more_often_than_another_model_would(models
     assert agreement > 0.4 > 0.2 > shuffled
 
 
-def test_eagle3_draft_guesses_stories(models, tokenizer):
-    draft = AutoModel.from_pretrained(demo.path("draft-eagle3"), dtype=torch.float32)
+@pytest.mark.parametrize(("kind", "bound"), [("eagle3", 1.8), ("medusa", 1.3)])
+def test_drafts_over_the_targets_states_guess_stories(models, tokenizer, kind, bound):
+    draft = AutoModel.from_pretrained(demo.path(f"draft-{kind}"), dtype=torch.float32)
     inputs = tokenizer(["Once upon a time, there was a little dog", "One day, Tom"], return_tensors="pt", padding=True)
     options = {"max_new_tokens": 48, "do_sample": False}
     plain = models["target"].generate(**inputs, **options)
@@ -143,4 +144,4 @@ def test_eagle3_draft_guesses_stories(models, tokenizer):
             **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
         )
         assert torch.equal(out.sequences, plain)
-        assert out.speculation.mean_accepted_length > 1.8
+        assert out.speculation.mean_accepted_length > bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODELS = ("target", "draft-vanilla", "draft-eagle3")
+MODELS = ("target", "draft-vanilla", "draft-eagle3", "draft-medusa")
 
 
 def path(name: str = "target") -> Path:

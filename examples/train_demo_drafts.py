@@ -1,7 +1,7 @@
-"""Train the demo family's EAGLE-3 draft, in part on text that the target wrote itself.
+"""Train the demo family's EAGLE-3, Medusa and MTP drafts, in part on text that the target wrote itself.
 
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK
-    python examples/train_demo_eagle3.py --work WORK --output hf_spec/demo/draft-eagle3
+    python examples/train_demo_drafts.py --work WORK --output hf_spec/demo --kind eagle3
 
 The target continues the beginnings of stories and chats, greedily and by sampling; most of the text is read as it
 stands, because generating is slow on one core. docs/demo-family.md describes what came out.
@@ -21,8 +21,8 @@ from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec import demo
-from hf_spec.configuration import Eagle3SpeculatorConfig
-from hf_spec.training import DraftTrainingArguments, new_draft
+from hf_spec.configuration import Eagle3SpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
+from hf_spec.training import DraftTrainer, DraftTrainingArguments, count_tokens, new_draft
 
 LENGTH = 256
 # How many rows of LENGTH tokens, from which documents, continued at which temperature (None: read as they are).
@@ -31,10 +31,32 @@ MIXTURE = [
     ("story", 400, 0.7),
     ("story_chat", 150, 0.7),
     ("dialogue", 150, 0.7),
-    ("story", 3200, None),
+    ("story", 32, None),
     ("story_chat", 700, None),
     ("dialogue", 500, None),
 ]
+# Of each kind: what the draft is, and how it is trained. Heads that ended in the target's own output layer, which is
+# only 144 wide, guessed worse however they were trained.
+KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "eagle3": (
+        Eagle3SpeculatorConfig,
+        {},
+        MuonTrainer,
+        {"unroll_steps": 5, "num_train_epochs": 2.2, "learning_rate": 6e-3},
+    ),
+    "medusa": (
+        MedusaSpeculatorConfig,
+        {"num_heads": 4, "num_hidden_layers": 2, "draft_vocab_size": 1024, "shared_with_target": []},
+        DraftTrainer,
+        {"num_train_epochs": 3.5, "learning_rate": 1e-2},
+    ),
+    "mtp": (
+        MTPSpeculatorConfig,
+        {"shared_with_target": ["embed_tokens", "lm_head"]},
+        MuonTrainer,
+        {"unroll_steps": 4, "num_train_epochs": 2, "learning_rate": 6e-3},
+    ),
+}
 BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
 
 
@@ -72,40 +94,40 @@ def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--epochs", type=float, default=2.2)
+    parser.add_argument("--output", type=Path, required=True, help="receives draft-KIND/")
+    parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=float, default=6e-3)
     options = parser.parse_args()
 
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(demo.path())
     target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
-    cache = options.work / "eagle3_rows"
+    cache = options.work / "draft_rows"
     if not cache.exists():
         rows = [row for part in MIXTURE for row in rows_of(target, options.work, part)]
         Dataset.from_list(rows).save_to_disk(str(cache))
     data = Dataset.load_from_disk(str(cache))
 
-    config = Eagle3SpeculatorConfig.for_target(target.config)
+    name = f"draft-{options.kind}"
+    make, shape, trainer_class, recipe = KINDS[options.kind]
+    config = make.for_target(target.config, **shape)
     config.speculators_config["verifier"]["name_or_path"] = None  # the family is where the package is
     args = DraftTrainingArguments(
-        output_dir=str(options.work / "eagle3"),
-        unroll_steps=5,
-        num_train_epochs=options.epochs,
+        output_dir=str(options.work / name),
         per_device_train_batch_size=8,
-        learning_rate=options.learning_rate,
         max_grad_norm=1.0,
         warmup_steps=0.05,
         logging_steps=50,
         save_strategy="no",
         report_to=[],
         seed=options.seed,
+        **recipe,
     )
-    trainer = MuonTrainer(new_draft(config, target), target, args, train_dataset=data, processing_class=tokenizer)
+    draft = new_draft(config, target, count_tokens(data, target.config.vocab_size))
+    trainer = trainer_class(draft, target, args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
-    trainer.draft.to(torch.bfloat16).save_pretrained(options.output)
+    trainer.draft.to(torch.bfloat16).save_pretrained(options.output / name)
 
 
 if __name__ == "__main__":
