@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_spec import SpeculationConfig, demo
@@ -165,6 +166,28 @@ def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, 
     assert tree_of(str(path)) == tree
     assert main(["bench", models["target"], "--draft", models["twin"], *options, "--tree", str(path)]) == 0
     assert "twin static tree" in capsys.readouterr().out
+
+
+def test_bench_adds_its_figures_to_a_model_card(models, prompts, tmp_path):
+    card = tmp_path / "draft" / "README.md"
+    card.parent.mkdir()
+    card.write_text("---\nbase_model: org/target\n---\n\n# A draft\n\n## Training\n\nLong.\n", encoding="utf-8")
+    options = ["--prompts", prompts, "--max-new-tokens", "8", "--no-baselines", "--warmup", "0", "--card", str(card)]
+    call = ["bench", models["target"], "--draft", models["twin"], "--num-speculative-tokens", "3", *options]
+    assert main(call) == main([*call, "--tree", "[[0],[0,0],[0,0,0]]"]) == 0
+    content = card.read_text(encoding="utf-8")
+    assert content.count("## Benchmarks") == 1 and "## Training\n\nLong." in content
+    for category in ("overall", "prompts", "chat"):
+        assert re.search(rf"^\| {category} \| [12] \| twin static tree \| 4.00 \| 100% \|", content, re.MULTILINE)
+    data = ModelCard.load(card).data
+    assert data.base_model == "org/target" and data.model_name == "draft"
+    assert [(one.dataset_name, one.metric_type) for one in data.eval_results] == [
+        (category, "mean_accepted_length") for category in ("overall", "prompts", "chat")
+    ]
+    assert all(one.metric_value == pytest.approx(4) for one in data.eval_results)
+    assert main([*call, "--draft", "ngram", models["twin"]]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main([*call, "--card", str(tmp_path / "nothing")])
 
 
 # -- inspect and convert ----------------------------------------------------------------------------------------------

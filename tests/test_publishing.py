@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hub import running
 from huggingface_hub import ModelCard
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from transformers import AutoModel, AutoModelForCausalLM
 
+import hf_spec
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.training import DraftTrainer
 from hf_spec.training.checks import serving_warnings
@@ -22,9 +27,9 @@ CALL: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 
 def trained(draft: Any, target: Any, folder: Path, **options: Any) -> DraftTrainer:
     """Train a little, evaluate and save."""
-    given = {name: options.pop(name) for name in list(options) if name != "peft_config"}
-    args = arguments(folder, max_steps=2, **given)
-    trainer = DraftTrainer(draft, target, args, train_dataset=text(), eval_dataset=text(seed=4), **options)
+    others = {name: options.pop(name) for name in ("peft_config", "processing_class") if name in options}
+    args = arguments(folder, max_steps=2, **options)
+    trainer = DraftTrainer(draft, target, args, train_dataset=text(), eval_dataset=text(seed=4), **others)
     trainer.train()
     trainer.evaluate()
     trainer.save_model()
@@ -146,3 +151,44 @@ def test_a_vocabulary_that_does_not_ascend_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must ascend"):
         trainer.save_model(str(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists() and isinstance(draft, DraftModel)
+
+
+# -- a Hub ------------------------------------------------------------------------------------------------------------
+
+PUBLISH = """
+import sys
+sys.path[:0] = {paths!r}
+from pathlib import Path
+from test_publishing import CALL, IDS, trained
+from test_trainer import eagle3, sharp_target
+from transformers import AutoModel, AutoTokenizer
+from hf_spec import demo
+target = sharp_target()
+tokenizer = AutoTokenizer.from_pretrained(demo.path())
+trainer = trained(eagle3(target, 40), target, Path({folder!r}), processing_class=tokenizer, hub_model_id="me/draft")
+trainer.push_to_hub()
+loaded = AutoModel.from_pretrained("me/draft")
+for name, tensor in trainer.draft.state_dict().items():
+    assert tensor.equal(loaded.state_dict()[name]), name
+assert target.generate(IDS, speculator="me/draft", **CALL).equal(target.generate(IDS, **CALL))
+assert AutoTokenizer.from_pretrained("me/draft").vocab_size == tokenizer.vocab_size
+"""
+
+
+def test_a_draft_is_pushed_to_a_hub_and_loaded_from_there(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script = PUBLISH.format(paths=paths, folder=str(tmp_path / "draft"))
+    with running("me/draft") as hub:
+        given = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_TOKEN": "hf_none",
+            "HF_HUB_OFFLINE": "0",
+        }
+        given |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-c", script], check=True, timeout=300, env={**os.environ, **given})
+    assert hub.commits == ["End of training"]
+    assert {"config.json", "model.safetensors", "README.md", "tokenizer.json"} <= hub.files.keys()
+    assert not [name for name in hub.files if name.startswith("checkpoint-")]
+    assert hub.objects  # the weights were uploaded as a large file
+    assert b'draft = AutoModel.from_pretrained("me/draft")' in hub.files["README.md"]

@@ -1,5 +1,6 @@
 """Compare ways of decoding side by side in one run: speed, acceptance, and whether the text stays the same."""
 
+from .card import add_to_card
 from .prompts import Prompt, read_prompts
 from .report import BenchReport, Figures, import_pyplot
 from .runner import BenchSettings, Contender, run_bench
@@ -12,6 +13,7 @@ __all__ = [
     "Figures",
     "Prompt",
     "Tree",
+    "add_to_card",
     "expected_length",
     "import_pyplot",
     "rank_accuracies",

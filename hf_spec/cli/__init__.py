@@ -26,6 +26,7 @@ from ..bench import (
     Contender,
     Prompt,
     Tree,
+    add_to_card,
     expected_length,
     import_pyplot,
     rank_accuracies,
@@ -42,6 +43,7 @@ from .common import (
     TEMPERATURE_HELP,
     add_device_options,
     command,
+    existing,
     load_speculator,
     load_target,
     sampling,
@@ -205,6 +207,7 @@ def _add_bench(commands: Any) -> None:
     add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
     add("--json", type=writable, metavar="FILE", help="write all figures")
     add("--png", type=writable, metavar="FILE", help="write a picture")
+    add("--card", type=existing, metavar="README.md", help="add a table to the model card of the draft")
     _add_proposal_options(add)
     add_device_options(add)
 
@@ -221,6 +224,8 @@ def _bench(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     budgets = _budgets(args)
+    if args.card and len(args.draft) != 1:
+        raise ValueError(f"--card is that of one draft, but --draft names {len(args.draft)}")
     if args.png:
         import_pyplot()
     target, tokenizer = load_target(args.model, args.dtype, args.device)
@@ -247,6 +252,8 @@ def _bench(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     if args.png:
         report.plot(args.png)
+    if args.card:
+        add_to_card(report, args.card)
 
 
 def _budgets(args: argparse.Namespace) -> Sequence[int]:

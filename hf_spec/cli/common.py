@@ -59,3 +59,11 @@ def writable(text: str) -> Path:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent} is not a directory; make it first")
     return path
+
+
+def existing(text: str) -> Path:
+    """Return the path of a file that exists."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path}")
+    return path

@@ -1,0 +1,63 @@
+"""Write what a benchmark found into the model card of the draft."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard
+
+from .report import COLUMNS, BenchReport
+
+SHOWN = ("τ", "accepted", "by position", "x plain")
+SECTION = re.compile(r"\n*^## Benchmarks\n.*?(?=\n^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
+    """Add the figures of the contenders of ``report`` to the model card at ``path``, in place of earlier ones.
+
+    They stand in a table, by category of prompts, and in the card's metadata as the Hub reads them (``model-index``).
+    """
+    content = Path(path).read_text(encoding="utf-8")
+    card = ModelCard(content, ignore_metadata_errors=False)
+    methods = list(report.settings["contenders"])
+    card.text = f"{SECTION.sub('', card.text).rstrip()}\n\n{_section(report, methods)}"
+    data: Any = card.data
+    data.model_name = data.model_name or Path(path).absolute().parent.name
+    data.eval_results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type="prompts",
+            dataset_name=category,
+            metric_type="mean_accepted_length",
+            metric_name=f"mean accepted length, {method}",
+            metric_value=round(length, 3),
+        )
+        for category, figures in report.figures.items()
+        for method in methods
+        if (length := figures[method].mean_accepted_length) is not None
+    ]
+    Path(path).write_text(str(card), encoding="utf-8")
+
+
+def _section(report: BenchReport, methods: list[str]) -> str:
+    settings, made = report.settings, report.environment
+    sampling = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedily"
+    lines = [
+        "## Benchmarks",
+        "",
+        f"By `hf-spec bench` of hf_spec {made['hf_spec']} ({made['dtype']}, {made['device']}), {sampling}, up to "
+        f"{settings['max_new_tokens']} new tokens, batches of {settings['batch_size']}. τ: tokens per forward of the "
+        "target. Accepted: per cent of the guesses, at all and at each position. x plain: tokens per second, plain "
+        "`generate` in the same run being 1.",
+        "",
+        f"| prompts | rows | guesses | {' | '.join(SHOWN)} |",
+        f"|{'---|' * (3 + len(SHOWN))}",
+    ]
+    for category, figures in report.figures.items():
+        for method in methods:
+            cells = [COLUMNS[column](figures[method]) for column in SHOWN]
+            lines.append(f"| {category} | {figures[method].rows} | {method} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
