@@ -178,13 +178,13 @@ def test_bench_adds_its_figures_to_a_model_card(models, prompts, tmp_path):
     content = card.read_text(encoding="utf-8")
     assert content.count("## Benchmarks") == 1 and "## Training\n\nLong." in content
     for category in ("overall", "prompts", "chat"):
-        assert re.search(rf"^\| {category} \| [12] \| twin static tree \| 4.00 \| 100% \|", content, re.MULTILINE)
+        assert re.search(rf"^\| {category} \| [12] \| twin static tree \| 3.50 \| 100% \|", content, re.MULTILINE)
     data = ModelCard.load(card).data
     assert data.base_model == "org/target" and data.model_name == "draft"
     assert [(one.dataset_name, one.metric_type) for one in data.eval_results] == [
         (category, "mean_accepted_length") for category in ("overall", "prompts", "chat")
     ]
-    assert all(one.metric_value == pytest.approx(4) for one in data.eval_results)
+    assert all(one.metric_value == pytest.approx(3.5) for one in data.eval_results)
     assert main([*call, "--draft", "ngram", models["twin"]]) == 1
     with pytest.raises(SystemExit, match="2"):
         main([*call, "--card", str(tmp_path / "nothing")])
