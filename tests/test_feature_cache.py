@@ -207,7 +207,6 @@ def other_config() -> Any:
         ({"dataset": lambda: [*rows()[:-1], rows()[-1] | {"loss_mask": [1] * 7}]}, "the dataset differs"),
         ({"layers": lambda: (1, 4, 7)}, r"layers was \[-1, 1, 4, 6\], not \[-1, 1, 4, 7\]"),
         ({"dtype": lambda: torch.bfloat16}, "dtype was float32, not bfloat16"),
-        ({"shard_size": lambda: 2 * SHARD}, "shard_size was 4000, not 8000"),
     ],
 )
 def test_a_cache_of_something_else_is_refused(
@@ -227,14 +226,13 @@ def test_the_same_cache_is_opened_as_it_is(tmp_path: Path) -> None:
     target.save_pretrained(tmp_path / "target")
     loaded = type(target).from_pretrained(tmp_path / "target")
     times = [path.stat().st_mtime_ns for path in sorted(made.directory.iterdir())]
-    for changes in (
-        {"tokenizer": tokenizer()},
-        {"batch_size": 1},
-        {},
-    ):  # a tokenizer that is not given is not compared
-        again = cached(made.directory, target=loaded, **changes)
+    same: list[dict[str, Any]] = [{"tokenizer": tokenizer()}, {"batch_size": 1}, {"shard_size": 2 * SHARD}]
+    for changes in (*same, {"layers": (6, 1)}, {"target": made.load_target()}, {}):
+        again = cached(made.directory, **({"target": loaded} | changes))
         assert again.made_from == made.made_from
     assert [path.stat().st_mtime_ns for path in sorted(made.directory.iterdir())] == times
+    half = cached(tmp_path / "half", dtype=torch.bfloat16)
+    assert cached(half.directory).made_from == half.made_from
 
 
 def test_the_trainer_refuses_features_that_its_draft_does_not_read(tmp_path: Path) -> None:
@@ -264,6 +262,8 @@ def test_unusable_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
         cached(tmp_path, dataset=[])
     with pytest.raises(ValueError, match="to 96, but the target has 96 tokens"):
         cached(tmp_path, dataset=[*rows(), {"input_ids": [3, 96], "loss_mask": [1, 1]}])
+    with pytest.raises(ValueError, match="batch_size is 0 and shard_size 4000; set at least 1"):
+        cached(tmp_path, batch_size=0)
     for layers in ((-2, 4), (4, 9)):
         with pytest.raises(ValueError, match="below -1 or above 8"):
             cached(tmp_path, layers=layers)
@@ -299,6 +299,8 @@ def test_a_killed_call_goes_on_behind_its_finished_shards(call: int, whole: int,
     with pytest.raises(ValueError, match=f"only {whole} of {len(expected)}" if whole else "no feature cache"):
         FeatureCache(folder)
     times = {name: (folder / name).stat().st_mtime_ns for name in list(expected)[:whole]}
+    with pytest.raises(ValueError, match=r"has no layers to finish the cache .* load the whole one"):
+        cached(folder, target=load_ends(tmp_path / "uninterrupted" / "target"))
     assert files(cached(folder)) == expected
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -104,13 +105,41 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     given["trainer"] |= TRAINER | {"output_dir": str(tmp_path / "draft"), "save_strategy": "steps"}
     given["trainer"] |= {"bf16": False, "push_to_hub": False, "resume_from_checkpoint": None}
     if optional:
-        given["features"] = str(tmp_path / "features")
+        given["features"]["directory"] = str(tmp_path / "features")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
     directory, metrics = train(read_recipe(tmp_path / "recipe.yaml"), ["--seed", "3"])
     assert metrics["eval_acceptance_length"] >= 1
     saved = {path.name for path in Path(directory).iterdir()}
     assert {"adapter_config.json" if optional else "config.json", "README.md"} <= saved
     assert (tmp_path / "features").exists() == optional
+
+
+def test_a_draft_is_trained_from_features_without_the_targets_weights(
+    stories: Path, tmp_path: Path, capsys: Any
+) -> None:
+    target, rows, features = (tmp_path / name for name in ("target", "rows", "features"))
+    shutil.copytree(TARGET, target)
+    options = ["--target", str(target), "--max-length", "64", "--held-out", "2", "--features", str(features)]
+    assert main(["prepare", str(stories), str(rows), *options]) == 0
+    (target / "model.safetensors").unlink()
+    for without, code in ((False, 1), (True, 0)):
+        sections = {"target": str(target), "features": {"directory": str(features), "without_target": without}}
+        assert main(["train", recipe(tmp_path, rows, {"kind": "eagle3"}, **sections)]) == code
+    said = capsys.readouterr().out
+    assert "eval_expected_length" in said and "acceptance" not in said
+    assert AutoModel.from_pretrained(tmp_path / "draft").config.speculators_model_type == "eagle3"
+
+
+def test_features_are_made_where_there_are_none(stories: Path, tmp_path: Path) -> None:
+    options = {"prepare": {"max_length": 64, "held_out": 2}, "trainer": {"seed": 5}}
+    features = {"directory": str(tmp_path / "features"), "without_target": True}
+    found = []
+    for sections in ({}, {"features": features}, {"features": features["directory"]}):
+        draft = {"kind": "medusa", "num_heads": 2}
+        _, metrics = train(read_recipe(recipe(tmp_path, stories, draft, **options, **sections)))
+        found.append(metrics)
+    assert len({round(metrics["eval_loss"], 4) for metrics in found}) == 1
+    assert ["eval_acceptance_length" in metrics for metrics in found] == [True, False, True]
 
 
 def test_training_goes_on_from_a_draft(stories: Path, tmp_path: Path) -> None:
@@ -154,6 +183,8 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
         ({"target": {"name": "t", "quantise": True}}, "target has no 'quantise'; known are adapter, "),
         ({"prepare": {"packed": True}}, "prepare has no 'packed'; did you mean 'packing'?"),
         ({"prepare": ["packing"]}, "prepare is ['packing']; write keys and values"),
+        ({"features": {"dtype": "bfloat16"}}, "features needs a directory"),
+        ({"features": {"directory": "f", "dtype": "bf16"}}, "features.dtype is 'bf16'; name one of torch"),
         ({"trainer": {"learning_rat": 1}}, "trainer has no 'learning_rat'; did you mean 'learning_rate'?"),
     ],
 )
@@ -170,6 +201,11 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
         ({"peft": {"rank": 8}}, [], "peft has no 'rank'"),
         ({"trainer": {"learning_rate": "fast"}}, [], "invalid float value: 'fast'"),
         ({"trainer": {"objective": "mse"}}, [], "objective is 'mse'"),
+        (
+            {"features": {"directory": "f", "without_target": True}},
+            ["--metric_for_best_model", "eval_acceptance_length"],
+            "measured by generation",
+        ),
         ({}, ["--learning_rat", "1"], "--learning_rat"),
         ({"prepare": {"held_out": 500}}, [], "held_out is 500"),
         ({"prepare": {"max_length": 64, "held_out": 0}, "trainer": {"eval_strategy": "epoch"}}, [], "eval_dataset"),

@@ -41,8 +41,12 @@ def add_prepare(commands: Any) -> None:
         metavar="T",
         help="of a new answer; 0 decodes greedily; left out: as the model says",
     )
-    add("--batch-size", type=int, default=8, metavar="N", help="conversations answered together (%(default)s)")
+    add("--batch-size", type=int, default=8, metavar="N", help="conversations or rows read together (%(default)s)")
     add("--speculator", metavar="X", help="to answer faster: ngram, mtp, or a draft")
+    add("--features", metavar="DIR", help="let the target read the rows and keep there what drafts are trained on; "
+        "for `features:` in the recipe; goes on where DIR ends")  # fmt: skip
+    add("--layers", type=int, nargs="*", metavar="N", help="hidden states that are kept besides the last ones; none "
+        "for EAGLE-1, Medusa and MTP drafts (those of an EAGLE-3 draft)")  # fmt: skip
     add_device_options(add)
 
 
@@ -51,7 +55,7 @@ def _prepare(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     from ..training import regenerate
-    from ..training.sources import conversations, coverage, load_raw, prepared, sizes
+    from ..training.sources import cache_parts, conversations, coverage, default_layers, load_raw, prepared, sizes
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -71,7 +75,11 @@ def _prepare(args: argparse.Namespace) -> None:
     names = ("held_out", "max_length", "packing", "too_long", "last_turn_only", "text_column", "num_proc")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
-    rows.save_to_disk(str(out))
+    if args.features:
+        target, _ = load_target(args.target, args.dtype, args.device)
+        layers = default_layers(target) if args.layers is None else args.layers
+        cache_parts(rows, target, layers, args.features, tokenizer=tokenizer, batch_size=args.batch_size)
+    rows.save_to_disk(str(out))  # last, so that an interrupted call can be repeated
     for name, part in rows.items():
         tokens, taught = sizes(part)
         print(f"{name}: {len(part):,} rows, {tokens:,} tokens, {taught:,} of them answers")

@@ -71,3 +71,11 @@ class DraftTrainingArguments(TrainingArguments):
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns would remove what the target reads; leave it False")
         super().__post_init__()  # type: ignore[no-untyped-call]
+
+    def check_without_target(self) -> None:
+        """Raise a ValueError if something is asked for that takes the whole target while there are only its ends."""
+        if "acceptance" in (self.metric_for_best_model or ""):
+            raise ValueError(
+                f"{self.metric_for_best_model} is measured by generation, for which the target needs its layers: pass "
+                'the whole target, or set metric_for_best_model="eval_expected_length"'
+            )

@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from ..target import input_device
 from .data import COLUMNS, DraftCollator, check_rows
-from .ends import fingerprint, load_ends, save_ends
+from .ends import fingerprint, has_body, load_ends, save_ends
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)
@@ -64,41 +64,65 @@ def cache_features(
 
     ``layers`` are ``draft.feature_layers(target)``, or those of several drafts; the last hidden state is always kept.
     ``dtype`` is that of the states, the target's by default. Up to four shards of ``shard_size`` bytes are in memory
-    at once. A call that was interrupted can be repeated: finished shards are not made again. ``tokenizer``, if given,
-    is compared as well. Only one process at a time may write to a directory.
+    at once. A call that was interrupted can be repeated: finished shards are not made again. What is in ``directory``
+    may have more layers than are asked for, shards of another size, and, if none is asked for, another dtype.
+    ``tokenizer``, if given, is compared as well. Once all is finished, ``load_target()`` will do for the target. Only
+    one process at a time may write to a directory.
 
     Errors: a ValueError for an empty dataset, for tokens or layers that the target does not have, and if ``directory``
     holds a cache that was made from something else, which it names. An OSError if a shard cannot be written.
     """
+    if batch_size < 1 or shard_size < 1:
+        raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")
     target, path = bare(target), Path(directory)
-    dtype, kept = dtype or target.dtype, sorted({LAST, *layers})
-    text_config = target.config.get_text_config()
-    if kept[0] < LAST or kept[-1] > text_config.num_hidden_layers:
-        raise ValueError(
-            f"layers are {[*layers]}, but the target has none below -1 or above {text_config.num_hidden_layers}"
-        )
+    index = _Index.read(path) or _Index(path, {"shard_size": shard_size}, 0)
+    kept = _layers(layers, target, index.made_from.get("layers", ()))
     survey = _survey(dataset, target)
+    kind: Any = dtype or getattr(torch, index.made_from.get("dtype", ""), target.dtype)
     made_from = {
         **fingerprint(target),
         "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
         "dataset": survey.digest,
         "layers": kept,
-        "dtype": str(dtype).removeprefix("torch."),
-        "shard_size": shard_size,
+        "dtype": str(kind).removeprefix("torch."),
     }
-    bytes_per_token = len(kept) * text_config.hidden_size * dtype.itemsize
-    shards = survey.shards(max(1, shard_size // bytes_per_token))
-    index = _Index.open(path, made_from, len(shards))
+    if index.count:
+        _refuse(path, _differences(index.made_from, made_from))
+    index.made_from = made_from | index.made_from
+    bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * kind.itemsize
+    shards = survey.shards(max(1, index.made_from["shard_size"] // bytes_per_token))
+    index.count = len(shards)
     todo = {number: rows for number, rows in enumerate(shards) if not index.has(number)}
     if todo:
         rows = [row for rows in todo.values() for row in rows]
-        _warn_of_space(path, sum(survey.lengths[row] for row in rows) * bytes_per_token)
-        _keep_ends(target, path / "target")
+        _begin(path, target, sum(survey.lengths[row] for row in rows) * bytes_per_token)
         total = len(survey.lengths)
         bar: Any = logging.tqdm(initial=total - len(rows), total=total, desc="Caching", disable=not progress)
         with bar:
-            _fill(index, todo, _ShardReader(dataset, Reader(target, kept[1:]), batch_size, dtype, bar))
+            _fill(index, todo, _ShardReader(dataset, Reader(target, kept[1:]), batch_size, kind, bar))
     return FeatureCache(path)
+
+
+def _layers(asked: Sequence[int], target: PreTrainedModel, there: Sequence[int]) -> list[int]:
+    """Return the layers to keep, ascending: those that are ``there`` if the ones that are asked for are among them."""
+    kept, count = sorted({LAST, *asked}), target.config.get_text_config().num_hidden_layers
+    if kept[0] < LAST or kept[-1] > count:
+        raise ValueError(f"layers are {[*asked]}, but the target has none below -1 or above {count}")
+    return [*there] if {*kept} <= {*there} else kept
+
+
+def _begin(directory: Path, target: PreTrainedModel, size: int) -> None:
+    """Make the directory for ``size`` bytes to come, with what is to be kept of the target itself."""
+    if not has_body(target):
+        raise ValueError(f"the target has no layers to finish the cache in {directory} with: load the whole one")
+    directory.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(directory).free) < size:
+        logger.warning(f"the features need {size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in {directory}")
+    try:
+        save_ends(target, directory / "target")
+    except ValueError as error:
+        shutil.rmtree(directory / "target", ignore_errors=True)
+        logger.warning(f"{error}, so training from this cache needs the whole target")
 
 
 def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> None:
@@ -228,22 +252,6 @@ def _tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _warn_of_space(directory: Path, needed: int) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        logger.warning(
-            f"the features need {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in {directory}"
-        )
-
-
-def _keep_ends(target: PreTrainedModel, directory: Path) -> None:
-    try:
-        save_ends(target, directory)
-    except ValueError as error:
-        shutil.rmtree(directory, ignore_errors=True)
-        logger.warning(f"{error}, so training from this cache needs the whole target")
-
-
 # -- reading and writing ----------------------------------------------------------------------------------------------
 
 PER_ROW = ("rows", "lengths", "checksums")
@@ -368,15 +376,6 @@ class _Index:
     made_from: dict[str, Any]
     count: int
     shards: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, directory: Path, made_from: dict[str, Any], count: int) -> _Index:
-        """Go on with the cache in ``directory`` or begin one; a ValueError if it was made from something else."""
-        if (index := cls.read(directory)) is not None:
-            _refuse(directory, _differences(index.made_from, made_from))
-            return index
-        directory.mkdir(parents=True, exist_ok=True)
-        return cls(directory, made_from, count)
 
     @classmethod
     def read(cls, directory: Path) -> _Index | None:

@@ -8,9 +8,11 @@ import difflib
 import inspect
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 import yaml  # type: ignore[import-untyped]
 from datasets import load_from_disk  # type: ignore[import-untyped]
 from transformers import (
@@ -29,14 +31,15 @@ from ..speculators import load_draft
 from .arguments import DraftTrainingArguments
 from .card import hub_name
 from .data import prepare_dataset
-from .features import cache_features
-from .sources import is_prepared, load_raw, prepared
+from .features import FeatureCache
+from .sources import cache_parts, is_prepared, load_raw, prepared
 from .teacher import bare
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
 SECTIONS = ("target", "draft", "data", "prepare", "features", "trainer", "peft")
 TARGET = ("name", "adapter", "dtype", "device_map", "attn_implementation", "revision")
+FEATURES = ("directory", "without_target", "dtype", "batch_size", "shard_size")
 PREPARE = tuple(inspect.signature(prepare_dataset).parameters)[2:]  # after the dataset and the tokenizer
 KINDS = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
@@ -71,6 +74,13 @@ def read_recipe(file: str | os.PathLike[str]) -> dict[str, Any]:
         name for name, one in inspect.signature(prepare_dataset).parameters.items() if one.kind is one.KEYWORD_ONLY
     ]
     recipe["prepare"] = _section(recipe.get("prepare"), ("split", "held_out", *options), "prepare")
+    if isinstance(recipe.get("features"), str):
+        recipe["features"] = {"directory": recipe["features"]}
+    recipe["features"] = _section(recipe.get("features"), FEATURES, "features")
+    if recipe["features"] and "directory" not in recipe["features"]:
+        raise ValueError("features needs a directory")
+    if (dtype := recipe["features"].get("dtype")) is not None and not hasattr(torch, str(dtype)):
+        raise ValueError(f"features.dtype is {dtype!r}; name one of torch, such as bfloat16")
     recipe["trainer"] = _section(recipe.get("trainer"), _fields(DraftTrainingArguments), "trainer")
     if recipe["prepare"] and is_prepared(recipe["data"]):
         raise ValueError(f"{recipe['data']} is prepared already: leave out the section prepare")
@@ -114,22 +124,25 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     """
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
     args.data_name = args.data_name or hub_name(recipe["data"])
+    features = dict(recipe["features"])
+    if alone := features.pop("without_target", False):
+        args.check_without_target()
     set_seed(args.seed)
     tokenizer = AutoTokenizer.from_pretrained(recipe["target"]["name"])
     with args.main_process_first(desc="preparing data"):
         rows = _rows(recipe, tokenizer)
-    target = _target(**recipe["target"])
+    target = (alone and _target_of_caches(features["directory"], rows)) or _target(**recipe["target"])
     draft = _draft(recipe["draft"], bare(target), rows["train"])
-    data = rows["train"]
-    if directory := recipe.get("features"):
+    if features:
         layers = draft.feature_layers(bare(target)) if isinstance(draft, DraftModel) else ()
         with args.main_process_first(desc="caching features"):
-            data = cache_features(data, _on(args.device, target), layers, directory, tokenizer=tokenizer)
+            rows = cache_parts(rows, _on(args.device, target), layers, tokenizer=tokenizer, **features)
+        target = rows["train"].load_target() if alone else target
     trainer = DraftTrainer(
         draft,
         target,
         args,
-        train_dataset=data,
+        train_dataset=rows["train"],
         eval_dataset=rows.get("test"),
         processing_class=tokenizer,
         peft_config=adapter,
@@ -159,6 +172,15 @@ def _rows(recipe: dict[str, Any], tokenizer: Any) -> Any:
         return load_from_disk(recipe["data"])
     options = dict(recipe["prepare"])
     return prepared(load_raw(recipe["data"], options.pop("split", "train")), tokenizer, **options)
+
+
+def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
+    """Load what finished caches keep of the target; ``None`` if it has still to make one."""
+    try:
+        caches = [FeatureCache(Path(directory, part)) for part in parts]
+    except ValueError:
+        return None
+    return caches[0].load_target()
 
 
 def _target(name: str, adapter: str | None = None, **options: Any) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
+import torch
+from transformers import PreTrainedModel
 
+from ..configuration import Eagle3SpeculatorConfig
 from .data import CHAT_COLUMNS, prepare_dataset
+from .features import FeatureCache, cache_features
 from .vocabulary import count_tokens, most_frequent
 
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -68,3 +73,24 @@ def coverage(rows: Any, vocabulary: int) -> dict[int, float]:
         kept = counts[most_frequent(counts, max(1, size))].sum()
         found[size] = float(kept / counts.sum().clamp(min=1))
     return found
+
+
+def default_layers(target: PreTrainedModel) -> tuple[int, ...]:
+    """Return the layers that an EAGLE-3 draft of ``target`` reads if nothing else is said."""
+    config: Eagle3SpeculatorConfig = Eagle3SpeculatorConfig.for_target(target.config)
+    return config.feature_layers(target.config.get_text_config().num_hidden_layers)
+
+
+def cache_parts(
+    rows: Mapping[str, Any],
+    target: PreTrainedModel,
+    layers: Sequence[int],
+    directory: str,
+    dtype: str | None = None,
+    **options: Any,
+) -> dict[str, FeatureCache]:
+    """Cache the features of each part of the data in a directory of its own."""
+    kind = None if dtype is None else getattr(torch, dtype)
+    return {
+        part: cache_features(rows[part], target, layers, Path(directory, part), dtype=kind, **options) for part in rows
+    }

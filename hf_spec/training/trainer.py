@@ -82,20 +82,13 @@ class DraftTrainer(Trainer):
             if not isinstance(data, FeatureCache):
                 check_rows(data, len(self.target.get_input_embeddings().weight))
         if not has_body(self.target):
-            self._check_without_body(args, len(self._caches) == len(_datasets(kwargs)))
+            args.check_without_target()
+            if len(self._caches) < len(_datasets(kwargs)):
+                raise ValueError("without its layers the target can read no text: cache the features of every dataset")
         super().__init__(None if model is None else self._prepare_draft(model, args), args, **kwargs)
         self._forget_use_cache()
         if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
             self.target.to(args.device)
-
-    def _check_without_body(self, args: DraftTrainingArguments, all_cached: bool) -> None:
-        if not all_cached:
-            raise ValueError("without its layers the target can read no text: cache the features of every dataset")
-        if "acceptance" in (args.metric_for_best_model or ""):
-            raise ValueError(
-                f"{args.metric_for_best_model} is measured by generation, for which the target needs its layers: pass "
-                'the whole target, or set metric_for_best_model="eval_expected_length"'
-            )
 
     # -- the draft ----------------------------------------------------------------------------------------------------
 
