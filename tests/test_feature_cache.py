@@ -136,12 +136,14 @@ KINDS = "llama gemma2 gemma3_text cohere granite gpt2 phi mixtral opt bert vl:qw
 @torch.no_grad()
 def test_the_ends_of_a_target_give_its_laws(kind: str, tmp_path: Path) -> None:
     model = build(kind, seed=0)
+    model.config.name_or_path = "ORG/MODEL"
     save_ends(model, tmp_path)
     ends, ids = load_ends(tmp_path), torch.arange(5, 12)[None]
     _, hidden = Reader(model).read(ids)
     assert torch.equal(Reader(ends).logits(hidden[0]), Reader(model).logits(hidden[0]))
     assert torch.equal(ends.get_input_embeddings()(ids), model.get_input_embeddings()(ids))
     assert sum(parameter.numel() for parameter in ends.parameters()) < model.num_parameters() / 2
+    assert ends.config.name_or_path == "ORG/MODEL"
     with pytest.raises(ValueError, match="has no layers"):
         ends.generate(ids, max_new_tokens=1)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -54,7 +55,8 @@ def save_ends(model: PreTrainedModel, directory: Path) -> None:
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _ends(model).items()}
-    (directory / WEIGHTS).write_bytes(save(tensors))  # an OSError if the disk is full
+    content = save(tensors, {"name_or_path": config.name_or_path or ""})
+    (directory / WEIGHTS).write_bytes(content)  # an OSError if the disk is full
     hidden = torch.randn(4, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0))
     try:
         found, expected = (_logits(one, hidden) for one in (load_ends(directory), model))
@@ -77,7 +79,10 @@ def load_ends(directory: Path) -> Any:
         raise ValueError(f"{config.architectures[0]} is no class of transformers")
     with torch.device("meta"):
         model = kind._from_config(config)
-    found, wanted = load_file(directory / WEIGHTS), _ends(model)
+    with safe_open(directory / WEIGHTS, framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        config.name_or_path = file.metadata()["name_or_path"]  # where it was loaded from, for drafts and their cards
+    wanted = _ends(model)
     if found.keys() != wanted.keys():
         raise ValueError(f"the embeddings and the output layer are other modules than {kind.__name__} has")
     real = {
