@@ -31,6 +31,7 @@ def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
             task_type="text-generation",
             dataset_type="prompts",
             dataset_name=category,
+            dataset_config=category,  # results are told apart by it, not by the name
             metric_type="mean_accepted_length",
             metric_name=f"mean accepted length, {method}",
             metric_value=round(length, 3),
