@@ -132,7 +132,7 @@ def test_draft_agrees_with_target_far_more_often_than_another_model_would(models
     assert agreement > 0.4 > 0.2 > shuffled
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("eagle3", 1.8), ("medusa", 1.3)])
+@pytest.mark.parametrize(("kind", "bound"), [("eagle3", 1.8), ("medusa", 1.3), ("mtp", 1.8)])
 def test_drafts_over_the_targets_states_guess_stories(models, tokenizer, kind, bound):
     draft = AutoModel.from_pretrained(demo.path(f"draft-{kind}"), dtype=torch.float32)
     inputs = tokenizer(["Once upon a time, there was a little dog", "One day, Tom"], return_tensors="pt", padding=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODELS = ("target", "draft-vanilla", "draft-eagle3", "draft-medusa")
+MODELS = ("target", "draft-vanilla", "draft-eagle3", "draft-medusa", "draft-mtp")
 
 
 def path(name: str = "target") -> Path:
