@@ -54,6 +54,16 @@ def test_an_adapter_is_trained_measured_saved_and_merged(
     check(load.from_pretrained(tmp_path / "merged"))
 
 
+def test_time_and_memory_of_a_training_step_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / "examples" / "training_speed.py"
+    monkeypatch.setattr("sys.argv", [str(script), "--child", "ours", "24", "128", "128"])
+    runpy.run_path(str(script), run_name="__main__")
+    seconds, megabytes = json.loads(capsys.readouterr().out)
+    assert seconds > 0 and megabytes >= 0
+
+
 def run(script: str, options: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a script of the examples on a few short stories."""
     _, *stories = (ROOT / "tests/fixtures/stories_excerpt.txt").read_text(encoding="utf-8").split("\n----\n")
