@@ -117,7 +117,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.png:
         report.plot(args.png)
         print(f"The picture is in {args.png}.")
-    best = max(contenders, key=lambda one: report.overall[one.name].ratio_to_plain)
+    best = max(contenders, key=lambda one: report.overall[one.name].mean_accepted_length or 0)
     inputs = tokenizer(STORIES[0], return_tensors="pt")
     out: Any = target.generate(
         **inputs,
