@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import get_args
 
 from transformers import SchedulerType, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from .losses import Normalizer, Objective, Outside
 
@@ -70,7 +72,22 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns would remove what the target reads; leave it False")
+        if self.torch_compile:
+            raise ValueError(
+                "torch_compile would compile the target's part and the loss with the draft; leave it False, and let "
+                "each layer of draft.layers (the heads of Medusa: draft.heads) be compiled by layer.compile()"
+            )
         super().__post_init__()  # type: ignore[no-untyped-call]
+        self._refuse_sharding()
+
+    def _refuse_sharding(self) -> None:
+        """Refuse what gathers the weights of a layer for that layer's own forward only: a lesson needs them longer."""
+        launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+        if self.fsdp or launched or is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "FSDP and ZeRO-3 would leave the draft's output layer without its gradient. A draft is small: give "
+                "each process a whole one (`accelerate launch` or `torchrun` without FSDP, or ZeRO-1 and 2)"
+            )
 
     def check_without_target(self) -> None:
         """Raise a ValueError if something is asked for that takes the whole target while there are only its ends."""
