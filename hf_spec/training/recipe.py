@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -27,7 +27,7 @@ from transformers import (
 
 from ..configuration import SpeculatorConfig
 from ..drafts.modeling import DraftModel
-from ..speculators import load_draft
+from ..speculators import as_speculator, load_draft
 from .arguments import DraftTrainingArguments
 from .card import hub_name
 from .data import prepare_dataset
@@ -198,6 +198,8 @@ def _on(device: Any, target: Any) -> Any:
 
 def _draft(given: Any, target: PreTrainedModel, rows: Any) -> Any:
     """Load the draft to start from, or make one; in float32, in which small changes of weights are not lost."""
+    if given == "mtp":
+        return cast(Any, as_speculator(given, target)).float()
     if isinstance(given, str):
         return load_draft(given, target, dtype="float32")
     flags = {name: value for name, value in given.items() if name not in ("kind", "layers")}

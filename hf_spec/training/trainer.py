@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..drafts.modeling import DraftModel
+from ..drafts.mtp import TargetMtp
 from ..metrics import Counts
 from .arguments import DraftTrainingArguments
 from .card import model_card
@@ -97,6 +98,11 @@ class DraftTrainer(Trainer):
 
     def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:
         draft = bare(model)
+        if isinstance(draft, TargetMtp):
+            raise ValueError(
+                f"the MTP layers of {type(self.target).__name__} can be read, but not written back: train one that "
+                "stands by itself instead, made from an MTPSpeculatorConfig"
+            )
         if isinstance(draft, DraftModel):
             draft.bind(self.target)
             for layer in draft.output_layers if args.freeze_lm_head else ():
