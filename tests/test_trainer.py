@@ -459,4 +459,5 @@ def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     one.train()
     assert found == pytest.approx(losses(one), rel=1e-4)
     alone = one.evaluate()
-    assert metrics["eval_acceptance_length"] == pytest.approx(alone["eval_acceptance_length"])
+    for name in ("eval_acceptance_length", "eval_loss", "eval_accuracy_1", "eval_overlap_2"):
+        assert metrics[name] == pytest.approx(alone[name], rel=1e-3), name

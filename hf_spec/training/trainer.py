@@ -223,10 +223,20 @@ class DraftTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._without_repeats(self._prepare_inputs(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
+
+    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Leave out of a last batch what fills it up from the first rows, so that all processes have as many."""
+        state = self.accelerator.gradient_state
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
+            return inputs
+        size = self.args.eval_batch_size
+        kept = max(0, state.remainder - self.accelerator.process_index * size)  # of this process
+        row = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
+        return inputs | {"loss_mask": inputs["loss_mask"] * (row < kept)[:, None]}
 
     def evaluation_loop(
         self,
