@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import add_device_options, command, load_speculator, load_target
+from .common import TEMPERATURE_HELP, add_device_options, command, load_speculator, load_target, sampling
 
 
 def _need_extra() -> None:
@@ -35,12 +35,7 @@ def add_prepare(commands: Any) -> None:
     add("--num-proc", type=int, metavar="N", help="processes")
     add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE; goes on where FILE ends")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="of a new answer (%(default)s)")
-    add(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="of a new answer; 0 decodes greedily; left out: as the model says",
-    )
+    add("--temperature", type=float, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
     add("--batch-size", type=int, default=8, metavar="N", help="conversations or rows read together (%(default)s)")
     add("--speculator", metavar="X", help="to answer faster: ngram, mtp, or a draft")
     add("--features", metavar="DIR", help="let the target read the rows and keep there what drafts are trained on; "
@@ -54,24 +49,14 @@ def _prepare(args: argparse.Namespace) -> None:
     _need_extra()
     from transformers import AutoConfig, AutoTokenizer
 
-    from ..training import regenerate
-    from ..training.sources import cache_parts, conversations, coverage, default_layers, load_raw, prepared, sizes
+    from ..training.sources import cache_parts, coverage, default_layers, load_raw, prepared, sizes
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists; choose another directory or remove it")
     data = load_raw(args.data, args.split)
     if args.regenerate:
-        asked = conversations(data)
-        target, tokenizer = load_target(args.target, args.dtype, args.device)
-        options: dict[str, Any] = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens}
-        if args.temperature is not None:
-            options |= (
-                {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-            )
-        if args.speculator:
-            options["speculator"] = load_speculator(args.speculator, target, args.dtype)
-        data = load_raw(str(regenerate(asked, target, tokenizer, args.regenerate, **options)))
+        data = load_raw(_regenerated(data, args))
     names = ("held_out", "max_length", "packing", "too_long", "last_turn_only", "text_column", "num_proc")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     rows = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
@@ -86,6 +71,19 @@ def _prepare(args: argparse.Namespace) -> None:
     vocabulary = AutoConfig.from_pretrained(args.target).get_text_config().vocab_size
     shares = ", ".join(f"{size:,} {share:.1%}" for size, share in coverage(rows["train"], vocabulary).items())
     print(f"Share of the answers that a draft vocabulary of so many tokens has: {shares}")
+
+
+def _regenerated(data: Any, args: argparse.Namespace) -> str:
+    """Let the target answer the conversations of ``data`` anew; return the name of the file with them."""
+    from ..training import regenerate
+    from ..training.sources import conversations
+
+    asked = conversations(data)
+    target, tokenizer = load_target(args.target, args.dtype, args.device)
+    options = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
+    if args.speculator:
+        options["speculator"] = load_speculator(args.speculator, target, args.dtype)
+    return str(regenerate(asked, target, tokenizer, args.regenerate, **options))
 
 
 # -- train ------------------------------------------------------------------------------------------------------------
