@@ -371,7 +371,6 @@ def test_the_drafts_state_of_its_own_is_left_alone(tmp_path: Path) -> None:
         ({"step_decay": 0.0}, "step_decay"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
         ({"torch_compile": True}, r"layer\.compile\(\)"),
-        ({"fsdp": True}, "without its gradient"),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -78,15 +77,10 @@ class DraftTrainingArguments(TrainingArguments):
                 "each layer of draft.layers (the heads of Medusa: draft.heads) be compiled by layer.compile()"
             )
         super().__post_init__()  # type: ignore[no-untyped-call]
-        self._refuse_sharding()
-
-    def _refuse_sharding(self) -> None:
-        """Refuse what gathers the weights of a layer for that layer's own forward only: a lesson needs them longer."""
-        launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
-        if self.fsdp or launched or is_deepspeed_zero3_enabled():
+        if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "FSDP and ZeRO-3 would leave the draft's output layer without its gradient. A draft is small: give "
-                "each process a whole one (`accelerate launch` or `torchrun` without FSDP, or ZeRO-1 and 2)"
+                "ZeRO-3 gathers the weights of a layer for that layer's own forward only, and a lesson needs them "
+                "longer: take ZeRO-1 or 2, or FSDP"
             )
 
     def check_without_target(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -14,11 +15,14 @@ from ..drafts.modeling import DraftModel
 logger = logging.get_logger(__name__)
 
 
-def check_before_saving(draft: Any, target: PreTrainedModel) -> None:
-    """Raise a ValueError for what no reader accepts, and warn of what some engine cannot serve."""
+def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Raise a ValueError for what no reader accepts, and warn of what some engine cannot serve.
+
+    ``state_dict`` is what will be saved, ``draft``'s own by default.
+    """
     broken = [
         name
-        for name, tensor in draft.state_dict().items()
+        for name, tensor in (draft.state_dict() if state_dict is None else state_dict).items()
         if tensor.is_floating_point() and not bool(tensor.isfinite().all())
     ]
     if broken:

@@ -83,7 +83,9 @@ def _(draft: Any, text: Text, steps: int, recompute: bool = False) -> Unrolled:
     """Let a language model of its own say at every position what comes next: it needs no later steps."""
     reader = Reader(draft)
     _, hidden = reader.read(text.input_ids, text.document_ids)
-    trained = list(draft.get_output_embeddings().parameters())
+    trained = list(
+        type(draft).get_output_embeddings(draft).parameters()
+    )  # the draft's own may be hidden, see sharding
     return Unrolled([hidden[:, 1:]], lambda step, states: reader.logits(states), trained, [])
 
 

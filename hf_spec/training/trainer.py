@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp import TargetMtp
 from ..metrics import Counts
+from . import sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving
@@ -88,6 +89,8 @@ class DraftTrainer(Trainer):
                 raise ValueError("without its layers the target can read no text: cache the features of every dataset")
         super().__init__(None if model is None else self._prepare_draft(model, args), args, **kwargs)
         self._forget_use_cache()
+        if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
+            sharding.set_up(plugin)
         if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
             self.target.to(args.device)
 
@@ -118,6 +121,8 @@ class DraftTrainer(Trainer):
         for cache in self._caches:
             cache.check(self.target, self._reader.feature_layers)
         self._steps = count_steps(draft, args.unroll_steps)
+        if sharding.is_asked_for(args):
+            sharding.hide_ends(model)
         return model
 
     def _forget_use_cache(self) -> None:
@@ -278,7 +283,8 @@ class DraftTrainer(Trainer):
             draft = self.draft
             training = draft.training
             draft.eval()
-            counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
+            with sharding.gathered(cast(nn.Module, self.model)):
+                counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
             draft.train(training)
             figures |= {f"{name}{key}": value for key, value in self._acceptance(counts).items()}
         return figures
@@ -298,7 +304,7 @@ class DraftTrainer(Trainer):
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        check_before_saving(self.draft, self.target)
+        check_before_saving(self.draft, self.target, state_dict)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self._write_card(output_dir or cast(str, self.args.output_dir))

@@ -1,0 +1,47 @@
+"""Shard a draft by FSDP: as a whole, for a lesson needs its weights from the first layer to the loss.
+
+What FSDP wraps by itself it gathers for its own forward only, and a lesson reads the output layer's weights outside
+of that, where it works out its gradient chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainingArguments
+
+
+def is_asked_for(args: TrainingArguments) -> bool:
+    """Tell whether ``args`` or ``accelerate launch`` ask for FSDP."""
+    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+
+
+def set_up(plugin: Any) -> None:
+    """Let accelerate shard the model and nothing in it. Errors: a ValueError for FSDP 1."""
+    if plugin.fsdp_version != 2:
+        raise ValueError(f"drafts are sharded by FSDP 2, not by FSDP {plugin.fsdp_version}: set fsdp_version to 2")
+    plugin.auto_wrap_policy = None
+    plugin.cpu_ram_efficient_loading = False  # each process has made the draft; that way knows no buffers like d2t
+
+
+def hide_ends(model: Any) -> None:
+    """Keep accelerate from wrapping embeddings and output layer, which it asks ``model`` for."""
+    model.get_input_embeddings = model.get_output_embeddings = lambda: None
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Have the whole of ``model`` on every process, so that each may run it as often as it likes."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
