@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 import torch
 from test_trainer import arguments, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
@@ -34,18 +35,18 @@ def test_a_draft_that_is_made_when_training_begins(make: Any, tmp_path: Path) ->
 
 
 def test_hyperparameters_are_searched_for(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
-    target = sharp_target()
+    target, rates = sharp_target(), [1e-2, 1e-9]
     args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, data_seed=0)
     data = {"train_dataset": text(), "eval_dataset": text(seed=9)}
     trainer = DraftTrainer(target=target, model_init=lambda: eagle3(target), args=args, **data)
     best = trainer.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-2, 1e-9])},
+        hp_space=lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", rates)},
         compute_objective=lambda metrics: metrics["eval_loss"],
-        n_trials=4,
+        n_trials=len(rates),
+        sampler=optuna.samplers.GridSampler({"learning_rate": rates}),
     )
     found = {}
-    for rate in (1e-2, 1e-9):
+    for rate in rates:
         one = DraftTrainer(
             eagle3(target), target, arguments(tmp_path, max_steps=2, learning_rate=rate, data_seed=0), **data
         )
