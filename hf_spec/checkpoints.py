@@ -133,12 +133,13 @@ class AutoDraftModel:
 
 def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     """Build our model from a checkpoint of any format; ``kwargs`` and errors are those of ``AutoDraftModel``."""
+    layout = checkpoint.layout
     try:
         config, tensors = translate(checkpoint)
         model = next(model for model in MODELS if model.config_class is type(config))
         draft = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint.path}, read as {checkpoint.layout}: {error}") from error
+        raise ValueError(f"{checkpoint.path}, read as {layout}: {error}") from error
     draft.config.name_or_path = draft.name_or_path = checkpoint.path
     return draft
 

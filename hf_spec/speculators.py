@@ -19,9 +19,9 @@ from .target import input_device
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     """Turn a draft model, a causal language model, ``"ngram"``, ``"mtp"`` or a path or Hub id into a ``Speculator``.
 
-    ``"mtp"`` reads the target's own layers anew each time; keep ``as_speculator("mtp", target)`` for many calls.
+    ``"mtp"`` and paths are read anew each time; keep ``as_speculator("mtp", target)`` for many calls.
 
-    Errors: a TypeError for anything else; what ``AutoDraftModel.from_pretrained`` raises for a path.
+    Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
     if isinstance(base := base_model(speculator), Speculator):
         return base
@@ -30,12 +30,11 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if speculator == "mtp":
         return _own_layers(target)
     if isinstance(speculator, str | os.PathLike):
-        draft: Speculator = AutoDraftModel.from_pretrained(speculator, target=target, **_beside(target))
-        return draft
+        return as_speculator(load_draft(speculator, target, **_beside(target)), target)
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return VanillaSpeculator(base)
     raise TypeError(
-        "speculator must be a draft model, a causal language model, 'ngram', 'mtp' or a path or Hub id of a draft, "
+        "speculator must be a draft model, a causal language model, 'ngram', 'mtp' or a path or Hub id of one, "
         f"got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained."
     )

@@ -339,6 +339,14 @@ def test_draft_in_another_dtype(model: PreTrainedModel, dtype: torch.dtype) -> N
     assert out.speculation.accepted
 
 
+def test_the_path_of_a_language_model(model: PreTrainedModel, tmp_path: Path) -> None:
+    noisy(model).save_pretrained(tmp_path)
+    for path in (tmp_path, str(tmp_path)):
+        out = greedy(model, prompts(3), speculator=path, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, greedy(model, prompts(3)))
+        assert out.speculation.accepted
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "eagle3", "a path", "n-gram"])
 def test_an_offloaded_target(model: PreTrainedModel, kind: str, tmp_path: Path) -> None:
     """What speculation saves most: each forward fetches all the weights."""
