@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
+from hf_spec.metrics import GUESSED_STYLE
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +25,20 @@ def test_a_text_is_written_with_guesses(name: str, capsys: pytest.CaptureFixture
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     lengths = re.findall(r"mean accepted length +([0-9.]+)", capsys.readouterr().out)
     assert lengths and all(float(length) > 1 for length in lengths)
+
+
+def test_the_notebook_shows_the_guesses() -> None:
+    cells = json.loads((ROOT / "examples/notebook.ipynb").read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in (cell for cell in cells if cell["cell_type"] == "code"):
+        source = "".join(cell["source"])
+        exec(source, names)
+        if source.endswith("\nout.speculation"):
+            shown.append(names["out"].speculation._repr_html_())
+        assert not cell["outputs"]
+    assert len(shown) == 2 and all(html.count(GUESSED_STYLE) > 5 for html in shown)
+    assert list(names["lengths"].values()) == sorted(names["lengths"].values())
 
 
 @pytest.mark.parametrize(
