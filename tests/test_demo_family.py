@@ -11,6 +11,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import demo
+from hf_spec.training import unroll
+from hf_spec.training.teacher import Reader
 
 _notice, *STORIES = (
     (Path(__file__).parent / "fixtures" / "stories_excerpt.txt").read_text(encoding="utf-8").strip().split("\n----\n")
@@ -145,3 +147,39 @@ def test_drafts_over_the_targets_states_guess_stories(models, tokenizer, kind, b
         )
         assert torch.equal(out.sequences, plain)
         assert out.speculation.mean_accepted_length > bound
+
+
+def steps_by_teacher_forcing(right: torch.Tensor, first: int, new_tokens: int) -> int:
+    """Count the forwards behind the prompt's if guess k after token i is right where ``right[k, i]`` says so."""
+    root, left, steps = first, new_tokens - 1, 0  # the prompt's own forward gives the token at `first`
+    while left:
+        guesses = right[: min(len(right), left - 1), root]
+        emitted = 1 + int(guesses.cumprod(0).sum())
+        root, left, steps = root + emitted, left - emitted, steps + 1
+    return steps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_generate_accepts_what_teacher_forcing_predicts(models, tokenizer, kind):
+    """Unrolled over the finished text, a draft is right where it was when the text was made: step for step."""
+    target, guesses, new_tokens = models["target"], 5, 64
+    draft = AutoModel.from_pretrained(demo.path(f"draft-{kind}"), dtype=torch.float32).eval()
+    total = emitted = 0
+    for story in STORIES[:6]:
+        prompt = tokenizer(story, return_tensors="pt").input_ids[:, :24]
+        options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+        out = target.generate(
+            prompt, **options, speculator=draft, num_speculative_tokens=guesses, return_dict_in_generate=True
+        )
+        ids = out.sequences
+        layers, _ = Reader(target, draft.feature_layers(target)).read(ids)
+        draft.bind(target)
+        logits = unroll(draft, ids[:, 1:], torch.cat(layers, dim=-1)[:, :-1], guesses)
+        said = F.pad(ids[0], (0, guesses), value=-1)
+        right = torch.zeros(guesses, ids.shape[1], dtype=torch.long)
+        for k, step in enumerate(logits):  # row i has read token i + 1 and guesses token i + 2 + k
+            right[k, 1:] = step[0].argmax(-1) == said[2 + k : 2 + k + step.shape[1]]
+        assert out.speculation.steps == steps_by_teacher_forcing(right, prompt.shape[1], new_tokens)
+        total, emitted = total + out.speculation.steps, emitted + new_tokens - 1
+    assert emitted / total > 2  # so that there was something to predict
