@@ -94,14 +94,6 @@ class Proposal:
         q = None if self.q is None else self.q.to(device)
         return replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q)
 
-    def path_tokens(self, node: Tensor) -> Tensor:
-        """Return the guesses from the root to ``node`` (batch,), right-padded with -1: (batch, max_depth)."""
-        on_path = self.ancestors[torch.arange(node.shape[0], device=node.device), node]  # (batch, nodes)
-        on_path = on_path & (torch.arange(on_path.shape[1], device=node.device) > 0)
-        column = (self.depth - 1).masked_fill(~on_path, self.max_depth)
-        path = self.tokens.new_full((node.shape[0], self.max_depth + 1), -1)
-        return path.scatter(1, column, self.tokens)[:, : self.max_depth]
-
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
     """Follow ``parents`` (batch, nodes) up to the roots: (batch, node, ancestor) bool, each node its own ancestor."""

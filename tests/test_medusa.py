@@ -13,6 +13,7 @@ from golden import CLOSE, GOLDENS, MEDUSA, load_draft, load_target, outputs, tin
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModel
+from twins import paths_of
 
 from hf_spec import News, Proposal, Request, SpeculationConfig
 from hf_spec.checkpoints import AutoDraftModel, read_checkpoint
@@ -178,9 +179,7 @@ def test_a_dynamic_tree_is_the_most_probable_one() -> None:
         paths = [path for depth in (1, 2, 3) for path in itertools.product(*best[:depth])]
         chance = {path: float(torch.stack([laws[row, i, t] for i, t in enumerate(path)]).prod()) for path in paths}
         expected = sorted(chance, key=chance.__getitem__, reverse=True)[:12]
-        paths = [proposal.path_tokens(torch.full((3,), node))[row].tolist() for node in range(1, 13)]
-        drafted = [[token for token in path if token >= 0] for path in paths]
-        assert sorted(map(tuple, drafted)) == sorted(expected)
+        assert sorted(paths_of(proposal, row)) == sorted(expected)
 
 
 @torch.no_grad()

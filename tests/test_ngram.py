@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from twins import paths_of
 
 from hf_spec.configuration import SpeculationConfig
 from hf_spec.drafts.base import News, Request
 from hf_spec.drafts.ngram import LOOK_BACK, NgramDrafter, NgramSpeculator
-from hf_spec.proposal import Proposal
 
 PAD = 99
 Path = tuple[int, ...]
@@ -37,16 +37,6 @@ def news(rows: list[list[int]]) -> News:
     width = max(map(len, rows))
     tokens = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
     return News(tokens, torch.tensor([len(row) for row in rows]))
-
-
-def paths(proposal: Proposal, row: int) -> list[Path]:
-    """List the path to every guess of a row, in the order of its nodes."""
-    found: list[Path] = []
-    for node in proposal.present[row].nonzero()[1:, 0]:
-        every_row = torch.zeros_like(proposal.root)
-        every_row[row] = node
-        found.append(tuple(token for token in proposal.path_tokens(every_row)[row].tolist() if token >= 0))
-    return found
 
 
 def naive_continuations(text: list[int], depth: int, sizes: range, match: str, corpus: list[list[int]]) -> list[Path]:
@@ -138,7 +128,7 @@ def test_equals_naive_rescan(seed: int, match: str) -> None:
                     expected = naive_trie(found[:top_k])[:most]
                 else:
                     expected = [node for node in naive_trie(found) if is_wanted(node, naive_trie(found), static)]
-                assert paths(proposal, row) == expected
+                assert paths_of(proposal, row) == expected
         if step == 2:
             keep = torch.tensor([3, 1])
             texts = [texts[row] for row in keep.tolist()]
@@ -149,32 +139,32 @@ def test_equals_naive_rescan(seed: int, match: str) -> None:
 def test_periodic_text_predicts_itself() -> None:
     period = [5, 1, 5, 2, 7]
     proposal = start([period + period[:3]]).propose(news([[2]]), 17)
-    assert paths(proposal, 0)[-1] == tuple((period * 5)[4 : 4 + 17])
+    assert paths_of(proposal, 0)[-1] == tuple((period * 5)[4 : 4 + 17])
 
 
 def test_longer_matches_come_first() -> None:
     text = [1, 2, 3, 40, 9, 3, 50, 9, 1, 2]
-    assert paths(start([text]).propose(news([[3]]), 1), 0) == [(40,)]
-    assert paths(start([text], NgramSpeculator(max_ngram=1)).propose(news([[3]]), 1), 0) == [(50,)]
-    assert paths(start([text], tree="dynamic").propose(news([[3]]), 1), 0) == [(40,), (50,)]
+    assert paths_of(start([text]).propose(news([[3]]), 1), 0) == [(40,)]
+    assert paths_of(start([text], NgramSpeculator(max_ngram=1)).propose(news([[3]]), 1), 0) == [(50,)]
+    assert paths_of(start([text], tree="dynamic").propose(news([[3]]), 1), 0) == [(40,), (50,)]
 
 
 def test_recent_and_frequent_differ() -> None:
     text = [1, 7, 1, 7, 1, 8]
-    assert paths(start([text]).propose(news([[1]]), 1), 0) == [(8,)]
-    assert paths(start([text], NgramSpeculator(match="frequent")).propose(news([[1]]), 1), 0) == [(7,)]
+    assert paths_of(start([text]).propose(news([[1]]), 1), 0) == [(8,)]
+    assert paths_of(start([text], NgramSpeculator(match="frequent")).propose(news([[1]]), 1), 0) == [(7,)]
 
 
 def test_frequent_prefers_a_common_beginning_over_a_common_whole() -> None:
     text = [1, 7, 2, 1, 7, 3, 1, 7, 4, 1, 8, 8, 1, 8, 8]
     speculator = NgramSpeculator(max_ngram=1, match="frequent")
-    assert paths(start([text], speculator).propose(news([[1]]), 2), 0)[0] == (7,)
+    assert paths_of(start([text], speculator).propose(news([[1]]), 2), 0)[0] == (7,)
 
 
 def test_rows_without_a_match_propose_nothing() -> None:
     proposal = start([[1, 2, 3], [1, 2, 1]]).propose(news([[4], [2]]), 2)
-    assert paths(proposal, 0) == []
-    assert paths(proposal, 1) == [(1,), (1, 2)]
+    assert paths_of(proposal, 0) == []
+    assert paths_of(proposal, 1) == [(1,), (1, 2)]
     assert proposal.present.tolist() == [[True, False, False], [True, True, True]]
     nothing = start([[1, 2, 3]]).propose(news([[4]]), 2)
     assert nothing.tokens.tolist() == [[4]]
@@ -184,10 +174,10 @@ def test_rows_without_a_match_propose_nothing() -> None:
 def test_rows_and_padding_are_never_looked_at() -> None:
     """Row 0 knows what follows 1; row 1 has padding before its 1 and must guess neither from it nor from row 0."""
     proposal = start([[1, 2, 3, 4], [5]], tree="dynamic").propose(news([[1], [1]]), 3)
-    assert paths(proposal, 0) == [(2,), (2, 3), (2, 3, 4)]
-    assert paths(proposal, 1) == []
+    assert paths_of(proposal, 0) == [(2,), (2, 3), (2, 3, 4)]
+    assert paths_of(proposal, 1) == []
     padded = start([[1, 2, 3, 4], [5]]).propose(news([[9], [PAD]]), 3)
-    assert paths(padded, 1) == []
+    assert paths_of(padded, 1) == []
 
 
 @pytest.mark.parametrize(("count", "limit", "depth"), [(2, 6, 2), (6, 2, 2), ("auto", 4, 4), (None, 4, 4)])
@@ -199,13 +189,13 @@ def test_depth(count: Any, limit: int, depth: int) -> None:
 def test_empty_prompt() -> None:
     drafter = start([[], []])
     assert drafter.propose(news([[1], [1]]), 2).max_depth == 0
-    assert paths(drafter.propose(news([[2, 1], [3]]), 2), 0) == [(2,), (2, 1)]
+    assert paths_of(drafter.propose(news([[2, 1], [3]]), 2), 0) == [(2,), (2, 1)]
 
 
 def test_corpus_sequences_do_not_run_into_each_other() -> None:
     speculator = NgramSpeculator(corpus=[[1, 2, 3], torch.tensor([4, 5])])  # type: ignore[list-item]
-    assert paths(start([[8, 1]], speculator).propose(news([[2]]), 4), 0) == [(3,)]
-    assert paths(start([[8, 1]], speculator).propose(news([[3]]), 4), 0) == []
+    assert paths_of(start([[8, 1]], speculator).propose(news([[2]]), 4), 0) == [(3,)]
+    assert paths_of(start([[8, 1]], speculator).propose(news([[3]]), 4), 0) == []
 
 
 def test_bad_values_are_refused() -> None:

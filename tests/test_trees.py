@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor
+from twins import path_to, paths_of
 
 from hf_spec import SpeculationConfig
 from hf_spec.drafts import trees
@@ -49,15 +50,6 @@ class TableDraft:
 
     def grow(self, limit: int, sample: bool = False, **config: object) -> Proposal:
         return grow(self.root, self.first(), self.step, SpeculationConfig(**config), limit, sample)  # type: ignore[arg-type]
-
-
-def paths_of(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
-    """The guesses of a row as paths, in node order."""
-    tokens, parents = proposal.tokens[row].tolist(), proposal.parents[row].tolist()
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        paths.append((*paths[parent], token) if parent >= 0 else (-1,))
-    return [path for path, parent in zip(paths[1:], parents[1:], strict=True) if parent != ABSENT]
 
 
 def test_a_chosen_chain_is_greedy() -> None:
@@ -161,7 +153,7 @@ def test_drawn_siblings_differ_and_carry_their_parents_law(tree: object) -> None
         for node, parent in enumerate(proposal.parents[row].tolist()):
             if node and parent != ABSENT:
                 assert parent < proposal.q.shape[1]
-                path = tuple(t for t in proposal.path_tokens(torch.full((5,), parent))[row].tolist() if t >= 0)
+                path = path_to(proposal, row, parent)
                 torch.testing.assert_close(proposal.q[row, parent], draft.law(row, path).exp())
 
 

@@ -21,6 +21,17 @@ DEPTHS = {"gemma2": 4}  # two layers of each kind
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}
 
 
+def path_to(proposal: Proposal, row: int, node: int) -> tuple[int, ...]:
+    """Follow the parents of a node up to the root and list the guesses on the way, the first one first."""
+    parent = int(proposal.parents[row, node])
+    return () if node == 0 else (*path_to(proposal, row, parent), int(proposal.tokens[row, node]))
+
+
+def paths_of(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
+    """List the paths to the guesses of a row, in the order of its nodes."""
+    return [path_to(proposal, row, node) for node in proposal.present[row].nonzero()[1:, 0].tolist()]
+
+
 def target(name: str = "llama", **overrides: Any) -> PreTrainedModel:
     return _target(name, **overrides)
 
