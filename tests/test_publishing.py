@@ -120,6 +120,25 @@ def test_a_card_tells_the_figures_of_the_weights_beside_it(tmp_path: Path) -> No
     assert f"{measured:.3f}" in (tmp_path / "README.md").read_text()
 
 
+def test_a_card_tells_the_figures_of_every_benchmark(tmp_path: Path) -> None:
+    target = sharp_target()
+    args = arguments(tmp_path, max_steps=1, eval_temperature=1.0)
+    benchmarks = {"stories": text(seed=4), "chat": text(seed=5)}
+    trainer = DraftTrainer(eagle3(target), target, args, train_dataset=text(), eval_dataset=benchmarks)
+    trainer.train()
+    found = trainer.evaluate()
+    trainer.save_model()
+    card = (tmp_path / "README.md").read_text()
+    assert "|  | stories | chat |" in card
+    for label, name in {
+        "tokens per verification": "acceptance_length",
+        "the same, sampled": "sampled_acceptance_length",
+    }.items():
+        line = next(line for line in card.splitlines() if label in line)
+        assert line.endswith(f"| {found[f'eval_stories_{name}']:.3f} | {found[f'eval_chat_{name}']:.3f} |")
+    assert found["eval_stories_acceptance_1"] != found["eval_chat_acceptance_1"]  # so they could have been mixed up
+
+
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 

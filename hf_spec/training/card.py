@@ -100,20 +100,27 @@ def _usage_in_vllm(draft: Any, kind: str, target: str, here: str, base: str | No
 
 
 def _measured(history: list[dict[str, float]], best_step: int | None) -> str:
-    measured = [logs for logs in history if "eval_acceptance_length" in logs]
-    if measured and best_step is not None and "train_runtime" in history[-1]:  # not evaluated since these were loaded
-        measured = [logs for logs in measured if logs["step"] == best_step]
-    if not measured:
+    ended = bool(history) and "train_runtime" in history[-1]  # not evaluated since the best weights were loaded
+    found: dict[str, dict[str, float]] = {}  # by what the metrics of a dataset begin with
+    for logs in history:
+        if best_step is not None and ended and logs["step"] != best_step:
+            continue
+        # Figures of sampling have longer names.
+        if name := min((name for name in logs if name.endswith("_acceptance_length")), key=len, default=""):
+            found[name.removesuffix("acceptance_length")] = logs
+    if not found:
         return "Nothing was measured in this training run."
-    found = measured[-1]
-    rows = [("mean accepted length (tokens per verification, greedy)", found["eval_acceptance_length"])]
-    if "eval_sampled_acceptance_length" in found:
-        rows.append(("the same, sampled", found["eval_sampled_acceptance_length"]))
-    position = 1
-    while (share := found.get(f"eval_acceptance_{position}")) is not None:
-        rows.append((f"guess {position} accepted", share))
-        position += 1
-    table = _table([(name, f"{value:.3f}") for name, value in rows])
+    names = {
+        "acceptance_length": "mean accepted length (tokens per verification, greedy)",
+        "sampled_acceptance_length": "the same, sampled",
+    }
+    names |= {f"acceptance_{position}": f"guess {position} accepted" for position in range(1, 33)}
+    rows = []
+    for metric, label in names.items():
+        cells = [logs.get(f"{prefix}{metric}") for prefix, logs in found.items()]
+        if any(cell is not None for cell in cells):
+            rows.append((label, *("" if cell is None else f"{cell:.3f}" for cell in cells)))
+    table = _table(rows, [prefix.removeprefix("eval_").rstrip("_") for prefix in found])
     return f"By generation from held-out prompts:\n\n{table}"
 
 
@@ -137,5 +144,6 @@ def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, fl
     )
 
 
-def _table(rows: Sequence[tuple[str, Any]]) -> str:
-    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows)
+def _table(rows: Sequence[tuple[Any, ...]], columns: Sequence[str] = ("",)) -> str:
+    lines = ["", *columns], ["---"] * (1 + len(columns)), *rows
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
