@@ -34,6 +34,9 @@ class Proposal:
     *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the children of
     node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``; nodes from ``q.shape[1]`` on
     have no children. A chosen token can therefore never be verified as if it had been drawn.
+
+    ``shape`` is ``parents`` as Python numbers where rows differ in nothing but ABSENT nodes: a drawn tree that has it
+    is verified without asking the accelerator.
     """
 
     tokens: Tensor
@@ -41,6 +44,7 @@ class Proposal:
     max_depth: int
     q: Tensor | None = None
     is_chain: bool = False
+    shape: tuple[int, ...] | None = None
 
     @classmethod
     def chain(cls, root: Tensor, guesses: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:

@@ -15,7 +15,9 @@ A drafter may end a branch or leave out a child because of earlier draws, but mu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -149,19 +151,51 @@ def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
-    rows = torch.arange(p.shape[0], device=p.device)
     laws, q = p.clone(), q.clone()  # what the next child is weighed against
-    accept, reach = torch.ones_like(p[..., 0]), torch.ones_like(p[..., 0])  # (batch, nodes)
-    for child in range(1, p.shape[1]):
-        parent, token = proposal.parents[:, child].clamp(min=0), proposal.tokens[:, child]
-        law, guess = _normalised(laws[rows, parent]), _normalised(q[rows, parent])  # (batch, vocabulary)
-        ratio, drawn = _ratio(law, guess, token, proposal.present[:, child])
-        accept[:, child] = (reach[rows, parent] * ratio).clamp(max=1)
-        laws[rows, parent], reach[rows, parent] = _take_out(reach[rows, parent], law, guess, drawn)
-        q[rows, parent, token] = torch.where(drawn, 0, q[rows, parent, token])
+    accept, reach = proposal.present.to(p.dtype), torch.ones_like(p[..., 0])  # (batch, nodes)
+    for row, parent, child in _turns(proposal):
+        token = proposal.tokens[row, child]
+        law, guess = _normalised(laws[row, parent]), _normalised(q[row, parent])  # (..., vocabulary)
+        ratio, drawn = _ratio(law, guess, token, proposal.present[row, child])
+        accept[row, child] = (reach[row, parent] * ratio).clamp(max=1)
+        laws[row, parent], reach[row, parent] = _take_out(reach[row, parent], law, guess, drawn)
+        q[row, parent, token] = torch.where(drawn, 0, q[row, parent, token])
         if carry:
-            reach[:, child] = accept[:, child]
+            reach[row, child] = accept[row, child]
     return (reach if carry else accept), laws
+
+
+def _turns(proposal: Proposal) -> list[tuple[Tensor, ...]]:
+    """Group the guesses by whose turn it is at the same time: indices of rows, of parents, which differ, and of nodes.
+
+    A guess has its turn after its parent and its elder siblings. They are a handful of groups where there are many
+    nodes, and each operation on an accelerator takes its time, however little it does.
+    """
+    if proposal.shape is not None:
+        row = torch.arange(len(proposal.tokens), device=proposal.tokens.device)[:, None]
+        return [(row, parent, child) for parent, child in _groups(proposal.shape, proposal.tokens.device)]
+    turns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for row_number, parents in enumerate(proposal.parents.tolist()):
+        for turn, parent_number, number in _in_turn(parents):
+            turns[turn].append((row_number, parent_number, number))
+    return [torch.tensor(turns[turn], device=proposal.tokens.device).unbind(1) for turn in sorted(turns)]
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(shape: tuple[int, ...], device: torch.device) -> list[tuple[Tensor, ...]]:
+    turns: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for turn, parent, number in _in_turn(shape):
+        turns[turn].append((parent, number))
+    return [torch.tensor(turns[turn], device=device).unbind(1) for turn in sorted(turns)]
+
+
+def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield turn, parent and number of every node that has a parent."""
+    last = [0] * len(parents)  # the turn of each node, then of its latest child
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            last[node] = last[parent] = last[parent] + 1
+            yield last[node], parent, node
 
 
 def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:

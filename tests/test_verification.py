@@ -195,6 +195,18 @@ def test_chain_equals_tree(rule: Rule) -> None:
     assert (fast.counts - 1 <= torch.arange(ROUNDS) % 4).all()
 
 
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_a_known_shape_changes_nothing(rule: Rule) -> None:
+    proposal, p = propose("tree_v4_k2_l2")
+    shape = tuple(proposal.parents[0].tolist())
+    assert shape == (NO_PARENT, 0, 0, 1, 1, 2, 2)
+    for count in (7, 6, 4):
+        dropped = torch.arange(7) >= torch.where(torch.arange(ROUNDS) % 2 == 0, 7, count)[:, None]
+        asked = replace(proposal, parents=proposal.parents.masked_fill(dropped, ABSENT))
+        verdicts = [rule(one, p, seeded(1)) for one in (asked, replace(asked, shape=shape))]
+        assert all(torch.equal(getattr(verdicts[0], name), getattr(verdicts[1], name)) for name in ("tokens", "path"))
+
+
 def test_drafter_may_stop_because_of_earlier_draws() -> None:
     def stopping(rule: Rule, proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
         stopped = torch.nn.functional.pad((proposal.tokens[:, 1:-1] == 0).cumsum(1) > 0, (2, 0))
@@ -478,7 +490,7 @@ class TestEdges:
         proposal, p = chain_of(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
         assert proposal.q is not None
         there = Proposal(
-            proposal.tokens.to("meta"), proposal.parents.to("meta"), 3, proposal.q.to("meta"), is_chain=is_chain
+            proposal.tokens.to("meta"), proposal.parents.to("meta"), 3, proposal.q.to("meta"), is_chain, (-1, 0, 1, 2)
         )
         assert rule(there, p.to("meta")).tokens.shape == (500, 4)
 
@@ -490,9 +502,11 @@ class TestEdges:
             tokens, parents, p, q = tokens[[0, 1, 4, 7]], torch.arange(-1, 3).cuda(), p[[0, 1, 4, 7]], q[[0, 1, 4]]
         rows = [x.expand(ROUNDS, *x.shape) for x in (tokens, parents, q.float(), p.float())]
         generator = torch.Generator("cuda").manual_seed(0)
+        proposal = Proposal(rows[0], rows[1], 3, rows[2], is_chain, tuple(parents.tolist()))
+        rule(proposal, rows[3], generator)  # the first time a shape is seen, it goes to the device
         torch.cuda.set_sync_debug_mode("error")
         try:
-            verdict = rule(Proposal(rows[0], rows[1], 3, rows[2], is_chain=is_chain), rows[3], generator)
+            verdict = rule(proposal, rows[3], generator)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         q = torch.cat([q, q[:1]])[: len(p)]

@@ -6,6 +6,7 @@ guesses to follow is decided here, the same way for all of them.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import defaultdict
@@ -90,37 +91,58 @@ def _chain(root: Tensor, law: Tensor, step: Step, limit: int, sample: bool, min_
     return Proposal.chain(root, torch.stack(guesses, dim=1), counts if min_confidence > 0 else None, q)
 
 
-def _static(root: Tensor, law: Tensor, step: Step, paths: Sequence[Sequence[int]], sample: bool) -> Proposal:
-    """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
-    parents, ranks = tree_from_paths(_without_gaps(paths) if sample else paths)
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of one depth of a static tree that have children, and these children."""
+
+    nodes: Tensor  # (n,)
+    above: Tensor  # (n,) their parents in the forest
+    children: Tensor  # (m,)
+    place: Tensor  # (m,) of each child's parent among ``nodes``
+    rank: Tensor  # (m,)
+    most: int  # ranks that some child has
+
+
+@functools.lru_cache(maxsize=64)
+def _lay_out(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[list[int], list[_Level]]:
+    """Return the parents of a static tree and its levels: once, because every upload makes an accelerator wait."""
+    parents, ranks = tree_from_paths(paths)
     children: dict[int, list[int]] = defaultdict(list)
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
+    number = {NO_PARENT: NO_PARENT, 0: NO_PARENT}  # node of the proposal -> node of the forest
+    level, levels = [0], []
+    put = functools.partial(torch.tensor, device=device)
+    while level:
+        below = [(place, child) for place, node in enumerate(level) for child in children[node]]
+        place, child, rank = zip(*((place, child, ranks[child]) for place, child in below), strict=True)
+        above = [number[parents[node]] for node in level]
+        levels.append(_Level(put(level), put(above), put(child), put(place), put(rank), max(rank) + 1))
+        level = [child for _, child in below if child in children]
+        number |= {node: len(number) - 2 + i for i, node in enumerate(level)}
+    return parents, levels
+
+
+def _static(root: Tensor, law: Tensor, step: Step, paths: Sequence[Sequence[int]], sample: bool) -> Proposal:
+    """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
+    parents, levels = _lay_out(tuple(map(tuple, _without_gaps(paths) if sample else paths)), root.device)
     forest = Forest.empty(step, root)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
-    present = torch.ones_like(tokens, dtype=torch.bool)
-    number = {0: NO_PARENT}  # node of the proposal -> node of the forest
-    q = law.new_zeros((len(root), max(children) + 1, law.shape[-1])) if sample else None
-    level, laws = [0], law[:, None]  # the nodes of one depth that have children, and the laws behind them
-    while level:
+    above = torch.full_like(tokens, NO_PARENT)
+    q = law.new_zeros((len(root), max(parents) + 1, law.shape[-1])) if sample else None
+    laws = law[:, None]
+    for depth, level in enumerate(levels):
+        if depth:
+            laws = forest.look_behind(tokens[:, level.nodes], level.above.expand(len(root), -1))
         if q is not None:
-            q[:, level] = laws.exp()
-        for i, node in enumerate(level):
-            below = children[node]
-            wanted = [ranks[child] for child in below]
-            ordered = (draw_distinct if sample else best)(laws[:, i], max(wanted) + 1)
-            chosen = ordered[:, [min(rank, ordered.shape[1] - 1) for rank in wanted]]
-            tokens[:, below] = chosen
-            possible = laws[:, i].gather(1, chosen) > -torch.inf
-            possible &= torch.tensor(wanted, device=root.device) < ordered.shape[1]  # a vocabulary may be tiny
-            present[:, below] = possible & present[:, [node]]
-        level = [child for node in level for child in children[node] if child in children]
-        if level:
-            above = torch.tensor([number[parents[node]] for node in level], device=root.device)
-            number |= {node: forest.size + i for i, node in enumerate(level)}
-            laws = forest.look_behind(tokens[:, level], above.expand(len(root), -1))
-    shape = torch.tensor(parents, device=root.device).expand_as(tokens)
-    return Proposal(tokens, shape.masked_fill(~present, ABSENT), max(map(len, paths)), q)
+            q[:, level.nodes] = laws.exp()
+        ordered = (draw_distinct if sample else best)(laws, level.most)  # (batch, n, most)
+        rank = level.rank.clamp(max=ordered.shape[2] - 1)  # a vocabulary may be tiny
+        possible = (laws.gather(2, ordered) > -torch.inf)[:, level.place, rank] & (rank == level.rank)
+        parent = level.nodes[level.place]
+        tokens[:, level.children] = ordered[:, level.place, rank]
+        above[:, level.children] = torch.where(possible & (above[:, parent] != ABSENT), parent, ABSENT)
+    return Proposal(tokens, above, max(map(len, paths)), q, shape=tuple(parents))
 
 
 def _dynamic(root: Tensor, law: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:
@@ -163,12 +185,12 @@ def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
 
 
 def best(law: Tensor, count: int) -> Tensor:
-    """Return the ``count`` most probable tokens of ``law`` (batch, vocabulary), best first: (batch, count)."""
+    """Return the ``count`` most probable tokens of ``law`` (..., vocabulary), best first: (..., count)."""
     return law.topk(min(count, law.shape[-1])).indices
 
 
 def draw_distinct(law: Tensor, count: int) -> Tensor:
-    """Draw ``count`` different tokens without replacement from the log-law (batch, vocabulary): (batch, count).
+    """Draw ``count`` different tokens without replacement from the log-law (..., vocabulary): (..., count).
 
     The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
     """
