@@ -8,7 +8,8 @@ token after node i. ``q`` is the law the guesses were drawn from. Chosen guesses
 
 Both weigh siblings alike: a rejected child takes ``q`` out of ``p``, and itself out of ``q``, for children are drawn
 without replacement. So every acceptance probability is known before the first coin is thrown, and a rule is a table of
-them, one coin per node, and one walk from the root. Nothing here waits for the accelerator.
+them, one coin per node, and one walk from the root. Nothing here waits for the accelerator, unless for the shape of a
+drawn tree that nobody else knows.
 
 A drafter may end a branch or leave out a child because of earlier draws, but must not drop a guess once it is drawn.
 """

@@ -14,6 +14,7 @@ from hf_spec import SpeculationConfig
 from hf_spec.drafts import trees
 from hf_spec.drafts.trees import bushy, draw_distinct, grow
 from hf_spec.proposal import ABSENT, Proposal
+from hf_spec.verification import verify
 
 VOCABULARY = 6
 
@@ -183,3 +184,18 @@ def test_a_bushy_tree_spends_its_nodes_within_its_bounds(width: int, nodes: int,
     assert all(len(path) <= depth and max(path) < width for path in paths)
     assert all(path[:-1] in paths for path in paths if len(path) > 1)
     assert all((*path[:-1], path[-1] - 1) in paths for path in paths if path[-1])
+
+
+@pytest.mark.parametrize("tree", [None, "dynamic", "sampled", [(0,), (1,), (0, 0), (0, 1), (1, 0, 0)]])
+@pytest.mark.parametrize("sample", [False, True])
+def test_nothing_waits_for_the_device(tree: object, sample: bool) -> None:
+    """Tensors without data cannot be read, so that reading one on the host raises here."""
+    law = torch.empty(2, VOCABULARY, device="meta")
+    config = SpeculationConfig(tree=tree)  # type: ignore[arg-type]
+    root = torch.zeros(2, dtype=torch.long, device="meta")
+    proposal = grow(root, law, lambda new, *_: law[:, None].expand(-1, new.shape[1], -1), config, 3, sample)
+    assert proposal.tokens.is_meta and proposal.tokens.shape[1] > 3
+    if proposal.q is not None:
+        assert verify(
+            proposal, torch.empty(2, proposal.tokens.shape[1], VOCABULARY, device="meta"), "block"
+        ).path.is_meta
