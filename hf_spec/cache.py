@@ -59,6 +59,15 @@ class Rows:
         """Let the rows have these lengths."""
         self.lengths, self.host_lengths = lengths, host_lengths
         self.shortest, self.longest = min(host_lengths, default=0), max(host_lengths, default=0)
+        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def places(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return rows (batch, 1) and columns (batch, count) of the next nodes: worked out once for all layers."""
+        if (self.open, count) not in self._places:
+            columns = self.open + torch.arange(count, device=self.lengths.device)
+            row = torch.arange(len(self.lengths), device=self.lengths.device)
+            self._places = {(self.open, count): (row[:, None], self.lengths[:, None] + columns)}
+        return self._places[self.open, count]
 
 
 class SlotBuffer:
@@ -90,9 +99,7 @@ class SlotBuffer:
         if rows.shortest == rows.longest:
             data.narrow(self.dim, end - count - self.start, count).copy_(states)
         else:
-            slot = rows.lengths[:, None] + rows.open + torch.arange(count, device=rows.lengths.device)
-            row = torch.arange(len(data), device=data.device)[:, None]
-            self.by_slot[row, slot.to(data.device) - self.start] = states.transpose(1, self.dim)
+            self.by_slot[self._index(*rows.places(count))] = states.transpose(1, self.dim)
         return data.narrow(self.dim, first - self.start, end - first)
 
     def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
@@ -108,14 +115,16 @@ class SlotBuffer:
         self.data, self.start = grown, first
         return grown
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy slots at columns ``source`` to columns ``target``, both (batch, count)."""
-        if self.data is None:
-            return
-        slots = self.by_slot
-        row = torch.arange(len(slots), device=slots.device)[:, None]
-        source, target = source.to(slots.device), target.to(slots.device)
-        slots[row, target - self.start] = slots[row, source - self.start]
+    def move(self, row: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots at columns ``source`` to columns ``target``, both (batch, count), of rows ``row`` (batch, 1)."""
+        if self.data is not None:
+            self.by_slot[self._index(row, target)] = self.by_slot[self._index(row, source)]
+
+    def _index(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn rows and columns into indices of ``by_slot``."""
+        assert self.data is not None
+        row, column = row.to(self.data.device), column.to(self.data.device)
+        return row, column - self.start if self.start else column
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
@@ -325,9 +334,10 @@ class SlotCache(Cache):
         taken = torch.as_tensor(counts, device=path.device)
         if path.shape[1] and not in_place:
             steps = torch.arange(path.shape[1], device=path.device)
+            row = torch.arange(len(path), device=path.device)[:, None]
             source, target = self.rows.lengths[:, None] + path, self.rows.lengths[:, None] + steps
             for buffer in self._buffers():
-                buffer.move(source, target)
+                buffer.move(row, source, target)
         lengths = [length + count for length, count in zip(self.rows.host_lengths, counts, strict=True)]
         self.rows.set(self.rows.lengths + taken, lengths)
         self.rows.open = 0
