@@ -117,6 +117,23 @@ def _dynamic_by_hand(draft: TableDraft, row: int, top_k: int, nodes: int, depth:
     return sorted(scores, key=scores.__getitem__, reverse=True)[:nodes]
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 8, 30])
+def test_a_dynamic_tree_of_sure_guesses_keeps_every_parent(nodes: int) -> None:
+    """Behind a guess of probability one a path is as probable as without it."""
+
+    def law(tokens: Tensor) -> Tensor:
+        logits = torch.zeros(*tokens.shape, VOCABULARY)
+        return logits.scatter(-1, (tokens + 1)[..., None] % VOCABULARY, 40.0).log_softmax(-1)
+
+    root = torch.zeros(1, dtype=torch.long)
+    config = SpeculationConfig(tree="dynamic", tree_top_k=3, tree_nodes=nodes)
+    found = paths_of(grow(root, law(root), lambda tokens, *_: law(tokens), config, 6, sample=False), 0)
+    sure = (1, 2, 3, 4, 5, 0)
+    assert {sure[:end] for end in range(1, 1 + min(nodes, len(sure)))} <= set(found)
+    assert all(path[:-1] in {(), *found} for path in found)
+    assert len(set(found)) == len(found) == nodes
+
+
 def test_a_static_tree_takes_the_ranks_it_names() -> None:
     paths = [(0,), (1,), (3,), (0, 0), (0, 2), (3, 1), (0, 2, 0)]
     draft = TableDraft(3)

@@ -173,9 +173,13 @@ def _dynamic(root: Tensor, law: Tensor, step: Step, limit: int, top_k: int, node
 
 
 def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, depth: int) -> Proposal:
-    """Keep the best ``nodes`` of all guesses (batch, guesses): a tree, since a path never gains by getting longer."""
+    """Keep the best ``nodes`` of all guesses (batch, guesses): a tree, since a path never gains by getting longer.
+
+    It may lose nothing either, behind a guess that the draft is sure of: of equals the first, so the parent, is kept.
+    """
     nodes = min(nodes, tokens.shape[1])
-    kept = scores.topk(nodes).indices.sort(dim=1).values  # (batch, nodes)
+    order = scores.sort(dim=1, descending=True, stable=True).indices
+    kept = order[:, :nodes].sort(dim=1).values  # (batch, nodes)
     place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(1, nodes + 1, device=root.device).expand_as(kept))
     above = parents.gather(1, kept)
     above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
