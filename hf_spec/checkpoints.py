@@ -63,6 +63,8 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "re
 SERVED_FLAGS = "served_flags"
 # How tensors of a draft begin where it is kept in its target's checkpoint: Medusa-2, Qwen3-Next and Qwen3.5, MiMo.
 INSIDE_TARGET = ("medusa_head.", "mtp.", "model.mtp_layers.")
+# What files hold that no draft needs: tables computed anew, and the target's ends, which speculators trains against.
+LEFT_OVER = re.compile(r".*\binv_freq$|verifier_(lm_head|norm)\.weight$")
 # Head, layer and tensor.
 MEDUSA_NAME = re.compile(r"(?:medusa_heads?\.)?((\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight))")
 MEDUSA_VLLM_NAME = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
@@ -245,7 +247,7 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
         return _medusa(raw, _from_vllm(raw, checkpoint.tensors))
     if layout == "mtp":
         return native_mtp(raw, checkpoint.tensors)
-    tensors = {_our_name(name): tensor for name, tensor in checkpoint.tensors.items() if "inv_freq" not in name}
+    tensors = {_our_name(name): tensor for name, tensor in checkpoint.tensors.items() if not LEFT_OVER.match(name)}
     if layout == "eagle":
         return _eagle(raw, tensors)
     if layout == "speculators":

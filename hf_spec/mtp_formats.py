@@ -41,7 +41,8 @@ def speculators_mtp(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[MT
 
     Where the config does not say it, the features are those that the library trains with: before the final norm.
     """
-    raw["transformer_layer_config"] |= {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    is_dense = "mtp_layers.0.mlp.gate_proj.weight" in tensors
+    raw["transformer_layer_config"] = _one_layer(raw["transformer_layer_config"], is_dense)
     raw.setdefault("features_after_norm", False)
     raw["shared_with_target"] = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
     known = {field.name for field in fields(MTPSpeculatorConfig)} - {"architectures", "transformers_version"}
@@ -84,7 +85,7 @@ def to_native(config: MTPSpeculatorConfig, tensors: dict[str, Tensor]) -> dict[s
 
 
 def _one_layer(raw: dict[str, Any], is_dense: bool) -> Any:
-    """Describe one full-attention layer of the target with the config ``raw``."""
+    """Describe one full-attention layer of the target with the config ``raw``; it may stand anywhere in the target."""
     kind = "qwen2" if raw["model_type"] == "mimo" else raw["model_type"]  # MiMo's layers are those of Qwen2
     given = {name: value for name, value in raw.items() if name != "model_type"}
     layers = copy.deepcopy(AutoConfig.for_model(kind, **given).get_text_config(decoder=True))

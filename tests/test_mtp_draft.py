@@ -211,6 +211,22 @@ def test_only_layers_that_engines_run_alike_are_written_for_them(tmp_path: Path)
     assert not (tmp_path / "native").exists()
 
 
+@pytest.mark.parametrize("changes", [{}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_what_speculators_converts_is_read(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Its config describes the target, where the layer stands last, and its file has a place for the target's head."""
+    draft = draft_of(QWEN)
+    layers = json.loads((GOLDENS / QWEN / "checkpoint" / "config.json").read_text()) | changes
+    config = json.loads((GOLDENS / SPECULATORS / "checkpoint" / "config.json").read_text())
+    config |= {"transformer_layer_config": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = {"verifier_lm_head.weight": torch.full((64, 32), torch.nan)}
+    save_file(draft.state_dict() | head, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = AutoDraftModel.from_pretrained(tmp_path, target=target_of(QWEN))
+    ids = outputs(QWEN)["input_ids"][None, 1:]
+    given = {"input_ids": ids, "features": states(QWEN)[:, :-1]}
+    assert torch.equal(again(**given).logits, draft(**given).logits)
+
+
 def test_only_the_files_with_the_layer_are_read_of_a_target(tmp_path: Path) -> None:
     source = GOLDENS / QWEN / "checkpoint"
     tensors = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if "mtp." in name}
