@@ -62,7 +62,8 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
         return f"{name} keeps no key-value cache of transformers"
     if (layer := unsupported_layer(cache)) is not None:
         return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
-    if getattr(model, "_is_stateful", False) and not has_states(cache):
+    knows_layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None)  # and so does the cache
+    if getattr(model, "_is_stateful", False) and not knows_layers and not has_states(cache):
         return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     return None
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -120,6 +120,57 @@ def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree:
         assert out.speculation.accepted > 0
         deepest = max(len(row.offered) for row in out.speculation.per_row)
         assert deepest == guesses if tree is None else min(2, guesses) <= deepest <= guesses
+
+
+KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+OTHERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "bailing_hybrid": (  # a recurrent target whose MTP layer has no state
+        KINDS | {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]},
+        "model.layers.4.",
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    ),
+    "mellum": ({"num_mtp_layers": 1}, "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+}
+
+
+def with_new_layer(name: str, path: Path) -> Any:
+    """Load a tiny target from a checkpoint that ends with an MTP layer made for it."""
+    config, prefix, (embedding, hidden, projection, last) = OTHERS[name]
+    target = build(name, **config)
+    target.save_pretrained(path)
+    longer = {"num_hidden_layers": 5} | {
+        kinds: [*getattr(target.config, kinds), getattr(target.config, f"mtp_{kinds}")[0]]
+        for kinds in ("layer_types", "mlp_layer_types")
+    }
+    build(name, **config | longer).save_pretrained(path / "longer")
+    tensors = load_file(path / "longer" / "model.safetensors")
+    block = f"{prefix}layers.0." if prefix == "mtp." else prefix
+    layer = {key.replace("model.layers.4.", block): tensors[key] for key in tensors if ".layers.4." in key}
+    torch.manual_seed(0)
+    layer |= {f"{prefix}{norm}.weight": 1 + 0.3 * torch.randn(32) for norm in (embedding, hidden, last)}
+    layer[f"{prefix}{projection}.weight"] = 0.2 * torch.randn(32, 64)
+    save_file(load_file(path / "model.safetensors") | layer, path / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.mark.parametrize("tree", [None, "dynamic"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_of_other_families_serve_their_targets(name: str, tree: Any, tmp_path: Path) -> None:
+    target = with_new_layer(name, tmp_path)
+    prompt = torch.randint(3, 99, (3, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(prompt)
+    mask[1, :3] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for batch in (1, 3):
+        inputs = {"input_ids": prompt[:batch], "attention_mask": mask[:batch]}
+        config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_top_k=3, tree_nodes=8)
+        plain = target.generate(**inputs, **options)
+        assert torch.equal(target.generate(**inputs, **options, speculator="mtp", speculation_config=config), plain)
+
+
+def test_layers_that_the_config_only_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"does not say what they are \(.*mtp_layer_types.*another speculator"):
+        hf_spec.as_speculator("mtp", build("bailing_hybrid"))
 
 
 def test_the_word_mtp_reads_the_layers_of_the_checkpoint() -> None:

@@ -56,7 +56,13 @@ class TargetMtp(MtpModel, Speculator):
                 f"{type(target).__name__} has no multi-token-prediction layers (num_mtp_layers is not set in its "
                 "config); use another speculator, for example 'ngram'"
             )
-        cache = DynamicCache(config=config.get_mtp_config())
+        try:
+            cache = DynamicCache(config=config.get_mtp_config())
+        except ValueError as error:
+            raise ValueError(
+                f"the config of {type(target).__name__} counts MTP layers but does not say what they are ({error}); "
+                "complete its config.json, or use another speculator"
+            ) from error
         if (reason := why_unsupported(target, cache)) is not None:
             raise ValueError(f"the MTP layers of {type(target).__name__} cannot be a draft: {reason}")
         device = next(target.get_decoder().layers[-1].parameters()).device
@@ -64,7 +70,7 @@ class TargetMtp(MtpModel, Speculator):
             draft: Any = cls.from_pretrained(target, device_map={"": device})
         except (OSError, RuntimeError) as error:
             raise ValueError(
-                f"the MTP layers of {type(target).__name__} are not in {config.name_or_path or 'any checkpoint'!r}, "
+                f"the MTP layers of {type(target).__name__} are not in {target.name_or_path or 'any checkpoint'!r}, "
                 f"which it was loaded from ({error}); use a checkpoint that has them, or another speculator"
             ) from error
         return cast(TargetMtp, draft.eval())
