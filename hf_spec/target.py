@@ -89,6 +89,8 @@ class TargetRunner:
         """Read the prompt the host's way and score its last token; the features cover the whole prompt."""
         if asked := self.asked_hidden_states:
             model_kwargs["output_hidden_states"] = asked
+        if self.feature_layers and model_kwargs.get("logits_to_keep") == 1:
+            model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
         with self._watching() as last, self._recording(last) as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self._start(
@@ -198,7 +200,7 @@ class TargetRunner:
         if self._num_layers in self.feature_layers:
             hooks.append(catch(self._num_layers, _last_layer(self.model, self._num_layers)))
         if -1 in self.feature_layers:
-            hooks.append(catch(-1, self.model.get_decoder()))
+            hooks.append(catch(-1, decoder_of(self.model)))
         try:
             yield caught
         finally:
@@ -361,8 +363,18 @@ def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: 
     return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
 
 
+def decoder_of(model: Any) -> Any:
+    """Return the module that gives the last hidden states; of some models the host's ``get_decoder`` names another."""
+    found = model.get_decoder()
+    if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
+        return model.base_model
+    return (
+        found if found.get_output_embeddings() is None else found.model
+    )  # Llama 4 and Mllama stop at the whole model
+
+
 def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
-    stacks = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    stacks = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
     return next(stack[-1] for stack in stacks if len(stack) == count)
 
 
@@ -374,7 +386,7 @@ def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
     wanted = {"past_key_values_length", "position_ids"}
     embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     found = [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     return found or [decoder] * ("position_ids" in inspect.signature(decoder.forward).parameters)
 
 

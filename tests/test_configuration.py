@@ -153,6 +153,22 @@ def test_a_new_draft_of_what_has_no_attention_keeps_common_proportions() -> None
     assert (layers.hidden_size, layers.num_attention_heads, layers.intermediate_size) == (32, 4, 128)
 
 
+@pytest.mark.parametrize("name", ["gemma4_text", "dots3_note_text", "beam"])  # heads or ropes of several kinds
+def test_a_new_draft_for_layers_of_several_kinds_is_shaped_as_the_first(name: str) -> None:
+    target = build(name).config
+    layers = Eagle3SpeculatorConfig.for_target(target, eagle_aux_hidden_state_layer_ids=[1, 2, 3]).layers
+    assert (layers.hidden_size, layers.head_dim, layers.num_attention_heads) == (32, 8, 4)
+    assert layers.rope_parameters["rope_theta"] == (1e6 if name == "gemma4_text" else 1e4)
+
+
+def test_a_new_draft_needs_no_embeddings_of_what_is_no_text() -> None:
+    target = build("mllama")
+    rows = target.get_input_embeddings().weight
+    assert len(rows) > target.config.vocab_size == 99
+    draft = new_draft(EagleSpeculatorConfig.for_target(target.config), target)
+    assert torch.equal(draft.embed_tokens.weight, rows[:99])
+
+
 @pytest.mark.parametrize("name", ["gemma3n_text", "hy_v4", "qwen4_exp_text"])
 def test_targets_with_several_residual_streams_are_for_drafts_that_read_none(name: str) -> None:
     target = build(name)

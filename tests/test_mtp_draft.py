@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import build, prompts
 from golden import CLOSE, GOLDENS, outputs, tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,9 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForC
 
 from hf_spec import News, Request, SpeculationConfig, as_speculator
 from hf_spec.checkpoints import AutoDraftModel
-from hf_spec.configuration import MTPSpeculatorConfig
+from hf_spec.configuration import EagleSpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
 from hf_spec.conversion import convert, export, inspect
 from hf_spec.drafts.mtp import MTPDraftModel, TargetMtp
+from hf_spec.target import TargetRunner
+from hf_spec.training import new_draft
 
 SPECULATORS, QWEN = "sp_mtp_qwen3", "mtp_qwen3_next_native"
 
@@ -119,6 +122,19 @@ def test_a_layer_of_another_kind_serves_any_target() -> None:
     call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     plain = target.generate(ids, **call)
     assert torch.equal(target.generate(ids, speculator=draft.eval(), **call), plain)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "llama4_text", "vl:llama4", "modernbert-decoder"])
+@torch.no_grad()
+def test_the_last_state_of_every_token_of_the_prompt_is_read(name: str) -> None:
+    """Gemma 4 gives the last one only if the logits of one are wanted; of the others get_decoder is no decoder."""
+    target, prompt = build(name), prompts(2, (7,))
+    features = TargetRunner(target, (-1,)).prefill_tokens(**prompt).features
+    torch.testing.assert_close(features, target(**prompt, output_hidden_states=True).hidden_states[-1])
+    plain = target.generate(**prompt, max_new_tokens=12)
+    for kind in (EagleSpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig):
+        draft = new_draft(kind.for_target(target.config), target).eval()
+        assert torch.equal(target.generate(**prompt, max_new_tokens=12, speculator=draft), plain)
 
 
 @torch.no_grad()

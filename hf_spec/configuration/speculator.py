@@ -371,6 +371,7 @@ def max_positions(target: PreTrainedConfig) -> int:
 def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedConfig:
     """Return a config for one decoder layer of the shape of ``target``'s, with some fields replaced."""
     text = target.get_text_config()
+    layer = text.per_layer_config[0] if text.is_heterogeneous else text  # some models have heads of several sizes
     shape: dict[str, Any] = {
         name: value
         for name in (
@@ -383,10 +384,10 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
             "head_dim",
             "vocab_size",
         )
-        if (value := getattr(text, name, None)) is not None
+        if (value := getattr(layer, name, None)) is not None
     }
     rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)  # some models have one rope per kind of layer
+    rope = rope.get("full_attention", rope) or {}  # some models have one rope per kind of layer
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
     shape["rope_parameters"] = dict(rope) if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
     if isinstance(widths := shape.get("intermediate_size"), list):  # one per layer

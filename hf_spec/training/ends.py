@@ -15,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from ..target import decoder_of
 from .teacher import Reader
 
 WEIGHTS = "ends.safetensors"
@@ -39,7 +40,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
 def has_body(model: Any) -> bool:
     """Tell whether ``model`` has more weights than embeddings and an output layer, so that it can read a text."""
     ends = {id(tensor) for tensor in _ends(model).values()}
-    return any(id(parameter) not in ends for parameter in model.get_decoder().parameters())
+    return any(id(parameter) not in ends for parameter in decoder_of(model).parameters())
 
 
 def save_ends(model: PreTrainedModel, directory: Path) -> None:
@@ -92,7 +93,7 @@ def load_ends(directory: Path) -> Any:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: real.get(id(tensor)) for name, tensor in tensors.items()})
-    model.get_decoder().forward = _refuse
+    decoder_of(model).forward = _refuse
     return model.eval()
 
 
@@ -105,7 +106,7 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 def _ends(model: Any) -> dict[str, Tensor]:
     """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones stand once."""
-    body = model.get_decoder() if model.base_model is model else model.base_model
+    body = decoder_of(model) if model.base_model is model else model.base_model
     inside = {*body.modules()} - {*model.get_input_embeddings().modules()}
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():

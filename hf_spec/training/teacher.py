@@ -6,14 +6,18 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..target import TargetRunner
+from ..target import TargetRunner, decoder_of, input_device
 from .unrolling import positions
+
+_known: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()  # see Reader._keeps_apart
 
 
 def bare(model: Any) -> Any:
@@ -33,19 +37,24 @@ class Reader:
         """Return the states of each feature layer (batch, length, width) and the last ones (batch, length, hidden).
 
         Packed documents (batch, length) do not see each other. Padding is on the right, where no text sees it.
-
-        Errors: a ValueError for packed documents if the model cannot keep them apart.
         """
+        if document_ids is None or not bool((document_ids != document_ids[:, :1]).any()):
+            return self._read(input_ids)
+        position_ids = positions(input_ids, document_ids)
+        if self._keeps_apart():
+            return self._read(input_ids, position_ids)
+        return self._read_in_rows(input_ids, (position_ids == 0).flatten().nonzero()[:, 0])
+
+    def _read(self, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-        if document_ids is not None and bool((document_ids != document_ids[:, :1]).any()):
-            self._check_packing()
-            kwargs["position_ids"] = positions(input_ids, document_ids)
+        if position_ids is not None:
+            kwargs["position_ids"] = position_ids
         if asked := self._runner.asked_hidden_states:
             kwargs["output_hidden_states"] = asked
         if self.model._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = 1
+            kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number 1, Gemma 4 gives no more states either
         caught: list[Any] = []
-        hook = self.model.get_decoder().register_forward_hook(lambda module, args, output: caught.append(output))
+        hook = decoder_of(self.model).register_forward_hook(lambda module, args, output: caught.append(output))
         try:
             with self._runner._watching() as last:
                 outputs = self.model(**kwargs, return_dict=True)
@@ -53,27 +62,51 @@ class Reader:
             hook.remove()
         return self._runner._layers(outputs, last), caught[-1].last_hidden_state
 
+    @torch.no_grad()
+    def _keeps_apart(self) -> bool:
+        """Tell whether the model reads documents apart if their positions begin anew, from trying it once.
+
+        Many models of transformers take positions but do not see in them where a document begins.
+        """
+        known = _known.setdefault(self.model, {})
+        config = self.model.config.get_text_config(decoder=True)
+        if (way := config._attn_implementation) not in known:
+            known[way] = "position_ids" in inspect.signature(self.model.forward).parameters
+            if known[way]:
+                ids = torch.arange(11, 19, device=input_device(self.model))[None] % config.vocab_size
+                _, packed = self._read(ids, torch.arange(8, device=ids.device)[None] % 4)
+                _, alone = self._read(ids[:, 4:])
+                known[way] = bool(((packed[:, 4:] - alone).norm(dim=-1) < 0.05 * alone.norm(dim=-1)).all())
+        return known[way]
+
+    def _read_in_rows(self, input_ids: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Read every document as a row of its own, as many at a time as take no more room than the batch.
+
+        ``starts`` (documents,) are where they begin in the flattened batch.
+        """
+        lengths = starts.diff(append=starts.new_tensor([input_ids.numel()])).tolist()
+        documents = input_ids.flatten().split(lengths)
+        states: dict[int, list[Tensor]] = {}
+        rest = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while rest:
+            count = max(1, input_ids.numel() // lengths[rest[0]])
+            together, rest = rest[:count], rest[count:]
+            layers, last = self._read(pad_sequence([documents[i] for i in together], batch_first=True))
+            for row, i in enumerate(together):
+                states[i] = [layer[row, : lengths[i]] for layer in (*layers, last)]
+        by_layer = zip(*(states[i] for i in range(len(documents))), strict=True)
+        *layers, last = (torch.cat(parts).unflatten(0, input_ids.shape) for parts in by_layer)
+        return layers, last
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (rows, vocabulary) of some last hidden states (rows, hidden).
 
         The model's own ``forward`` works them out around a decoder that gives these states, so that they are capped
         and scaled where the model does that.
         """
-        with _answering(self.model.get_decoder(), _Answer(last_hidden_state=hidden[None])):
+        with _answering(decoder_of(self.model), _Answer(last_hidden_state=hidden[None])):
             outputs = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long), return_dict=True)
         return cast(Tensor, outputs.logits[0])
-
-    def _check_packing(self) -> None:
-        if getattr(self.model, "_is_stateful", False):
-            raise ValueError(
-                f"{type(self.model).__name__} keeps a recurrent state, which runs from one packed document into the "
-                "next; prepare the data with packing=False"
-            )
-        if "position_ids" not in inspect.signature(self.model.forward).parameters:
-            raise ValueError(
-                f"{type(self.model).__name__} takes no position_ids, so it cannot tell packed documents apart; "
-                "prepare the data with packing=False"
-            )
 
 
 class _Answer(BaseModelOutputWithPast):

@@ -61,7 +61,7 @@ def new_draft(config: SpeculatorConfig, target: PreTrainedModel, token_counts: T
     same_width = config.layers.hidden_size == target.config.get_text_config().hidden_size
     with torch.no_grad():
         if draft.embed_tokens is not None and same_width:
-            draft.embed_tokens.weight.copy_(embeddings.weight)
+            draft.embed_tokens.weight.copy_(embeddings.weight[: config.layers.vocab_size])  # Mllama has more: images
         elif draft.embed_tokens is not None and not any(p.requires_grad for p in draft.embed_tokens.parameters()):
             raise ValueError(
                 "a draft of another width than the target must learn its embeddings: embed_requires_grad=True"
