@@ -71,7 +71,7 @@ class SpeculativeDecoding:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
-        speculator = as_speculator(self.speculator, model)
+        speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = self.config or speculator.defaults()
         text = Text(input_ids, Stops(stopping_criteria), generation_config._pad_token_tensor, self.streamer)
         refuse_call(model, generation_config, model_kwargs, config, text)

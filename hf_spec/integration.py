@@ -140,12 +140,14 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
     if tokenizer is None:
         raise ValueError("stop_strings needs the model's tokenizer: generate(..., tokenizer=tokenizer).")
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    if not any(type(one) is StopStringCriteria for one in criteria):  # the caller's own one takes precedence
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
 
 
 def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
     """Look an option up where the host does: in the call, in its configuration, in the model's."""
-    configs = (kwargs.get("generation_config"), model.generation_config)
-    found = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+    if name in kwargs:  # None turns off what the configurations ask for
+        return kwargs[name]
+    found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
     return next((value for value in found if value is not None), None)

@@ -140,9 +140,12 @@ class Slots:
         self, cache: DynamicCache, batch: int, device: torch.device, padding: Tensor | None, open: int = 0
     ) -> None:
         self.cache = SlotCache.adopt(cache, batch, device, open)
-        self.padding = None if padding is None else padding.to(device, torch.bool)
         self._host_cache = cache
         self._prompt = self.cache.rows.longest + min(open, 1)
+        if padding is not None:  # an adapter's virtual tokens stand in front of what the caller's mask knows of
+            virtual = max(0, self._prompt - padding.shape[1])
+            padding = torch.nn.functional.pad(padding.to(device, torch.bool), (virtual, 0), value=True)
+        self.padding = padding
         self._open_depth: Tensor | None = None  # (batch, open nodes)
 
     @property

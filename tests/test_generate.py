@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from architectures import prompts
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, pipeline
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -201,6 +201,25 @@ def test_peft_target_and_draft(model: PreTrainedModel) -> None:
         hf_spec.set_speculator(wrapped, None)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_peft_virtual_tokens(kind: type[PeftConfig], name: str) -> None:
+    """They stand in the cache, in front of the padding, and in no mask of the caller."""
+    plain = greedy(target(name), prompts(3))
+    wrapped = get_peft_model(noisy(target(name), 0.0), kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    with torch.no_grad():
+        weight = next(weight for key, weight in wrapped.named_parameters() if "prompt_encoder" in key)
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(greedy(wrapped, prompts(3)), plain), "the adapter does nothing"
+    for batch in BATCHES.values():
+        inputs = prompts(*batch)
+        expected = greedy(wrapped, inputs)
+        for shape in SHAPES.values():
+            for speculator in (Oracle(expected), draft(name)):
+                out = greedy(wrapped, inputs, speculator=speculator, speculation_config=shape)
+                assert torch.equal(out, expected)
+
+
 def test_pipeline() -> None:
     generator = pipeline("text-generation", model=target(), tokenizer=tokenizer())
     options = {"max_new_tokens": NEW, "do_sample": False}
@@ -241,6 +260,17 @@ def test_generation_config(model: PreTrainedModel) -> None:
     assert torch.equal(other.generate(**inputs, generation_config=GenerationConfig(), speculator=draft()), expected)
     override = {"eos_token_id": [stop, int(plain[0, -9])], "max_new_tokens": NEW - 2}
     assert torch.equal(other.generate(**inputs, speculator=draft(), **override), other.generate(**inputs, **override))
+
+
+def test_none_turns_off_what_the_model_asks_for(model: PreTrainedModel) -> None:
+    inputs = prompts(3)
+    plain = greedy(model, inputs)
+    other = noisy(model, 0.0)
+    other.generation_config.cache_implementation = "static"
+    other.generation_config.stop_strings = [tokenizer().decode(plain[0, -8:-6])]
+    off = {"cache_implementation": None, "stop_strings": None}
+    assert torch.equal(greedy(other, inputs, **off), plain)
+    assert torch.equal(greedy(other, inputs, speculator=draft(), **off), plain)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -308,6 +338,16 @@ def test_inputs_without_a_mask_or_at_all(model: PreTrainedModel) -> None:
     assert torch.equal(greedy(model, {"inputs": ids}, speculator=draft()), greedy(model, {"inputs": ids}))
     start = {"bos_token_id": 5}
     assert torch.equal(greedy(model, {}, speculator=draft(), **start), greedy(model, {}, **start))
+
+
+def test_short_integers(model: PreTrainedModel) -> None:
+    inputs = {name: value.int() for name, value in prompts(3).items()}
+    plain = greedy(model, inputs)
+    for shape in SHAPES.values():
+        for speculator in (draft(), "ngram"):
+            out = greedy(model, inputs, speculator=speculator, speculation_config=shape)
+            assert out.dtype == plain.dtype
+            assert torch.equal(out, plain)
 
 
 def test_a_mask_with_holes(model: PreTrainedModel) -> None:

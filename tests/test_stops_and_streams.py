@@ -16,6 +16,7 @@ from transformers import (
     AsyncTextIteratorStreamer,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
     TextIteratorStreamer,
     TextStreamer,
 )
@@ -86,6 +87,13 @@ def test_stop_string_at_every_offset(offset: int) -> None:
     found = check("one", {"stop_strings": [string, "never"], "tokenizer": tokenizer()})
     assert found.shape[1] == min(offset, tokenizer().decode(ids).index(string) + len(string))
     check("ragged", {"stop_strings": string, "tokenizer": tokenizer(), "eos_token_id": 98, "pad_token_id": 0}, 3)
+
+
+def test_stop_strings_of_the_caller_come_first() -> None:
+    first, later = (tokenizer().decode(said("one")[0, at : at + 2].tolist()) for at in (2, 7))
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer(), [later])])
+    found = check("one", {"stop_strings": first, "tokenizer": tokenizer(), "stopping_criteria": criteria})
+    assert found.shape[1] == 9
 
 
 @pytest.mark.parametrize("wrong", [2, 3, 1000])
