@@ -253,6 +253,23 @@ def test_what_is_lent_is_neither_copied_nor_trained_nor_saved(tmp_path: Any) -> 
     assert torch.equal(again(**given).logits, draft(**given).logits)
 
 
+def test_binding_again_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call in another thread may be guessing with the same draft while one begins."""
+    target, draft = tiny_target(), tiny_draft(shared_with_target=["embed_tokens", "lm_head"])
+    draft.bind(target)
+    head, given = target.get_output_embeddings(), {"input_ids": tokens(1, 5), "features": noise(1, 5, 96)}
+    expected, meanwhile = draft(**given).logits, []
+
+    def guess() -> Any:
+        meanwhile.append(draft(**given).logits)
+        return head
+
+    monkeypatch.setattr(target, "get_output_embeddings", guess)
+    draft.bind(target)
+    assert meanwhile
+    assert all(torch.equal(logits, expected) for logits in meanwhile)
+
+
 def test_a_target_of_another_width() -> None:
     target = tiny_target(hidden_size=48)
     config = Eagle3SpeculatorConfig.for_target(

@@ -124,15 +124,17 @@ class DraftModel(PreTrainedModel, Speculator):
     def bind(self, target: PreTrainedModel) -> None:
         """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot."""
         self.check(target)
-        self._lent, shared = {}, self.config.shared_with_target or ()
+        lent: dict[str, Tensor | None] = {}
+        shared = self.config.shared_with_target or ()
         if "embed_tokens" in shared:
-            self._lent["embed_tokens"] = _lendable(target.get_input_embeddings(), "embed_tokens", self.config)
+            lent["embed_tokens"] = _lendable(target.get_input_embeddings(), "embed_tokens", self.config)
         if "lm_head" in shared:
             head, ids = target.get_output_embeddings(), self.target_ids
             weight, bias = _lendable(head, "lm_head", self.config), getattr(head, "bias", None)
             if ids is not None:
                 weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
-            self._lent |= {"lm_head": weight, "lm_head_bias": bias}
+            lent |= {"lm_head": weight, "lm_head_bias": bias}
+        self._lent = lent  # at once: another thread may be guessing
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens of the target, (batch, length) -> (batch, length, hidden)."""
