@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import build
+from architectures import build, prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -70,6 +71,28 @@ def test_a_layer_gives_the_hosts_logits(case: str) -> None:
     length = hidden.shape[1]
     output = draft(ids[:, 1 : length + 1], features=hidden, position_ids=torch.arange(length)[None])
     torch.testing.assert_close(output.logits[0], io["mtp_logits"][0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_forward_in_another_thread_does_not_disturb(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, draft, io = golden(DEEPSEEK)
+    ids = io["input_ids"][None, 1:9].expand(3, -1)
+    given = {
+        "features": io["last_hidden"][None, :8].expand(3, -1, -1),
+        "attention_mask": prompts(3, (8, 5))["attention_mask"],
+    }
+    expected, layer = draft(ids, **given).logits, draft.forward_layer
+
+    def disturbed(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(draft, "forward_layer", layer)
+        other = threading.Thread(target=draft, args=(ids[:1],), kwargs={"features": given["features"][:1]})
+        other.start()
+        other.join()
+        return layer(*args, **kwargs)
+
+    monkeypatch.setattr(draft, "forward_layer", disturbed)
+    assert torch.equal(draft(ids, **given).logits, expected)
+    assert not torch.equal(draft(ids, **given | {"attention_mask": None}).logits, expected), "the mask does nothing"
 
 
 @pytest.mark.parametrize(("case", "feedback"), CASES.items())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextvars import ContextVar
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,9 @@ from .modeling import MASKS, DraftModel, DraftOutput, next_positions, only_one
 # Families whose layers are fed what they give before their last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
 
+# The mask of the running forward, on its way past the host to where masks are made; every thread has its own.
+_padding: ContextVar[Tensor | None] = ContextVar("hf_spec_mtp_padding", default=None)
+
 
 class TargetMtp(MtpModel, Speculator):
     """Guess with a target's own MTP layers, as transformers reads them from the target's checkpoint."""
@@ -43,7 +47,6 @@ class TargetMtp(MtpModel, Speculator):
     def __init__(self, target: PreTrainedModel, num_mtp_layers: int) -> None:
         super().__init__(target, num_mtp_layers)
         self.feeds_normed = self.config.model_type not in FED_BEFORE_NORM
-        self._padding: Tensor | None = None
         for layer in cast(Any, self.layers):
             layer.use_post_norm = False  # applied below: what is fed back may need to pass it by
 
@@ -107,11 +110,13 @@ class TargetMtp(MtpModel, Speculator):
         reader: int = 0,
     ) -> DraftOutput:
         """Take one step of layer ``reader``, as ``EagleDraftModel.forward``."""
-        self._padding = attention_mask
         position_ids = next_positions(input_ids, past_key_values) if position_ids is None else position_ids
-        hidden = self.forward_layer(
-            reader, only_one(features, hidden_states), position_ids, cast(Any, past_key_values), input_ids=input_ids
-        )
+        state = only_one(features, hidden_states)
+        token = _padding.set(attention_mask)
+        try:
+            hidden = self.forward_layer(reader, state, position_ids, cast(Any, past_key_values), input_ids=input_ids)
+        finally:
+            _padding.reset(token)
         norm = cast(Any, self.layers[reader]).post_norm
         normed = hidden if norm is None else norm(hidden)  # (batch, length, hidden)
         logits = self._project_to_logits(normed[:, -logits_to_keep:])
@@ -126,7 +131,7 @@ class TargetMtp(MtpModel, Speculator):
         mask = MASKS[kinds[layer_idx] if kinds else "full_attention"](
             config=config,
             inputs_embeds=inputs_embeds,
-            attention_mask=self._padding,
+            attention_mask=_padding.get(),
             past_key_values=mtp_cache,
             position_ids=position_ids,
             layer_idx=layer_idx,
