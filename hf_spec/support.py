@@ -24,7 +24,7 @@ def refuse_call(
     _refuse_target(model, model_kwargs, config, len(text.lengths))
     if text.stops.max_length is not None:
         prompt = _length_of_prompt(generation_config, model_kwargs, text.prompt_length)
-        _refuse_growing_rope(model, prompt, prompt + text.stops.max_length - text.prompt_length)
+        _refuse_growing_rope(model, model_kwargs, prompt, prompt + text.stops.max_length - text.prompt_length)
 
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -93,23 +93,29 @@ def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[st
     return int(getattr(generation_config, "_mask_length", ids) if mask is None else mask.shape[1])
 
 
-def _refuse_growing_rope(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+def _refuse_growing_rope(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], prompt_length: int, max_length: int
+) -> None:
     # Cached keys would keep the old rotary frequencies while new ones get others.
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
-    original = (rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None) or getattr(
-        config, "original_max_position_embeddings", None
-    )
-    limit = original or getattr(config, "max_position_embeddings", None)
-    if rope_type not in ("dynamic", "longrope") or limit is None or max_length <= limit:
-        return
-    if rope_type == "longrope" and prompt_length > limit:
-        return  # long from the start: the frequencies stay
-    raise _refusal(
-        f"rope_type={rope_type!r} changes its frequencies once the text is longer than {limit} tokens, and this call "
-        f"may reach {max_length}; ask for at most {limit - prompt_length} new tokens"
-    )
+    config, mask = model.config.get_text_config(decoder=True), model_kwargs.get("attention_mask")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of all layers, or of each type of layer
+        rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
+        if rope_type not in ("dynamic", "longrope"):
+            continue
+        limit = config.max_position_embeddings if rope_type == "dynamic" else rope["original_max_position_embeddings"]
+        shortest = prompt_length if mask is None else int(mask.sum(1).min())
+        if max_length <= limit or (rope_type == "longrope" and shortest > limit):
+            continue  # short to the end, or long from the start whichever rows are done first: the frequencies stay
+        cure = f"ask for at most {limit - prompt_length} new tokens"
+        if prompt_length >= limit:
+            cure = "generate without `speculator`"
+            if rope_type == "longrope":
+                cure = "pass prompts longer than that by themselves, and shorter ones with few new tokens"
+        raise _refusal(
+            f"rope_type={rope_type!r} changes its frequencies once the text is longer than {limit} tokens, and this "
+            f"call may reach {max_length}; {cure}"
+        )
 
 
 def _refusal(reason: str) -> ValueError:

@@ -133,9 +133,9 @@ class TargetRunner:
         refuse_trees(proposal)
         guesses = proposal.tokens.shape[1] - 1
         kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
-        if self.model._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = 1 + guesses
-        with self._recording({}) as record:
+        # Given to the forward itself: some models' prepare_inputs_for_generation keeps one, whatever it is asked for.
+        kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
+        with self._recording({}, **kept) as record:
             ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
             outputs = self.model._prefill(ids, generation_config, kwargs)
         last_position = None if record.position is None else record.position - guesses
@@ -208,13 +208,14 @@ class TargetRunner:
                 hook.remove()
 
     @contextlib.contextmanager
-    def _recording(self, last: dict[int, Tensor]) -> Iterator[_PrefillRecord]:
-        """Note the positions and features of every forward of a prefill."""
+    def _recording(self, last: dict[int, Tensor], **changed: Any) -> Iterator[_PrefillRecord]:
+        """Note the positions and features of every forward of a prefill, with some arguments ``changed``."""
         record = _PrefillRecord()
 
-        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             position = kwargs.get("position_ids")
             record.position = None if position is None else position[..., -1:]
+            return args, kwargs | changed
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
             if (features := self._features(outputs, last)) is not None:

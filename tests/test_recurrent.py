@@ -463,3 +463,15 @@ def test_a_model_that_misreads_blocks_is_caught(name: str, monkeypatch: pytest.M
 def test_attention_alone_needs_neither() -> None:
     model = target("llama")
     assert type(runner_for(model, new_cache(model), one_chain=True)) is TargetRunner
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("granitemoehybrid", {"layer_types": ["attention"] * 4}), ("bamba", {"attn_layer_indices": [0, 1, 2, 3]})],
+)
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_hybrid_of_attention_layers_alone(name: str, layers: dict[str, Any], config: SpeculationConfig) -> None:
+    """As the small models of Granite 4.0 are; Bamba scores one token of a prompt, however many it is asked for."""
+    model = build(name, **layers)
+    text = plain(model, 3)
+    assert torch.equal(speculative(model, 3, ngram(text), config).sequences, text)

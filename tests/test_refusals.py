@@ -175,6 +175,30 @@ def test_rotary_frequencies_that_change_with_the_length(kind: str, prompt: str) 
     refuse(f"rope_type='{kind}'", "at most 7 new tokens", model, max_new_tokens=8, **inputs)
 
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 10,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 8.0, 2.0, 3.0],
+}
+
+
+def test_rows_on_both_sides_of_the_length_where_frequencies_change() -> None:
+    model = build("llama", rope_parameters=LONG_ROPE)
+    refuse("longer than 10 tokens", "by themselves", model, **prompts(2, (13, 5)))  # the first may be done first
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_frequencies_of_one_type_of_layer_that_change_with_the_length(kind: str) -> None:
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"full_attention": LONG_ROPE | {"rope_type": kind}, "sliding_attention": default}
+    model = build("gemma3_text", rope_parameters=ropes, max_position_embeddings=20)
+    limit = 20 if kind == "dynamic" else 10
+    refuse(f"rope_type='{kind}'", f"longer than {limit} tokens", model, max_new_tokens=8, **prompts(2, (13, 5)))
+
+
 def test_vocabularies_that_differ() -> None:
     refuse("vocabulary of 120", "of the target's family", speculator=target(vocab_size=120))
     refuse("vocabulary of 80", "'ngram'", speculator=target(vocab_size=80))
