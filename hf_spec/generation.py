@@ -20,7 +20,7 @@ from .metrics import SpeculationStats
 from .proposal import Proposal
 from .record import Record
 from .recurrent import runner_for
-from .selfcheck import check_target
+from .selfcheck import check_target, reads_prompts_causally
 from .speculators import as_speculator
 from .stopping import Stops
 from .support import refuse_call
@@ -123,7 +123,8 @@ class Call:
         config, kwargs = self.generation_config, self.model_kwargs
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
         self.text.begin()
-        if self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs):
+        together = self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs)
+        if together and reads_prompts_causally(self.model):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = News(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             return self._step(root, functools.partial(self.target.prefill_guessing, input_ids, config, kwargs))

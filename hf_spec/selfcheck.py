@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from .architectures import why_one_row
 from .proposal import Proposal
 from .recurrent import runner_for
-from .target import input_device, new_cache, plain_logits
+from .target import TargetRunner, input_device, new_cache, plain_logits, prompt_kwargs
 
 PROMPT = 7
 CHAIN = [-1, 0, 1, 2]
@@ -25,6 +25,7 @@ TREE = [-1, 0, 0, 1, 2, 2]
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 
 _passed: WeakKeyDictionary[PreTrainedModel, set[tuple[str, str]]] = WeakKeyDictionary()
+_causal: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
 
 
 def check_target(model: PreTrainedModel, trees: bool) -> None:
@@ -50,6 +51,28 @@ def check_target(model: PreTrainedModel, trees: bool) -> None:
                 f"(by {difference:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
             )
         passed.add((name, implementation))
+
+
+@torch.no_grad()
+def reads_prompts_causally(model: PreTrainedModel) -> bool:
+    """Tell whether the end of a prompt says the same when guesses are read with it; measured once.
+
+    Prefix language models (PaliGemma) let a whole prompt look at all of itself.
+    """
+    if model.training:
+        return False
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    known = _causal.setdefault(model, {})
+    if implementation not in known:
+        prompt, guesses = _prompt(model)[0][:1].tensor_split([PROMPT // 2], dim=1)
+        seen, chain = torch.ones_like(prompt), Proposal.chain(prompt[:, -1], guesses)
+        alone = TargetRunner(model).prefill_tokens(prompt, seen)
+        kwargs = prompt_kwargs(model, prompt, seen)
+        together = TargetRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
+        assert alone is not None
+        first, again = alone.logits[:, 0].float(), together.logits[:, 0].float()  # (1, vocabulary)
+        known[implementation] = bool((first - again).abs().max() <= _tolerance(model) * first.std())
+    return known[implementation]
 
 
 class _Read(NamedTuple):

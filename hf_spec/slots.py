@@ -142,9 +142,9 @@ class Slots:
         self.cache = SlotCache.adopt(cache, batch, device, open)
         self._host_cache = cache
         self._prompt = self.cache.rows.longest + min(open, 1)
-        if padding is not None:  # an adapter's virtual tokens stand in front of what the caller's mask knows of
-            virtual = max(0, self._prompt - padding.shape[1])
-            padding = torch.nn.functional.pad(padding.to(device, torch.bool), (virtual, 0), value=True)
+        if padding is not None:  # an adapter's virtual tokens, or Git's images, stand in front of what the mask knows of
+            before = max(0, self._prompt - padding.shape[1])
+            padding = torch.nn.functional.pad(padding.to(device, torch.bool), (before, 0), value=True)
         self.padding = padding
         self._open_depth: Tensor | None = None  # (batch, open nodes)
 

@@ -72,6 +72,11 @@ def _refuse_target(
         raise _refusal(
             f"a state handed to {type(model).__name__}, which keeps it in its own way; pass the whole text instead"
         )
+    if model_kwargs.get("cross_attention_mask") is not None:
+        raise _refusal(
+            f"some layers of {type(model).__name__} attend to images alone, which cannot be scored over slots; "
+            "generate without `speculator`, or pass no images"
+        )
     if batch > 1 and has_states(cache) and getattr(cache, "_is_user_defined", False):
         raise _refusal(
             "past_key_values with recurrent states cannot be handed back for several rows, which end at different "

@@ -103,7 +103,7 @@ class TargetRunner:
         """Tell whether ``prefill_guessing`` can take the place of ``prefill``.
 
         It needs a prompt of tokens alone, read in one go into an empty cache whose layers keep all of it, and nobody
-        who wants the prompt's features.
+        who wants the prompt's features; and a model that reads prompts causally.
         """
         cache = model_kwargs.get(self._cache_name)
         others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
@@ -113,7 +113,10 @@ class TargetRunner:
             and not self.wants_hidden_states
             and generation_config.prefill_chunk_size is None
             and model_kwargs.get("inputs_embeds") is None
-            and not any(isinstance(value, Tensor) for value in others.values())
+            and not any(
+                isinstance(value, Tensor) or (value and name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+                for name, value in others.items()
+            )
             and isinstance(cache, DynamicCache)
             and cache.get_seq_length() == 0
             and keeps_everything(cache)
@@ -145,7 +148,7 @@ class TargetRunner:
 
     def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor) -> Scores | None:
         """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
-        kwargs = _prompt_kwargs(self.model, input_ids, attention_mask)
+        kwargs = prompt_kwargs(self.model, input_ids, attention_mask)
         if input_ids.shape[1] == 0:
             before_first = input_ids.new_full((1, 1), -1) if "position_ids" in kwargs else None
             self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, {"use_cache": True}, before_first)
@@ -338,7 +341,7 @@ def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
     return longer
 
 
-def _prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
     """Build what ``generate`` would hand to the prefill, with an empty cache."""
     mask = None if bool(attention_mask.all()) else attention_mask
     kwargs: dict[str, Any] = {cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
@@ -350,12 +353,14 @@ def _prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dic
 
 def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
-    kwargs = _prompt_kwargs(model, input_ids, attention_mask)
+    kwargs = prompt_kwargs(model, input_ids, attention_mask)
     outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
     logits = []
     for piece in pieces:
         new = piece.shape[1]
-        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=new)
+        kwargs = model._update_model_kwargs_for_generation(
+            outputs, kwargs, is_encoder_decoder=False, num_new_tokens=new
+        )
         input_ids = torch.cat([input_ids, piece], dim=1)
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
         inputs.pop("logits_to_keep", None)  # some put 1 there

@@ -170,6 +170,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vl:llama4": {},
     "vl:llava": {},
     "vl:mistral3": {},
+    "vl:mllama": {},
     "vl:paligemma": {},
     "vl:qwen2_5_vl": MROPE,
     "vl:qwen2_vl": MROPE,

@@ -1,0 +1,82 @@
+"""Prompts with images: the text is that of plain `generate`, or the call is refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, prompts
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from twins import SHAPES, Oracle
+
+from hf_spec import NgramSpeculator
+from hf_spec.selfcheck import reads_prompts_causally
+
+IMAGE = 90  # the token that stands for a part of an image
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+
+
+def pixels(model: PreTrainedModel, count: int) -> Tensor:
+    size = model.config.vision_config.image_size
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def llava() -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """Build a model, and a padded batch of two prompts: one image and the beginning of its text again, two images."""
+    model = build("vl:llava")
+    model.config.image_token_id = IMAGE
+    image = [IMAGE] * (model.config.vision_config.image_size // model.config.vision_config.patch_size) ** 2
+    rows = [[5, 6, *image, 7, 5, 6], [8, *image, 9, *image, 10]]
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side="left")
+    return model, {"input_ids": ids, "attention_mask": (ids > 0).long(), "pixel_values": pixels(model, 3)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_with_different_numbers_of_images(shape: str) -> None:
+    model, inputs = llava()
+    plain = model.generate(**inputs, **OPTIONS)
+    text = model.generate(**inputs, **OPTIONS, speculator=Oracle(plain), speculation_config=SHAPES[shape])
+    assert torch.equal(text, plain)
+
+
+def test_guessing_an_image() -> None:
+    """N-grams of the prompt do; only with the images themselves may the model not read such guesses."""
+    model, inputs = llava()
+    one = {name: value[:1, -54:] for name, value in inputs.items()} | {"pixel_values": inputs["pixel_values"][:1]}
+    out = model.generate(**one, **OPTIONS, speculator=NgramSpeculator(), return_dict_in_generate=True)
+    assert out.speculation.proposed > 0
+    assert torch.equal(out.sequences, model.generate(**one, **OPTIONS))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_images_that_stand_before_the_tokens(shape: str) -> None:
+    """Git puts them into the cache without tokens of their own: a row's padding begins behind its image."""
+    model, inputs = build("git"), prompts(3)
+    images = pixels(model, 3)
+    rows = [
+        model.generate(input_ids=ids[seen > 0][None], pixel_values=image[None], **OPTIONS)[0, -12:]
+        for ids, seen, image in zip(*inputs.values(), images, strict=True)
+    ]
+    plain = torch.cat([inputs["input_ids"], torch.stack(rows)], dim=1)
+    options = OPTIONS | {"speculator": Oracle(plain), "speculation_config": SHAPES[shape]}
+    assert torch.equal(model.generate(**inputs, pixel_values=images, **options), plain)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_prompts_that_look_at_all_of_themselves(attention: str) -> None:
+    """A prefix language model must not see guesses while it reads the prompt."""
+    model, inputs = build("vl:paligemma", attn_implementation=attention), prompts(1)
+    plain = model.generate(**inputs, **OPTIONS)
+    assert torch.equal(model.generate(**inputs, **OPTIONS, speculator=Oracle(plain)), plain)
+    assert reads_prompts_causally(model) == (attention == "eager")  # which always gets a causal mask
+    assert reads_prompts_causally(build("llama", attn_implementation=attention))
+
+
+def test_layers_that_attend_to_images_alone() -> None:
+    model, inputs = build("vl:mllama"), prompts(1)
+    mask = torch.ones(1, 13, 1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"attend to images alone.*pass no images"):
+        model.generate(**inputs, cross_attention_mask=mask, speculator="ngram", **OPTIONS)
