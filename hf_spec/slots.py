@@ -142,7 +142,7 @@ class Slots:
         self.cache = SlotCache.adopt(cache, batch, device, open)
         self._host_cache = cache
         self._prompt = self.cache.rows.longest + min(open, 1)
-        if padding is not None:  # an adapter's virtual tokens, or Git's images, stand in front of what the mask knows of
+        if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
             before = max(0, self._prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(device, torch.bool), (before, 0), value=True)
         self.padding = padding
