@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -42,6 +43,7 @@ from .configuration import (
     default_speculators_config,
     max_positions,
 )
+from .configuration.speculation import is_int
 from .drafts.eagle import EagleDraftModel
 from .drafts.eagle3 import Eagle3DraftModel
 from .drafts.medusa import MedusaDraftModel
@@ -135,13 +137,12 @@ class AutoDraftModel:
 
 def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     """Build our model from a checkpoint of any format; ``kwargs`` and errors are those of ``AutoDraftModel``."""
-    layout = checkpoint.layout
+    config, tensors = translate(checkpoint)
+    model = next(model for model in MODELS if model.config_class is type(config))
     try:
-        config, tensors = translate(checkpoint)
-        model = next(model for model in MODELS if model.config_class is type(config))
         draft = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint.path}, read as {layout}: {error}") from error
+        raise ValueError(f"{checkpoint.path}, read as {checkpoint.layout}: {error}") from error
     draft.config.name_or_path = draft.name_or_path = checkpoint.path
     return draft
 
@@ -231,16 +232,32 @@ def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
     layers that have run, and so is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge, ModelOpt,
     SGLang) names the layer whose output is read, which is ``hidden_states[i + 1]``. EAGLE's own files name none.
     """
-    ids = config.get("eagle_aux_hidden_state_layer_ids")
-    if ids is not None:
-        return list(ids)
-    ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return None if ids is None else [i + 1 for i in ids]
+    name, behind = "eagle_aux_hidden_state_layer_ids", 0
+    if (ids := config.get(name)) is None:
+        ids, behind = (config.get("eagle_config") or {}).get(name), 1
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(map(is_int, ids)):
+        raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")
+    return [i + behind for i in ids]
 
 
 def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tensor]]:
-    """Return the config and the weights of our model for a checkpoint of any format."""
-    raw, layout = copy.deepcopy(checkpoint.config), checkpoint.layout
+    """Return the config and the weights of our model for a checkpoint of any format.
+
+    Errors: ValueError for a format that is not known, or for a config that says too little or nonsense.
+    """
+    layout = checkpoint.layout
+    try:
+        return _translated(checkpoint, layout)
+    except KeyError as error:
+        raise ValueError(f"{checkpoint.path}, read as {layout}: its config has no {error}; add it") from error
+    except (ArithmeticError, AttributeError, TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{checkpoint.path}, read as {layout}: {error}") from error
+
+
+def _translated(checkpoint: Checkpoint, layout: str) -> tuple[SpeculatorConfig, dict[str, Tensor]]:
+    raw = copy.deepcopy(checkpoint.config)
     if layout == "medusa":
         return _medusa(raw, checkpoint.tensors)
     if layout == "medusa-vllm":
@@ -251,10 +268,13 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
     if layout == "eagle":
         return _eagle(raw, tensors)
     if layout == "speculators":
-        if raw.get("speculators_model_type") == "mtp":
-            return speculators_mtp(raw, tensors)
-        if raw.get("speculators_model_type", "eagle3") not in ("eagle3", "peagle"):
+        kind = raw.get("speculators_model_type", "eagle3")
+        if kind not in ("eagle3", "peagle", "mtp"):
             return SpeculatorConfig.from_dict(raw), tensors
+        if not isinstance(raw.get("transformer_layer_config"), dict):
+            raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+        if kind == "mtp":
+            return speculators_mtp(raw, tensors)
         raw = _speculators(raw, tensors)
     else:
         raw = _flat(raw, tensors, norm_output_is_before_head=layout == "specforge" and SERVED_FLAGS not in raw)
@@ -275,11 +295,12 @@ def _our_name(name: str) -> str:
 
 def _speculators(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     tensors.pop("mask_hidden", None)  # serves the parallel steps of peagle; one step of it is EAGLE-3
-    if not isinstance(raw.get("transformer_layer_config"), dict):
-        raise ValueError("the config has no transformer_layer_config, which speculators files describe the layers in")
     raw["speculators_model_type"] = "eagle3"
-    if raw.get("speculators_config") is not None:
+    if isinstance(raw.get("speculators_config"), dict):
         raw["speculators_config"]["algorithm"] = "eagle3"
+    rope = raw["transformer_layer_config"].get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library takes this one for all
+        raw["transformer_layer_config"]["rope_parameters"] = rope["sliding_attention"]
     return raw
 
 
@@ -384,7 +405,7 @@ def _layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 def _vocabulary(raw: dict[str, Any], tensors: dict[str, Tensor]) -> int:
     """Complete ``d2t`` and ``t2d`` from each other, drop them for a full vocabulary, and return the draft's size."""
     layers = raw["transformer_layer_config"]
-    total = int(layers["vocab_size"] if isinstance(layers, dict) else layers.vocab_size)
+    total: int = layers["vocab_size"] if isinstance(layers, dict) else layers.vocab_size
     if "d2t" not in tensors and "t2d" in tensors:
         ids = tensors["t2d"].nonzero()[:, 0]
         tensors["d2t"] = ids - torch.arange(len(ids))

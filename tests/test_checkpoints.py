@@ -220,6 +220,16 @@ def test_a_silent_config_has_rope_base_10000_and_a_wrong_layer_count_does_not_ma
     assert AutoDraftModel.from_pretrained(path).config.layers.rope_parameters["rope_theta"] == 77.0
 
 
+def test_of_two_ropes_speculators_takes_that_of_windows(tmp_path: Path) -> None:
+    path = copy_of(PLAIN, tmp_path / "draft")
+    layers = json.loads((path / "config.json").read_text())["transformer_layer_config"]
+    ropes = {"full_attention": 77.0, "sliding_attention": 10000.0}
+    nested = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in ropes.items()}
+    edit_config(path, transformer_layer_config=layers | {"rope_parameters": nested})
+    draft = AutoDraftModel.from_pretrained(path, dtype=torch.float32)
+    assert draft.config.layers.rope_parameters == nested["sliding_attention"]
+
+
 def test_a_bias_of_queries_keys_and_values_alone(tmp_path: Path) -> None:
     path = copy_of("eagle3_orig_b_fullvocab", tmp_path / "draft")
 
@@ -364,6 +374,26 @@ def test_nothing_of_a_pickle_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
     torch.load(path / "pytorch_model.bin", weights_only=False)
     assert (tmp_path / "exploded").exists()  # the bomb works
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_output": "yes"}, "norm_output is 'yes'; set True or False"),
+        ({"speculators_config": "eagle3"}, "speculators_config is a str; pass a dict"),
+        ({"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids is 3; list whole numbers"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "its config has no 'vocab_size'; add it"),
+        ({"transformer_layer_config": {"vocab_size": "96"}}, "Field 'vocab_size' expected int, got str"),
+        ({"speculators_model_type": "mtp", "transformer_layer_config": "llama"}, "no transformer_layer_config"),
+    ],
+)
+def test_a_config_of_nonsense_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = copy_of(PLAIN, tmp_path / "draft")
+    edit_config(path, **changes)
+    for read in (AutoDraftModel.from_pretrained, inspect):
+        with pytest.raises(ValueError, match=f"(?s)draft, read as speculators: .*{message}") as error:
+            read(path)
+        assert str(error.value).count("read as") == 1
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:

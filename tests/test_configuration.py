@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import build, prompts
 from golden import tiny_target
-from transformers import AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
 
 from hf_spec.configuration import (
     EAGLE3_FLAGS,
@@ -23,6 +23,9 @@ from hf_spec.configuration import (
     default_speculators_config,
 )
 from hf_spec.training import new_draft
+
+ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+NESTED = {"full_attention": ROPE, "sliding_attention": ROPE}
 
 
 def tiny(**changes: Any) -> Eagle3SpeculatorConfig:
@@ -66,6 +69,15 @@ def methods(**changes: Any) -> dict[str, Any]:
             {"transformer_layer_config": {"layer_types": ["sliding_attention"], "num_hidden_layers": 1}},
             ValueError,
             r"sliding_window is not set",
+        ),
+        ({"transformer_layer_config": {"head_dim": 0}}, ValueError, r"head_dim is 0; set a whole number"),
+        ({"transformer_layer_config": {"num_key_value_heads": 3}}, ValueError, r"heads is 32; set a multiple .* 3"),
+        ({"transformer_layer_config": {"hidden_act": "x"}}, ValueError, r"hidden_act is 'x'; transformers knows"),
+        ({"transformer_layer_config": {"rope_parameters": NESTED}}, ValueError, r"describe one rope for all"),
+        (
+            {"transformer_layer_config": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}},
+            ValueError,
+            r"llama layers rotate all of a head: drop partial_rotary_factor",
         ),
         ({"speculators_config": []}, TypeError, r"speculators_config is a list"),
         ({"speculators_config": default_speculators_config("mtp")}, ValueError, r"algorithm is 'mtp'.*'eagle3'"),
@@ -144,6 +156,12 @@ def test_a_new_draft_takes_its_shape_from_the_target() -> None:
     assert layers.rope_parameters is not target.rope_parameters
     assert config.feature_layers(8) == (2, 4, 5)
     assert Eagle3SpeculatorConfig.for_target(Qwen3Config()).layers.model_type == "qwen3"
+
+
+def test_a_new_draft_rotates_all_of_a_head_where_the_target_rotates_a_part() -> None:
+    rope = ROPE | {"partial_rotary_factor": 0.5}
+    target = CONFIG_MAPPING["glm4_moe"](hidden_size=32, num_attention_heads=8, head_dim=8, rope_parameters=rope)
+    assert Eagle3SpeculatorConfig.for_target(target).layers.rope_parameters == ROPE
 
 
 def test_a_new_draft_of_what_has_no_attention_keeps_common_proportions() -> None:

@@ -6,7 +6,9 @@ import itertools
 from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, is_int
 
@@ -17,6 +19,15 @@ EAGLE3_FLAGS = (
     "norm_output",
     "norm_before_lm_head",
     "embed_requires_grad",
+)
+LAYER_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 )
 # How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
 STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
@@ -163,6 +174,18 @@ class SpeculatorConfig(PreTrainedConfig):
 
     def _check_layers(self) -> None:
         layers = self.layers
+        for name in LAYER_SIZES:
+            if is_int(size := getattr(layers, name, 1)) and size < 1:
+                raise ValueError(f"transformer_layer_config.{name} is {size}; set a whole number of at least 1")
+        heads, kv_heads = (getattr(layers, f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
+        if is_int(heads) and is_int(kv_heads) and heads % kv_heads:
+            raise ValueError(
+                f"transformer_layer_config.num_attention_heads is {heads}; set a multiple of num_key_value_heads, "
+                f"{kv_heads}"
+            )
+        if isinstance(act := getattr(layers, "hidden_act", None), str) and act not in ACT2FN:
+            raise ValueError(f"transformer_layer_config.hidden_act is {act!r}; transformers knows {sorted(ACT2FN)}")
+        self._check_rope()
         kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
         if len(kinds) != layers.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
             raise ValueError(
@@ -172,6 +195,22 @@ class SpeculatorConfig(PreTrainedConfig):
         if "sliding_attention" in kinds and not getattr(layers, "sliding_window", None):
             raise ValueError(
                 "transformer_layer_config.sliding_window is not set, but a layer is sliding_attention; set it"
+            )
+
+    def _check_rope(self) -> None:
+        if self.layers.model_type not in self.layer_model_types:
+            return  # whose rope may be one per kind of layer, or partial
+        rope: dict[str, Any] = self.layers.rope_parameters
+        kind, is_nested = rope.get("rope_type"), any(isinstance(value, dict) for value in rope.values())
+        if is_nested or (kind != "default" and kind not in ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"transformer_layer_config.rope_parameters is {rope}; describe one rope for all layers, whose "
+                f"rope_type is 'default', {', '.join(map(repr, ROPE_INIT_FUNCTIONS))}"
+            )
+        if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"transformer_layer_config.rope_parameters is {rope}, but {self.layers.model_type} layers rotate "
+                "all of a head: drop partial_rotary_factor"
             )
 
     def _check_speculators_config(self) -> None:
@@ -387,9 +426,10 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
         if (value := getattr(layer, name, None)) is not None
     }
     rope = getattr(text, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope) or {}  # some models have one rope per kind of layer
+    rope = dict(rope.get("full_attention", rope) or {})  # some models have one rope per kind of layer
+    rope.pop("partial_rotary_factor", None)  # the draft's layers rotate all of a head
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
-    shape["rope_parameters"] = dict(rope) if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
+    shape["rope_parameters"] = rope if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
     if isinstance(widths := shape.get("intermediate_size"), list):  # one per layer
         shape["intermediate_size"] = max(widths)
     # What has no attention or no such layers of its own gets common proportions instead of llama's defaults.
