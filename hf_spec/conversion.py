@@ -139,7 +139,7 @@ def unserved(config: SpeculatorConfig) -> dict[str, list[str]]:
     if not isinstance(config, Eagle3SpeculatorConfig):
         return {engine: ["reads EAGLE-1 drafts in the layout of SafeAILab only"] for engine in ("vLLM", "SGLang")}
     return {
-        "vLLM": _chosen([(not config.norm_before_lm_head, "always norms before the head")]),
+        "vLLM": _chosen(_beyond_vllm(config)),
         "SGLang": _chosen(_beyond_sglang(config)),
         "llama.cpp": _chosen(_beyond_llama_cpp(config)),
     }
@@ -156,6 +156,7 @@ def _vllm(checkpoint: Checkpoint, config: Eagle3SpeculatorConfig) -> list[tuple[
         checkpoint.layout == "speculators",
     )
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
+    kind, expected = config.layers.model_type, config.layers.to_dict().get("num_aux_hidden_states", 3)
     only_outputs = "eagle_config" in raw and "eagle_aux_hidden_state_layer_ids" not in raw
     return [
         (ids != sorted(ids), f"sorts the layer ids {ids} and so permutes the features; convert to speculators"),
@@ -167,7 +168,19 @@ def _vllm(checkpoint: Checkpoint, config: Eagle3SpeculatorConfig) -> list[tuple[
         (nested and raw.get("speculators_model_type") == "peagle", "drafts in parallel, unlike hf_spec"),
         (bool(ids) and only_outputs, "reads the layer ids of eagle_config one too low; convert to sglang names both"),
         (_misread_norm_output(checkpoint), "feeds back the normed output, unlike SpecForge in training; convert it"),
+        (
+            nested and kind == "llama" and config.num_features != expected,
+            f"expects {expected} features, not {config.num_features}; convert to speculators",
+        ),
+        *_beyond_vllm(config),
+    ]
+
+
+def _beyond_vllm(config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
+    biased = config.layers.model_type == "qwen3" and config.layers.attention_bias
+    return [
         (not config.norm_before_lm_head, "always norms before the head"),
+        (biased, "has no bias in the output of qwen3's attention"),
     ]
 
 

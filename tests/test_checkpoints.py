@@ -113,6 +113,9 @@ def vllm_objections(config: dict[str, Any], names: set[str]) -> list[str]:
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     if ids is not None and ids != sorted(set(ids)):
         found.append("eagle_aux_hidden_state_layer_ids")
+    count = 3 if ids is None else len(ids)
+    if layers["model_type"] == "llama" and layers.get("num_aux_hidden_states", 3) != count:
+        found.append("num_aux_hidden_states")
     if ("layers.0.self_attn.q_proj.bias" in names) != layers["attention_bias"] or "fc.bias" in names:
         found.append("bias")
     if ("d2t" in names) != (config.get("draft_vocab_size") != layers["vocab_size"]):
@@ -127,6 +130,29 @@ def test_a_converted_draft_follows_the_rules_of_vllm(case: str, tmp_path: Path) 
     names = set(load_file(tmp_path / "out" / "model.safetensors"))
     assert vllm_objections(config, names) == []
     assert "verifier.name_or_path is no Hub id" not in str(inspect(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("ids", [[1], [1, 2], [1, 2, 3, 4], None])
+def test_vllm_is_told_how_many_features_there_are(ids: list[int] | None, tmp_path: Path) -> None:
+    config = Eagle3SpeculatorConfig.for_target(tiny_target().config, eagle_aux_hidden_state_layer_ids=ids)
+    draft = Eagle3DraftModel(config)
+    draft.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert loaded.config.num_features == (3 if ids is None else len(ids))
+    loaded.config.speculators_config["verifier"]["name_or_path"] = "some-org/some-target"
+    loaded.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert (
+        vllm_objections(config, set(load_file(tmp_path / "model.safetensors")))
+        == inspect(tmp_path).engines["vLLM"]
+        == []
+    )
+    if ids is not None and len(ids) != 3:
+        del config["transformer_layer_config"]["num_aux_hidden_states"]
+        path.write_text(json.dumps(config))
+        assert vllm_objections(config, set()) == ["num_aux_hidden_states"]
+        assert inspect(tmp_path).engines["vLLM"] == [f"expects 3 features, not {len(ids)}; convert to speculators"]
 
 
 def test_the_rules_of_vllm_can_be_broken(tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_a_card_tells_the_figures_of_every_benchmark(tmp_path: Path) -> None:
         ({"norm_before_residual": True}, ["SGLang does not know norm_before_residual"]),
         ({"norm_before_lm_head": False}, ["vLLM always norms", "SGLang always norms", "llama.cpp always norms"]),
         ({"norm_output": True}, ["llama.cpp does not know norm_output"]),
+        ({"layers": {"model_type": "qwen3", "attention_bias": True}}, ["vLLM has no bias", "SGLang has llama layers"]),
         ({"layers": {"num_hidden_layers": 2}}, ["SGLang norms the later", "llama.cpp reads drafts with num_hidden"]),
         ({"shared_with_target": ["embed_tokens"]}, ["no embed_tokens in the file"]),
     ],

@@ -294,6 +294,15 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             return (2, num_target_layers // 2, num_target_layers - 3)
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Write beside the fields how many features there are if not three: vLLM's llama drafts look for it there."""
+        config = super().to_diff_dict()
+        layers = config.get("transformer_layer_config", {})
+        layers.pop("num_aux_hidden_states", None)
+        if self.num_features != 3:
+            layers["num_aux_hidden_states"] = self.num_features
+        return config
+
     def check_target(self, target: PreTrainedConfig) -> None:
         super().check_target(target)
         text = target.get_text_config()
