@@ -171,6 +171,14 @@ def test_a_new_draft_of_what_has_no_attention_keeps_common_proportions() -> None
     assert (layers.hidden_size, layers.num_attention_heads, layers.intermediate_size) == (32, 4, 128)
 
 
+def test_a_new_draft_has_as_many_key_heads_as_heads_unless_the_target_has_fewer() -> None:
+    for name, wanted in (("gpt2", 4), ("llama", 2)):
+        config = EagleSpeculatorConfig.for_target(build(name).config, {"model_type": "qwen3"})
+        assert (config.layers.num_attention_heads, config.layers.num_key_value_heads) == (4, wanted)
+    with pytest.raises(ValueError, match="num_hidden_layers is 0"):
+        EagleSpeculatorConfig.for_target(build("llama").config, {"num_hidden_layers": 0})
+
+
 @pytest.mark.parametrize("name", ["gemma4_text", "dots3_note_text", "beam"])  # heads or ropes of several kinds
 def test_a_new_draft_for_layers_of_several_kinds_is_shaped_as_the_first(name: str) -> None:
     target = build(name).config

@@ -78,9 +78,9 @@ def medusa_sharing(target: Any) -> Any:
     return new_draft(MedusaSpeculatorConfig.for_target(target.config, num_heads=STEPS, num_hidden_layers=2), target)
 
 
-def vanilla(target: Any) -> Any:
+def vanilla(target: Any, vocabulary: int = 96) -> Any:
     torch.manual_seed(1)
-    shape = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
+    shape = {"vocab_size": vocabulary, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48}
     return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
 
 

@@ -10,14 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import optuna
 import pytest
 import torch
+from architectures import build
 from test_trainer import arguments, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
 
 import hf_spec
 from hf_spec import demo
-from hf_spec.training import DraftTrainer
+from hf_spec.training import DraftTrainer, cache_features
 from hf_spec.training.recipe import read_recipe, train
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +73,72 @@ def test_compiled_layers_learn_the_same(make: Any, tmp_path: Path) -> None:
         trainer.train()
         found.append([*losses(trainer), trainer.evaluate()["eval_acceptance_length"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"])
+def test_what_would_never_be_called_is_refused(name: str, tmp_path: Path) -> None:
+    target = sharp_target()
+    with pytest.raises(ValueError, match=f"{name} would not be called"):
+        DraftTrainer(eagle3(target), target, arguments(tmp_path), train_dataset=text(), **{name: print})
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        arguments(tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(TypeError, match="make them DraftTrainingArguments"):
+        DraftTrainer(eagle3(target), target, TrainingArguments(str(tmp_path)), train_dataset=text())  # type: ignore[arg-type]
+
+
+class Rows(Dataset[Any]):
+    """Be a dataset as torch asks for: it has a length and takes numbers below it."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = dict(enumerate(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[int(row)]
+
+
+def test_datasets_of_other_kinds_teach_the_same(tmp_path: Path) -> None:
+    target, rows = sharp_target(), text()
+    given = datasets.Dataset.from_list(rows)
+    found = []
+    for data in (rows, Rows(rows), given, given.with_format("torch"), given.to_iterable_dataset()):
+        args = arguments(tmp_path, train_sampling_strategy="sequential")
+        trainer = DraftTrainer(eagle3(target), target, args, train_dataset=data, eval_dataset=text(2, seed=5))
+        trainer.train()
+        found.append(losses(trainer))
+    assert all(one == found[0] for one in found)
+
+
+def test_every_dataset_of_an_evaluation_is_looked_at_and_told_in_the_card(tmp_path: Path) -> None:
+    target = sharp_target()
+    several = {"near": text(2, seed=5), "far": text(2, seed=6)}
+    args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1)
+    args.load_best_model_at_end, args.metric_for_best_model = True, "eval_far_acceptance_length"
+    trainer = DraftTrainer(eagle3(target), target, args, train_dataset=text(), eval_dataset=several)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    card = (tmp_path / "saved" / "README.md").read_text(encoding="utf-8")
+    assert [card.count(f"held-out prompts ({name}):") for name in several] == [1, 1]
+    assert f"| {trainer.state.best_metric:.3f} |" in card.split("(far)")[1]
+    with pytest.raises(ValueError, match="from 1 to 300, but the target has 96 tokens"):
+        trainer.evaluate([{"input_ids": [1, 2, 300], "loss_mask": [0, 1, 1]}])
+    with pytest.raises(ValueError, match="is empty"):
+        trainer.predict([])
+
+
+def test_a_target_that_was_trained_a_moment_ago_reads_without_dropout(tmp_path: Path) -> None:
+    target = build("gpt2", seed=0)
+    assert target.config.resid_pdrop > 0
+    found = []
+    for model in (target, target.train()):
+        trainer = DraftTrainer(vanilla(target, 99), model, arguments(tmp_path), train_dataset=text())
+        trainer.train()
+        found.append(losses(trainer))
+        layers = cache_features(text(), model.train(), [1], tmp_path / str(len(found)), progress=False)
+        found[-1].append(float(layers[0]["states"][1].sum()))
+    assert found[0] == found[1]
 
 
 def test_several_processes_train_as_a_recipe_says(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def stories(tmp_path: Path) -> Path:
     return path
 
 
-def recipe(folder: Path, data: Path, draft: Any, **sections: Any) -> str:
+def recipe(folder: Path, data: Path, draft: Any, /, **sections: Any) -> str:
     """Write a recipe and return its path."""
     trainer = TRAINER | {"output_dir": str(folder / "draft")} | sections.pop("trainer", {})
     content = {"target": TARGET, "draft": draft, "data": str(data), **sections, "trainer": trainer}
@@ -184,6 +184,17 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
         ({"prepare": {"packed": True}}, "prepare has no 'packed'; did you mean 'packing'?"),
         ({"prepare": ["packing"]}, "prepare is ['packing']; write keys and values"),
         ({"features": {"dtype": "bfloat16"}}, "features needs a directory"),
+        ({"draft": {"kind": "eagle3", "layers": [1]}}, "draft.layers is [1]; write keys and values"),
+        ({"data": 5}, "the recipe: data is 5; it takes str"),
+        ({"target": {"name": "t", "dtype": "flaot32"}}, "target.dtype is 'flaot32'; name one of torch"),
+        ({"prepare": {"max_length": "long"}}, "prepare: max_length is 'long'; it takes int"),
+        ({"prepare": {"held_out": True}}, "prepare: held_out is True; it takes int | None"),
+        ({"prepare": {"too_long": "cut"}}, "prepare: too_long is 'cut'; it takes Literal['truncate', 'drop']"),
+        (
+            {"features": {"directory": "f", "without_target": "maybe"}},
+            "features: without_target is 'maybe'; it takes bool",
+        ),
+        ({"features": {"directory": "f", "dtype": "int8"}}, "features.dtype is 'int8'; name one of torch"),
         ({"features": {"directory": "f", "dtype": "bf16"}}, "features.dtype is 'bf16'; name one of torch"),
         ({"trainer": {"learning_rat": 1}}, "trainer has no 'learning_rat'; did you mean 'learning_rate'?"),
     ],
@@ -201,6 +212,20 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
         ({"peft": {"rank": 8}}, [], "peft has no 'rank'"),
         ({"trainer": {"learning_rate": "fast"}}, [], "invalid float value: 'fast'"),
         ({"trainer": {"objective": "mse"}}, [], "objective is 'mse'"),
+        ({"trainer": {"unroll_steps": 2.5}}, [], "invalid int value: '2.5'"),
+        ({"trainer": {"eval_prompts": -1}}, [], "eval_prompts is -1"),
+        ({"draft": {"kind": "eagle3", "norm_output": "yes"}}, [], "draft: norm_output is 'yes'; set True or False"),
+        (
+            {"draft": {"kind": "eagle3", "layers": {"num_hidden_layers": "two"}}},
+            [],
+            "draft: Validation error for field",
+        ),
+        (
+            {"draft": {"kind": "eagle3", "layers": {"num_hidden_layers": 0}}},
+            [],
+            "num_hidden_layers is 0; set",
+        ),
+        ({"data": "stories.jsonl"}, [], "there is no file stories.jsonl"),
         (
             {"features": {"directory": "f", "without_target": True}},
             ["--metric_for_best_model", "eval_acceptance_length"],
@@ -224,6 +249,14 @@ def test_prepared_data_are_not_prepared_again(stories: Path, tmp_path: Path, cap
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"input_ids": [[1]]})).save_to_disk(str(tmp_path / "rows"))
     assert main(["train", recipe(tmp_path, tmp_path / "rows", {"kind": "eagle3"}, prepare={"packing": True})]) == 1
     assert "prepared already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_dataset_that_was_saved_is_raw_until_it_is_prepared(split: bool, stories: Path, tmp_path: Path) -> None:
+    raw = datasets.load_dataset("json", data_files=str(stories), split="train")
+    (datasets.DatasetDict(train=raw) if split else raw).save_to_disk(str(tmp_path / "raw"))
+    options = {"prepare": {"max_length": 64, "held_out": 2}}
+    train(read_recipe(recipe(tmp_path, tmp_path / "raw", {"kind": "medusa", "num_heads": 2}, **options)))
 
 
 WITHOUT_EXTRA = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from hf_spec.training import (
     prepare_dataset,
     regenerate,
 )
+from hf_spec.training.data import messages_of
 from hf_spec.training.evaluation import prompts_of
 
 PLAIN = (
@@ -105,6 +107,58 @@ def test_conversations_of_the_other_kind_and_jsonl(tmp_path: Path) -> None:
     assert answers(row) == "two three <end>"
 
 
+CALLS = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "two"}]}]
+
+
+def test_keys_that_only_other_rows_have_are_not_shown_to_the_template() -> None:
+    """Arrow gives all dicts of a column the same keys."""
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content or m.tool_calls | tojson }}")
+    rows = [
+        [CALLS[0], CALLS[1] | {"tool_calls": [{"name": "two", "arguments": {"n": n}}]}] for n in ({"x": 1}, {"y": 2})
+    ]
+    both = chats(*rows)
+    assert "y" in both[0]["messages"][1]["tool_calls"][0]["arguments"]["n"]
+    for row, alone in zip(prepare_dataset(both, tokenizer(template)), rows, strict=True):
+        assert row["input_ids"] == prepare_dataset(chats(alone), tokenizer(template))[0]["input_ids"]
+    seen = [messages_of(row["messages"])[1]["tool_calls"] for row in both]
+    assert seen == [row[1]["tool_calls"] for row in rows]
+
+
+def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
+    rows = chats(CHAT, CHAT)
+    rows.to_parquet(tmp_path / "a.parquet")
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (tmp_path / "a.jsonl").write_text(f"{lines}\n\n", encoding="utf-8-sig")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "a.json").write_text(json.dumps(list(rows)), encoding="utf-8")
+    for file in sorted(tmp_path.iterdir()):
+        assert prepare_dataset(file, tokenizer())["input_ids"] == prepare_dataset(rows, tokenizer())["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", r"a\.jsonl is empty"),
+        ("a.jsonl", '{"text": "one"}\n{"text": "tw', r"a\.jsonl is broken: JSON parse error: .* in row 1\. Mend it"),
+        ("a.doc", "one", r"a\.doc is none of \['\.csv'"),
+        ("a.jsonl", None, r"there is no file .*a\.jsonl"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(name: str, content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError if content is not None else FileNotFoundError, match=message):
+        prepare_dataset(tmp_path / name, tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"max_length": -5}, "max_length is -5"), ({"too_long": "cut"}, "too_long is 'cut'")]
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepare_dataset(chats(CHAT), tokenizer(), **options)
+
+
 def test_plain_text_is_an_answer_throughout() -> None:
     (row,) = prepare_dataset(datasets.Dataset.from_dict({"text": ["one two three"]}), tokenizer(None))
     assert row["loss_mask"] == [1, 1, 1]
@@ -143,7 +197,15 @@ def test_the_collator_pads_on_the_right() -> None:
     assert batch["input_ids"].tolist() == [[5, 6, 3], [7, 8, 9]]
     assert batch["loss_mask"].tolist() == [[0, 1, 0], [1, 1, 1]]
     assert batch["document_ids"].tolist() == [[0, 1, -1], [0, 0, 0]]
-    assert "document_ids" not in DraftCollator()([{"input_ids": [1], "loss_mask": [1]}])
+    alone = DraftCollator()([{"input_ids": [1], "loss_mask": [1], "states": {-1: torch.ones(1, 4)}}])
+    assert "document_ids" not in alone
+    assert alone["loss_mask"].tolist() == [[1, 0]] and alone["states"][-1].sum(-1).tolist() == [[4, 0]]
+
+
+def test_rows_that_are_packed_stand_beside_rows_that_are_not() -> None:
+    rows = [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [1], "document_ids": [4]}]
+    for order in (rows, rows[::-1]):
+        assert sorted(DraftCollator()(order)["document_ids"].tolist()) == [[0, 0], [4, -1]]
 
 
 def test_the_draft_vocabulary_is_what_answers_use_most() -> None:
@@ -205,7 +267,7 @@ def test_rows_that_the_target_cannot_read_are_refused_before_anything_runs(
     rows: list[dict[str, Any]], message: str, as_dataset: bool, tmp_path: Path
 ) -> None:
     target = tiny_target()
-    target.forward = None  # nothing is run
+    target.forward = lambda *args, **kwargs: pytest.fail("something is run")
     given = datasets.Dataset.from_list(rows) if as_dataset else rows
     held_out = [{"input_ids": [5, 95], "loss_mask": [1, 1]}]
     arguments = DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True)

@@ -441,9 +441,9 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
     shape["rope_parameters"] = rope if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
     if isinstance(widths := shape.get("intermediate_size"), list):  # one per layer
         shape["intermediate_size"] = max(widths)
-    # What has no attention or no such layers of its own gets common proportions instead of llama's defaults.
+    # What has no attention or no such layers of its own gets common proportions instead of the layer's defaults.
     shape.setdefault("intermediate_size", 4 * text.hidden_size)
     shape.setdefault("num_attention_heads", max(1, text.hidden_size // 64))
-    shape["num_hidden_layers"] = 1
     kind = "qwen3" if text.model_type.startswith("qwen3") else "llama"
-    return AutoConfig.for_model(replace.pop("model_type", kind), **shape | replace)
+    shape |= {"model_type": kind, "num_hidden_layers": 1} | replace
+    return AutoConfig.for_model(**{"num_key_value_heads": shape["num_attention_heads"]} | shape)

@@ -67,6 +67,10 @@ class DraftTrainingArguments(TrainingArguments):
         for name in ("unroll_steps", "logit_rows", "eval_prompt_length", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; set at least 1")
+        if self.eval_prompts < 0:
+            raise ValueError(f"eval_prompts is {self.eval_prompts!r}; set 0 for none")
+        if self.label_smoothing_factor:
+            raise ValueError("label_smoothing_factor has no say here: the objective compares laws; leave it 0")
         if self.step_decay <= 0:
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
         if self.remove_unused_columns:

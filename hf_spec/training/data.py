@@ -11,12 +11,13 @@ import itertools
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import datasets  # type: ignore[import-untyped]
 import pyarrow.compute as compute  # type: ignore[import-untyped]
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -24,6 +25,7 @@ logger = logging.get_logger(__name__)
 
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
+FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 REASONS = {
     "short": "have no two answer tokens in a row, so nothing is guessed in them",
@@ -48,18 +50,22 @@ def prepare_dataset(
 ) -> datasets.Dataset:
     """Turn conversations or plain text into rows for ``DraftTrainer``.
 
-    ``dataset`` is one of the ``datasets`` library or the path of a jsonl file, with a column of conversations
-    (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too) or of text, which
-    is an answer throughout. ``tokenizer`` is the target's. Rows get ``input_ids`` and ``loss_mask``, and with
-    ``packing`` several documents share a row of up to ``max_length`` tokens and ``document_ids`` tell them apart.
-    ``last_turn_only`` teaches the last answer of a conversation only, for models whose template drops the reasoning of
-    earlier ones. Rows of which nothing can be learnt are left out, counted by reason in a log message.
+    ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
+    conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too) or
+    of text, which is an answer throughout. ``tokenizer`` is the target's. Rows get ``input_ids`` and ``loss_mask``,
+    and with ``packing`` several documents share a row of up to ``max_length`` tokens and ``document_ids`` tell them
+    apart. ``last_turn_only`` teaches the last answer of a conversation only, for models whose template drops the
+    reasoning of earlier ones. Rows of which nothing can be learnt are left out, counted by reason in a log message.
 
-    Errors: a TypeError for another kind of dataset. A ValueError for an unknown column, a tokenizer without a chat
-    template or without offsets, and if no row is left.
+    Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
+    without a chat template or without offsets, and if no row is left.
     """
+    if max_length < 3:
+        raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
+    if too_long not in ("truncate", "drop"):
+        raise ValueError(f"too_long is {too_long!r}; choose 'truncate' or 'drop'")
     if isinstance(dataset, str | os.PathLike):
-        dataset = datasets.load_dataset("json", data_files=os.fspath(dataset), split="train")
+        dataset = read_file(dataset)
     if not isinstance(dataset, datasets.Dataset):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
@@ -81,6 +87,21 @@ def prepare_dataset(
     _report(rows["skipped"], len(kept))
     kept = kept.remove_columns("skipped")
     return kept.map(_Pack(max_length), batched=True, desc="Packing") if packing else kept
+
+
+def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
+    """Load JSON lines, or a json, csv, parquet or txt file. Errors: a ValueError for another kind or a broken file."""
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if (kind := next((FILES[suffix] for suffix in path.suffixes if suffix in FILES), None)) is None:
+        raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
+    if not path.stat().st_size:
+        raise ValueError(f"{path} is empty")
+    try:
+        return datasets.load_dataset(kind, data_files=str(path), split="train")
+    except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is broken: {error.__cause__ or error}. Mend it, or remove that line") from error
 
 
 def _report(skipped: Iterable[str], kept: int) -> None:
@@ -152,14 +173,21 @@ def messages_of(conversation: Any) -> list[dict[str, Any]]:
     for message in conversation or []:
         if not isinstance(message, dict):
             raise Unusable
+        message = _said(message)
         role = message.get("role") or message.get("from")
-        content = message.get("content") if message.get("content") is not None else message.get("value")
         if role is None:
             raise Unusable
-        rest = {name: value for name, value in message.items() if value is not None}
-        rest = {name: value for name, value in rest.items() if name not in ("role", "from", "content", "value")}
+        rest = {name: value for name, value in message.items() if name not in ("role", "from", "content", "value")}
+        content = message.get("content", message.get("value"))
         messages.append({"role": ROLES.get(role, role), "content": content, **rest})
     return messages
+
+
+def _said(value: Any) -> Any:
+    """Leave out each None: Arrow fills it in where a dict has no such key, but those of other rows have."""
+    if isinstance(value, dict):
+        return {name: _said(one) for name, one in value.items() if one is not None}
+    return [_said(one) for one in value] if isinstance(value, list) else value
 
 
 def tokenize_chat(
@@ -292,13 +320,15 @@ def _range(rows: Any, column: str) -> tuple[int, int]:
         found = [compute.min_max(compute.list_flatten(batch[column])).as_py() for batch in batches]
         ends = [(one["min"], one["max"]) for one in found if one["min"] is not None]
     else:
-        ends = [(min(row[column]), max(row[column])) for row in rows if len(row[column])]
+        ends = [(min(one), max(one)) for one in (rows[i][column] for i in range(len(rows))) if len(one)]
     return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
 
 
 @dataclass(frozen=True)
 class DraftCollator:
     """Pad rows on the right, where causal models do not look; padding is document -1 of packed rows.
+
+    Rows that are not packed may stand beside packed ones.
 
     Of cached rows, the ``states`` of each layer are padded with zeros.
     """
@@ -307,14 +337,15 @@ class DraftCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         fill = dict(zip(COLUMNS, (self.pad_token_id, 0, -1), strict=True))
-        longest = max(len(row["input_ids"]) for row in rows)
+        lengths = [len(row["input_ids"]) for row in rows]
+        missing = [max(2, *lengths) - length for length in lengths]  # a draft reads two tokens at least
+        if any("document_ids" in row for row in rows):
+            rows = [{"document_ids": [0] * length} | row for row, length in zip(rows, lengths, strict=True)]
         batch: dict[str, Any] = {}
         for name in (name for name in fill if name in rows[0]):
-            padded = [[*row[name], *[fill[name]] * (longest - len(row[name]))] for row in rows]
+            padded = [[*row[name], *[fill[name]] * count] for row, count in zip(rows, missing, strict=True)]
             batch[name] = torch.tensor(padded)
-        if "states" in rows[0]:
-            layers = rows[0]["states"]
-            batch["states"] = {
-                layer: pad_sequence([row["states"][layer] for row in rows], batch_first=True) for layer in layers
-            }
+        for layer in rows[0].get("states", ()):
+            states = [pad(row["states"][layer], (0, 0, 0, count)) for row, count in zip(rows, missing, strict=True)]
+            batch.setdefault("states", {})[layer] = torch.stack(states)
         return batch

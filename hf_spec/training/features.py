@@ -74,11 +74,13 @@ def cache_features(
     """
     if batch_size < 1 or shard_size < 1:
         raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")
-    target, path = bare(target), Path(directory)
+    target, path = bare(target).eval(), Path(directory)
     index = _Index.read(path) or _Index(path, {"shard_size": shard_size}, 0)
     kept = _layers(layers, target, index.made_from.get("layers", ()))
     survey = _survey(dataset, target)
     kind: Any = dtype or getattr(torch, index.made_from.get("dtype", ""), target.dtype)
+    if not kind.is_floating_point:
+        raise ValueError(f"dtype is {kind}, which holds no states; take torch.bfloat16 or another kind of float")
     made_from = {
         **fingerprint(target),
         "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),

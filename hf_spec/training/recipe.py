@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import inspect
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 import yaml  # type: ignore[import-untyped]
 from datasets import load_from_disk  # type: ignore[import-untyped]
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -37,10 +37,12 @@ from .teacher import bare
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
-SECTIONS = ("target", "draft", "data", "prepare", "features", "trainer", "peft")
-TARGET = ("name", "adapter", "dtype", "device_map", "attn_implementation", "revision")
-FEATURES = ("directory", "without_target", "dtype", "batch_size", "shard_size")
-PREPARE = tuple(inspect.signature(prepare_dataset).parameters)[2:]  # after the dataset and the tokenizer
+# What may stand in each section, and what values it takes.
+SECTIONS = {"data": str, **dict.fromkeys(("target", "draft", "prepare", "features", "trainer", "peft"), Any)}
+TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revision"), str) | {"device_map": Any}
+PREPARE = {"split": str, "held_out": int | None, **get_type_hints(prepare_dataset)}
+PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
+FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
 KINDS = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
 
@@ -70,21 +72,24 @@ def read_recipe(file: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError("target needs a name, a directory or Hub id")
     if not isinstance(recipe["draft"], str):
         _check_draft(recipe["draft"])
-    options = [
-        name for name, one in inspect.signature(prepare_dataset).parameters.items() if one.kind is one.KEYWORD_ONLY
-    ]
-    recipe["prepare"] = _section(recipe.get("prepare"), ("split", "held_out", *options), "prepare")
+    recipe["prepare"] = _section(recipe.get("prepare"), PREPARE, "prepare")
     if isinstance(recipe.get("features"), str):
         recipe["features"] = {"directory": recipe["features"]}
     recipe["features"] = _section(recipe.get("features"), FEATURES, "features")
     if recipe["features"] and "directory" not in recipe["features"]:
         raise ValueError("features needs a directory")
-    if (dtype := recipe["features"].get("dtype")) is not None and not hasattr(torch, str(dtype)):
-        raise ValueError(f"features.dtype is {dtype!r}; name one of torch, such as bfloat16")
+    for section in ("target", "features"):
+        _check_dtype(recipe[section].get("dtype"), section)
     recipe["trainer"] = _section(recipe.get("trainer"), _fields(DraftTrainingArguments), "trainer")
     if recipe["prepare"] and is_prepared(recipe["data"]):
         raise ValueError(f"{recipe['data']} is prepared already: leave out the section prepare")
     return recipe
+
+
+def _check_dtype(given: str | None, section: str) -> None:
+    known = getattr(torch, given or "float32", None)
+    if not (isinstance(known, torch.dtype) and known.is_floating_point) and (section, given) != ("target", "auto"):
+        raise ValueError(f"{section}.dtype is {given!r}; name one of torch, such as bfloat16")
 
 
 def _check_draft(given: Any) -> None:
@@ -92,10 +97,9 @@ def _check_draft(given: Any) -> None:
     if kind not in KINDS:
         raise ValueError(f"draft.kind is {kind!r}; name one of {sorted(KINDS)}, or let draft be a path to start from")
     own = {field.name for field in dataclasses.fields(KINDS[kind])} - _fields(PreTrainedConfig) - SET_BY_US
-    _section(given, {"kind", "layers", *own}, "draft")
-    layers = given.get("layers") or {}
-    known = _fields(type(AutoConfig.for_model(layers.get("model_type", "llama")))) | {"model_type"}
-    _section(layers, known, "draft.layers")
+    layers = _section(given, {"kind", "layers", *own}, "draft").get("layers")
+    model_type = layers.get("model_type", "llama") if isinstance(layers, Mapping) else "llama"
+    _section(layers, _fields(type(AutoConfig.for_model(model_type))) | {"model_type"}, "draft.layers")
 
 
 def _fields(kind: Any) -> set[str]:
@@ -103,7 +107,7 @@ def _fields(kind: Any) -> set[str]:
 
 
 def _section(given: Any, known: Collection[str], name: str) -> dict[str, Any]:
-    """Return a section as a dict, empty if nothing is given."""
+    """Return a section as a dict, empty if nothing is given; ``known`` may say what values its keys take."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -113,7 +117,16 @@ def _section(given: Any, known: Collection[str], name: str) -> dict[str, Any]:
             near = difflib.get_close_matches(str(key), known, 1)
             cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
             raise ValueError(f"{name} has no {key!r}; {cure}")
+        if isinstance(known, Mapping) and not _fits(given[key], known[key]):
+            takes = known[key].__name__ if isinstance(known[key], type) else str(known[key]).removeprefix("typing.")
+            raise ValueError(f"{name}: {key} is {given[key]!r}; it takes {takes}")
     return dict(given)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return hint is Any or type(value) in (get_args(hint) or (hint,))  # True is no int
 
 
 def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dict[str, float]]:
@@ -128,7 +141,10 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     if alone := features.pop("without_target", False):
         args.check_without_target()
     set_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(recipe["target"]["name"])
+    name, revision = recipe["target"]["name"], recipe["target"].get("revision", "main")
+    if not isinstance(recipe["draft"], str):
+        _config(recipe["draft"], AutoConfig.from_pretrained(name, revision=revision))  # wrong values are told first
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     with args.main_process_first(desc="preparing data"):
         rows = _rows(recipe, tokenizer)
     target = (alone and _target_of_caches(features["directory"], rows)) or _target(**recipe["target"])
@@ -159,7 +175,8 @@ def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> Dr
     """Parse trainer arguments by transformers' parser, ``given`` ones standing for its defaults."""
     kind: Any = DraftTrainingArguments
     parser: Any = HfArgumentParser(kind, prog="hf-spec train RECIPE.yaml", exit_on_error=False, allow_abbrev=False)
-    parser.set_defaults(**given)
+    # What a file says of numbers is read as what a command line says of them.
+    parser.set_defaults(**{name: repr(one) if type(one) in (int, float) else one for name, one in given.items()})
     try:
         (args,) = parser.parse_args_into_dataclasses(list(changes), look_for_args_file=False)
     except argparse.ArgumentError as error:
@@ -202,10 +219,17 @@ def _draft(given: Any, target: PreTrainedModel, rows: Any) -> Any:
         return cast(Any, as_speculator(given, target)).float()
     if isinstance(given, str):
         return load_draft(given, target, dtype="float32")
-    flags = {name: value for name, value in given.items() if name not in ("kind", "layers")}
-    config = KINDS[given["kind"]].for_target(target.config, given.get("layers"), **flags)
+    config = _config(given, target.config)
     whole, size = config.layers.vocab_size, getattr(config, "draft_vocab_size", None)
     return new_draft(config, target, count_tokens(rows, whole) if size and size < whole else None)
+
+
+def _config(given: dict[str, Any], target: PreTrainedConfig) -> Any:
+    flags = {name: value for name, value in given.items() if name not in ("kind", "layers")}
+    try:
+        return KINDS[given["kind"]].for_target(target, given.get("layers"), **flags)
+    except (TypeError, StrictDataclassError) as error:
+        raise ValueError(f"draft: {error}") from error
 
 
 def _adapter(given: Any) -> Any:

@@ -11,27 +11,29 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration import Eagle3SpeculatorConfig
-from .data import CHAT_COLUMNS, prepare_dataset
+from .data import CHAT_COLUMNS, FILES, prepare_dataset, read_file
 from .features import FeatureCache, cache_features
 from .vocabulary import count_tokens, most_frequent
 
-FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 HELD_OUT = 64
 
 
 def load_raw(name: str, split: str = "train") -> datasets.Dataset:
-    """Load a file or a dataset of the Hub. Errors: a ValueError for a file of another kind."""
+    """Load a file, what ``save_to_disk`` wrote, or a dataset of the Hub. Errors: those of ``read_file``."""
     path = Path(name)
-    if not path.is_file():
+    if path.is_file() or path.suffix in FILES:
+        return read_file(path)
+    if not any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
         return datasets.load_dataset(name, split=split)
-    if (kind := FILES.get(path.suffix)) is None:
-        raise ValueError(f"{name} is none of {sorted(FILES)}; rename it, or write JSON lines")
-    return datasets.load_dataset(kind, data_files=name, split="train")
+    data = datasets.load_from_disk(name)
+    return data[split] if isinstance(data, datasets.DatasetDict) else data
 
 
 def is_prepared(name: str) -> bool:
     """Tell whether ``name`` is a directory that ``prepared`` rows were saved to."""
-    return Path(name, "dataset_dict.json").is_file()
+    if not Path(name, "dataset_dict.json").is_file():
+        return False
+    return all("input_ids" in columns for columns in datasets.load_from_disk(name).column_names.values())
 
 
 def conversations(data: datasets.Dataset) -> Any:

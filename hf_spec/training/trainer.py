@@ -33,15 +33,17 @@ from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)
 
+IDLE = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # what Trainer would call itself
+
 
 class DraftTrainer(Trainer):
     """Train ``model``, a draft of any kind, to guess what ``target`` says.
 
     Datasets have the columns ``input_ids``, ``loss_mask`` (1 where a token is the target's own answer) and, if packed,
-    ``document_ids``: see ``prepare_dataset``. The target stays as it is and runs in this process, but not on datasets
-    that are a ``FeatureCache``; with those alone, ``cache.load_target()`` will do for it. ``evaluate()`` adds what
-    speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how often the k-th
-    guess is accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
+    ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and else stays as it is; it runs in
+    this process, but not on datasets that are a ``FeatureCache``: with those alone, ``cache.load_target()`` will do.
+    ``evaluate()`` adds what speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how
+    often the k-th guess is accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
 
     Args:
         model: a ``DraftModel``, or a small causal language model to distil; or use ``model_init``.
@@ -69,24 +71,29 @@ class DraftTrainer(Trainer):
         if target is None:
             raise TypeError("DraftTrainer needs the target: DraftTrainer(draft, target, args, ...)")
         args = args if args is not None else DraftTrainingArguments(output_dir="draft")
+        if not isinstance(args, DraftTrainingArguments):
+            raise TypeError(
+                f"args are {type(args).__name__}: make them DraftTrainingArguments, which have all of those"
+            )
+        if idle := [name for name in IDLE if kwargs.get(name) is not None]:
+            raise ValueError(
+                f"{idle[0]} would not be called, for no logits are kept: choose a loss by objective=, and override "
+                "evaluate() for more figures"
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
                 "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
             )
-        self.target: PreTrainedModel = bare(target)
+        self.target: PreTrainedModel = bare(target).eval()
         self.eval_prompts = eval_prompts
         self._peft_config = peft_config
         self._tallies = {True: Tally(), False: Tally()}  # of training, and not
         kwargs.setdefault("data_collator", DraftCollator())
-        self._caches = [data for data in _datasets(kwargs) if isinstance(data, FeatureCache)]
-        for data in _datasets(kwargs):
-            if not isinstance(data, FeatureCache):
-                check_rows(data, len(self.target.get_input_embeddings().weight))
+        held_out = kwargs.get("eval_dataset")
+        self._data = [kwargs.get("train_dataset"), *(held_out.values() if isinstance(held_out, dict) else [held_out])]
         if not has_body(self.target):
             args.check_without_target()
-            if len(self._caches) < len(_datasets(kwargs)):
-                raise ValueError("without its layers the target can read no text: cache the features of every dataset")
         super().__init__(None if model is None else self._prepare_draft(model, args), args, **kwargs)
         self._forget_use_cache()
         if (plugin := getattr(self.accelerator.state, "fsdp_plugin", None)) is not None:
@@ -116,14 +123,23 @@ class DraftTrainer(Trainer):
             from peft import get_peft_model
 
             model = get_peft_model(model, self._peft_config)
-        _make_teachable(draft)
         self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
-        for cache in self._caches:
-            cache.check(self.target, self._reader.feature_layers)
+        for data in self._data:
+            self._admit(data)
+        _make_teachable(draft)
         self._steps = count_steps(draft, args.unroll_steps)
         if sharding.is_asked_for(args):
             sharding.hide_ends(model)
         return model
+
+    def _admit(self, data: Any) -> None:
+        """Raise a ValueError if ``data`` are what the target or the draft cannot read."""
+        if isinstance(data, FeatureCache):
+            data.check(self.target, self._reader.feature_layers)
+        elif data is not None and not isinstance(data, str):
+            check_rows(data, len(cast(Any, self.target).get_input_embeddings().weight))
+            if not has_body(self.target):
+                raise ValueError("without its layers the target can read no text: cache the features of every dataset")
 
     def _forget_use_cache(self) -> None:
         """Undo what the host writes into any model's config: a draft has no such option."""
@@ -216,6 +232,14 @@ class DraftTrainer(Trainer):
         if self.accelerator.num_processes == 1:
             return sums
         return cast(Tensor, self.accelerator.reduce(sums.to(self.args.device), reduction="sum"))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        self._admit(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        self._admit(test_dataset)
+        return super().get_test_dataloader(test_dataset)
 
     # -- logs and evaluation ------------------------------------------------------------------------------------------
 
@@ -328,13 +352,6 @@ class DraftTrainer(Trainer):
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         Path(directory, "README.md").write_text(card, encoding="utf-8")
-
-
-def _datasets(given: dict[str, Any]) -> list[Any]:
-    """Return the datasets to train and to evaluate on."""
-    held_out = given.get("eval_dataset")
-    found = [given.get("train_dataset"), *(held_out.values() if isinstance(held_out, dict) else [held_out])]
-    return [data for data in found if data is not None]
 
 
 def _make_teachable(draft: Any) -> None:
