@@ -181,7 +181,12 @@ def _beyond_vllm(config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
     return [
         (not config.norm_before_lm_head, "always norms before the head"),
         (biased, "has no bias in the output of qwen3's attention"),
+        (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
     ]
+
+
+def _lends_part_of_head(config: Eagle3SpeculatorConfig) -> bool:
+    return "lm_head" in (config.shared_with_target or ()) and config.draft_vocab_size != config.layers.vocab_size
 
 
 def _sglang(checkpoint: Checkpoint, config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
@@ -228,11 +233,22 @@ def _default_ids(ids: list[int] | None) -> bool:
 
 
 def _beyond_sglang(config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
+    trained = config.embed_requires_grad and config.feature_size == config.layers.hidden_size
+    return [*_beyond_flat(config), (trained, "replaces trained embeddings by the target's")]
+
+
+def _beyond_flat(config: Eagle3SpeculatorConfig) -> list[tuple[bool, str]]:
     layers, ids = config.layers, config.eagle_aux_hidden_state_layer_ids or [1]
     return [
         (layers.model_type != "llama", f"has llama layers only, not {layers.model_type}"),
         (layers.num_hidden_layers > 1, "norms the later layers of a draft differently"),
         (layers.attention_bias, "has no bias in the attention"),
+        (getattr(layers, "mlp_bias", False), "has no bias in the MLP"),
+        (
+            config.num_features * config.feature_size == layers.hidden_size,
+            "takes a single feature for a state fed back",
+        ),
+        (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
         ("sliding_attention" in (getattr(layers, "layer_types", None) or ()), "has no sliding window"),
         (config.norm_before_residual, "does not know norm_before_residual"),
         (not config.norm_before_lm_head, "always norms before the head"),
@@ -318,7 +334,7 @@ def _refuse(draft: DraftModel, to: Layout) -> None:
     config = draft.config
     if not isinstance(config, Eagle3SpeculatorConfig) or to == "native":
         raise ValueError(f"a draft of kind {config.speculators_model_type!r} has no {to} layout; use to='speculators'")
-    found = _chosen(_beyond_sglang(config))
+    found = _chosen(_beyond_flat(config))
     if to == "eagle3":
         ids = config.eagle_aux_hidden_state_layer_ids
         flags = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
@@ -353,6 +369,8 @@ def _write_flat(draft: DraftModel, path: Path, to: Layout) -> None:
     if to == "sglang":
         raw |= {name: getattr(config, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
         raw[SERVED_FLAGS] = True
+        if "lm_head" in (config.shared_with_target or ()):
+            raw["draft_vocab_size"] = None  # SGLang lends the target's output layer only then
         raw["eagle_config"] = {"use_aux_hidden_state": True}
         if ids is not None:
             raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]

@@ -155,6 +155,14 @@ def test_vllm_is_told_how_many_features_there_are(ids: list[int] | None, tmp_pat
         assert inspect(tmp_path).engines["vLLM"] == [f"expects 3 features, not {len(ids)}; convert to speculators"]
 
 
+def test_sglang_is_asked_to_lend_the_output_layer(tmp_path: Path) -> None:
+    config = Eagle3SpeculatorConfig.for_target(tiny_target().config, shared_with_target=["lm_head"])
+    draft = Eagle3DraftModel(config)
+    export(draft, tmp_path / "out", "sglang")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] is None
+    assert settings(AutoDraftModel.from_pretrained(tmp_path / "out"))["draft_vocab_size"] == 96
+
+
 def test_the_rules_of_vllm_can_be_broken(tmp_path: Path) -> None:
     load_draft("eagle1_orig_a").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

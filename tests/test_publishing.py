@@ -151,7 +151,17 @@ def test_a_card_tells_the_figures_of_every_benchmark(tmp_path: Path) -> None:
         ({"norm_output": True}, ["llama.cpp does not know norm_output"]),
         ({"layers": {"model_type": "qwen3", "attention_bias": True}}, ["vLLM has no bias", "SGLang has llama layers"]),
         ({"layers": {"num_hidden_layers": 2}}, ["SGLang norms the later", "llama.cpp reads drafts with num_hidden"]),
+        ({"layers": {"mlp_bias": True}}, ["SGLang has no bias in the MLP"]),
+        ({"embed_requires_grad": True}, ["SGLang replaces trained embeddings"]),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [8]},
+            ["SGLang takes a single feature", "llama.cpp always reads", "SGLang does not capture"],
+        ),
         ({"shared_with_target": ["embed_tokens"]}, ["no embed_tokens in the file"]),
+        (
+            {"shared_with_target": ["lm_head"], "vocabulary": 40},
+            ["vLLM does not cut", "SGLang does not cut", "no lm_head in the file"],
+        ),
     ],
 )
 def test_options_that_an_engine_cannot_serve_are_named(flags: dict[str, Any], engines: list[str]) -> None:

@@ -48,6 +48,9 @@ def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:
             warnings.append(
                 f"max_position_embeddings is {have}, the target's {need}: vLLM and SGLang fail on longer text"
             )
+    ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or [0]
+    if max(ids) == target.config.get_text_config().num_hidden_layers:
+        warnings.append("SGLang does not capture what comes out of the last layer")
     if missing := " and ".join(config.shared_with_target or ()):
         warnings.append(f"no {missing} in the file: the engine must lend the target's")
     return warnings
