@@ -14,7 +14,6 @@ from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
 
-LENGTH = "acceptance_length"
 METHODS = {"eagle3": "eagle3", "independent": "draft_model"}  # of vLLM 0.33's --speculative-config, by kind
 
 
@@ -101,29 +100,28 @@ def _usage_in_vllm(draft: Any, kind: str, target: str, here: str, base: str | No
 
 
 def _measured(history: list[dict[str, float]], best_step: int | None) -> str:
-    keys = [key for logs in history for key in logs if key.startswith("eval_") and key.endswith(LENGTH)]
-    names = dict.fromkeys(key.removesuffix(LENGTH) for key in keys if not key.endswith(f"sampled_{LENGTH}"))
-    tables = [_measured_on(prefix, history, best_step) for prefix in names]  # of several datasets each has its own
-    return "\n\n".join(table for table in tables if table) or "Nothing was measured in this training run."
-
-
-def _measured_on(prefix: str, history: list[dict[str, float]], best_step: int | None) -> str:
-    measured = [logs for logs in history if prefix + LENGTH in logs]
-    if best_step is not None and "train_runtime" in history[-1]:  # not evaluated since these were loaded
-        measured = [logs for logs in measured if logs["step"] == best_step]
-    if not measured:
-        return ""
-    found = measured[-1]
-    rows = [("mean accepted length (tokens per verification, greedy)", found[prefix + LENGTH])]
-    if f"{prefix}sampled_{LENGTH}" in found:
-        rows.append(("the same, sampled", found[f"{prefix}sampled_{LENGTH}"]))
-    position = 1
-    while (share := found.get(f"{prefix}acceptance_{position}")) is not None:
-        rows.append((f"guess {position} accepted", share))
-        position += 1
-    table = _table([(name, f"{value:.3f}") for name, value in rows])
-    data = prefix.removeprefix("eval_").removesuffix("_")
-    return f"By generation from held-out prompts{f' ({data})' if data else ''}:\n\n{table}"
+    ended = bool(history) and "train_runtime" in history[-1]  # not evaluated since the best weights were loaded
+    found: dict[str, dict[str, float]] = {}  # by what the metrics of a dataset begin with
+    for logs in history:
+        if best_step is not None and ended and logs["step"] != best_step:
+            continue
+        # Figures of sampling have longer names.
+        if name := min((name for name in logs if name.endswith("_acceptance_length")), key=len, default=""):
+            found[name.removesuffix("acceptance_length")] = logs
+    if not found:
+        return "Nothing was measured in this training run."
+    names = {
+        "acceptance_length": "mean accepted length (tokens per verification, greedy)",
+        "sampled_acceptance_length": "the same, sampled",
+    }
+    names |= {f"acceptance_{position}": f"guess {position} accepted" for position in range(1, 33)}
+    rows = []
+    for metric, label in names.items():
+        cells = [logs.get(f"{prefix}{metric}") for prefix, logs in found.items()]
+        if any(cell is not None for cell in cells):
+            rows.append((label, *("" if cell is None else f"{cell:.3f}" for cell in cells)))
+    table = _table(rows, [prefix.removeprefix("eval_").rstrip("_") for prefix in found])
+    return f"By generation from held-out prompts:\n\n{table}"
 
 
 def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, float]], rows: int | None) -> str:
