@@ -58,8 +58,9 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
         return f"{name} is supported for one row at a time only: {reason}"
     if keeps_own_states(model):
         return None
-    if cache is None or cache_name(model) not in inspect.signature(model.forward).parameters:
-        return f"{name} keeps no key-value cache of transformers"
+    known = inspect.signature(model.forward).parameters
+    if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
+        return f"{name} keeps no key-value cache of transformers (its forward takes no past_key_values)"
     if (layer := unsupported_layer(cache)) is not None:
         return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
     knows_layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None)  # and so does the cache

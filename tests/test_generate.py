@@ -316,6 +316,20 @@ def test_positions_of_the_caller(model: PreTrainedModel) -> None:
         assert torch.equal(greedy(model, moved, speculator=draft(), speculation_config=shape), plain)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_forward_that_names_no_arguments(name: str) -> None:
+    """Someone's wrapper: the host gives it no positions, and neither must we."""
+    model = noisy(target(name), 0.0)
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    for batch in BATCHES.values():
+        plain = greedy(model, prompts(*batch))
+        for shape in SHAPES.values():
+            for speculator in (Oracle(plain), draft(name)):
+                out = greedy(model, prompts(*batch), speculator=speculator, speculation_config=shape)
+                assert torch.equal(out, plain)
+
+
 def test_inference_mode(model: PreTrainedModel) -> None:
     inputs = prompts(3)
     plain = greedy(model, inputs)
