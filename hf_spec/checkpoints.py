@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
@@ -128,11 +129,12 @@ class AutoDraftModel:
         that do not fit, or a target that does not.
         """
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        draft = load(read_checkpoint(path, **hub), **kwargs)
+        loaded = load(read_checkpoint(path, **hub), **kwargs)
         if target is not None:
+            draft = loaded[0] if kwargs.get("output_loading_info") else loaded
             raise_positions(draft.config, target)
             draft.bind(target)
-        return draft
+        return loaded
 
 
 def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
@@ -140,11 +142,12 @@ def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     config, tensors = translate(checkpoint)
     model = next(model for model in MODELS if model.config_class is type(config))
     try:
-        draft = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
+        loaded = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{checkpoint.path}, read as {checkpoint.layout}: {error}") from error
+    draft = loaded[0] if kwargs.get("output_loading_info") else loaded
     draft.config.name_or_path = draft.name_or_path = checkpoint.path
-    return draft
+    return loaded
 
 
 def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
@@ -167,10 +170,7 @@ def read_checkpoint(path: str | os.PathLike[str], inside_target: bool = False, *
 
     Of a target that has a draft in its checkpoint only the draft is read; ``inside_target`` reads nothing of others.
     """
-    found = _find(path, "config.json", hub)
-    if found is None:
-        raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
-    config = _json(found)
+    config = _json(_find_config(path, hub))
     for name in WEIGHT_FILES:
         if (file := _find(path, name, hub)) is None:
             continue
@@ -188,6 +188,19 @@ def read_checkpoint(path: str | os.PathLike[str], inside_target: bool = False, *
 
 def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str | None:
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+
+
+def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
+    if not os.path.isdir(path):
+        try:
+            validate_repo_id(os.fspath(path))
+        except HFValidationError as error:
+            raise OSError(f"{path} is neither a directory nor a Hub id; pass the directory of config.json") from error
+    # Of a Hub id this says whether it does not exist or is only out of reach.
+    found = _find(path, "config.json", hub) if os.path.isdir(path) else cached_file(path, "config.json", **hub)
+    if found is None:
+        raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
+    return found
 
 
 def _json(file: str) -> dict[str, Any]:
@@ -212,7 +225,7 @@ def _tensors(file: str, inside_target: bool) -> dict[str, Tensor]:
             with safe_open(file, framework="pt") as opened:
                 return {name: opened.get_tensor(name) for name in _of_the_draft(opened.keys(), inside_target)}
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (SafetensorError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise OSError(
             f"{file} is cut off, damaged or holds more than tensors ({error}); copy or download it again, or convert "
             "it to safetensors where you trust it"
@@ -251,7 +264,9 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
     try:
         return _translated(checkpoint, layout)
     except KeyError as error:
-        raise ValueError(f"{checkpoint.path}, read as {layout}: its config has no {error}; add it") from error
+        raise ValueError(
+            f"{checkpoint.path}, read as {layout}: there is no {error}; complete the config or copy the weights again"
+        ) from error
     except (ArithmeticError, AttributeError, TypeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"{checkpoint.path}, read as {layout}: {error}") from error
 
@@ -310,7 +325,7 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
     norms = sum(name.startswith("fc_norm.") for name in tensors)
     count = norms or (len(ids) if ids else 3)
     layers = _layers(raw, tensors)
-    width = tensors["fc.weight"].shape[1] // count if "fc.weight" in tensors else layers.hidden_size
+    width = tensors["fc.weight"].shape[-1] // count if "fc.weight" in tensors else layers.hidden_size
     norm_output = bool(flags.get("norm_output", False))
     return {
         "transformer_layer_config": layers,
@@ -396,9 +411,9 @@ def _layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     if kind == "llama":
         given["mlp_bias"] = any(name.endswith("gate_proj.bias") for name in tensors)
     if given["attention_bias"]:  # transformers also gives o_proj one; EAGLE for Qwen2 does not
-        for i in indices:
-            weight = tensors[f"layers.{i}.self_attn.o_proj.weight"]
-            tensors.setdefault(f"layers.{i}.self_attn.o_proj.bias", weight.new_zeros(weight.shape[0]))
+        for place in (f"layers.{i}.self_attn.o_proj" for i in indices):
+            if (weight := tensors.get(f"{place}.weight")) is not None:
+                tensors.setdefault(f"{place}.bias", weight.new_zeros(weight.shape[0]))
     return AutoConfig.for_model(kind, **given)
 
 

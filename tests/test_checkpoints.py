@@ -362,6 +362,30 @@ def test_a_truncated_file_is_named(loader: Any, tmp_path: Path) -> None:
         loader.from_pretrained(tmp_path)
 
 
+def test_a_truncated_pickle_is_named(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_a", tmp_path / "draft")
+    file = path / "pytorch_model.bin"
+    for size in (-3000, 100, 0):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(OSError, match=r"pytorch_model\.bin is cut off"):
+            AutoDraftModel.from_pretrained(path)
+
+
+def test_biases_without_their_layer_are_named(tmp_path: Path) -> None:
+    path = copy_of("eagle3_orig_b_fullvocab", tmp_path / "draft")
+    bias = {"midlayer.self_attn.q_proj.bias": torch.ones(32)}
+    edit_weights(path, lambda weights: weights.update(bias) or weights.pop("midlayer.self_attn.o_proj.weight"))
+    with pytest.raises(ValueError, match=r"o_proj\.weight is missing"):
+        AutoDraftModel.from_pretrained(path)
+
+
+def test_the_loading_report_is_given_when_asked_for(tmp_path: Path) -> None:
+    source = GOLDENS / "eagle3_orig_a" / "checkpoint"
+    draft, info = AutoDraftModel.from_pretrained(source, target=load_target("eagle3_orig_a"), output_loading_info=True)
+    assert isinstance(draft, Eagle3DraftModel)
+    assert not info["missing_keys"]
+
+
 def test_a_half_copied_directory_is_refused(tmp_path: Path) -> None:
     path = copy_of(PLAIN, tmp_path / "draft")
     (path / "model.safetensors").rename(path / "model-00001-of-00002.safetensors")
@@ -380,6 +404,14 @@ def test_a_half_copied_directory_is_refused(tmp_path: Path) -> None:
     (path / "config.json").unlink()
     with pytest.raises(OSError, match=r"no config\.json"):
         AutoDraftModel.from_pretrained(path)
+    for absent in (path / "away", path / "model-00001-of-00002.safetensors"):
+        with pytest.raises(OSError, match="neither a directory nor a Hub id"):
+            AutoDraftModel.from_pretrained(absent)
+
+
+def test_a_draft_that_is_out_of_reach_is_not_taken_for_none() -> None:
+    with pytest.raises(OSError, match="connect"):
+        AutoDraftModel.from_pretrained("some-org/some-draft", local_files_only=True)
 
 
 def test_shards_are_read_together(tmp_path: Path) -> None:
@@ -416,7 +448,7 @@ def test_nothing_of_a_pickle_is_executed(tmp_path: Path) -> None:
         ({"norm_output": "yes"}, "norm_output is 'yes'; set True or False"),
         ({"speculators_config": "eagle3"}, "speculators_config is a str; pass a dict"),
         ({"eagle_aux_hidden_state_layer_ids": 3}, "eagle_aux_hidden_state_layer_ids is 3; list whole numbers"),
-        ({"transformer_layer_config": {"model_type": "llama"}}, "its config has no 'vocab_size'; add it"),
+        ({"transformer_layer_config": {"model_type": "llama"}}, "there is no 'vocab_size'; complete the config"),
         ({"transformer_layer_config": {"vocab_size": "96"}}, "Field 'vocab_size' expected int, got str"),
         ({"speculators_model_type": "mtp", "transformer_layer_config": "llama"}, "no transformer_layer_config"),
     ],

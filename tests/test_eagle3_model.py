@@ -318,3 +318,8 @@ def test_an_eagle_draft_reads_the_last_hidden_state_and_uses_the_targets_head() 
     out = draft(tokens(1, 4), features=noise(1, 4, 32))
     torch.testing.assert_close(out.logits, target.lm_head(out.hidden_states))
     assert draft.feature_layers(target) == (-1,)
+
+
+def test_the_vocabulary_cannot_be_resized() -> None:
+    with pytest.raises(ValueError, match="vocabulary of its target"):
+        tiny_draft().resize_token_embeddings(200)

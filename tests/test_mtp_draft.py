@@ -334,6 +334,13 @@ def test_layers_for_another_target_are_refused() -> None:
         draft_of(SPECULATORS).bind(tiny_target(vocab_size=50))
 
 
+@pytest.mark.parametrize("name", ["gpt2", "cohere2", "gemma3_text"])
+def test_layers_that_cannot_stand_by_themselves_are_refused(name: str) -> None:
+    layers = {"model_type": name, "num_hidden_layers": 1, "vocab_size": 96, "layer_types": ["full_attention"]}
+    with pytest.raises(ValueError, match=f"a layer of {name} cannot stand by itself: .* Use llama or qwen3"):
+        MTPDraftModel(MTPSpeculatorConfig(transformer_layer_config=layers))
+
+
 def two_layers(**fields: Any) -> MTPSpeculatorConfig:
     return MTPSpeculatorConfig(transformer_layer_config={"model_type": "llama", "num_hidden_layers": 2})
 

@@ -12,7 +12,7 @@ MTP_FLAGS = ("features_after_norm", "feedback_after_norm", "hidden_first")
 
 
 class MTPSpeculatorConfig(SpeculatorConfig):
-    """Describe one MTP layer beside a target, as the speculators library's ``mtp`` does; any decoder layer will do.
+    """Describe one MTP layer beside a target, as the speculators library's ``mtp`` does; any llama-like layer will do.
 
     vLLM serves such a layer only under the names of the target's own checkpoint: ``convert(..., to="native")``.
 

@@ -89,6 +89,10 @@ class DraftModel(PreTrainedModel, Speculator):
         """Return this draft's own embeddings; None if it borrows the target's."""
         return self.embed_tokens
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the tokens are those of the target."""
+        raise ValueError("a draft has the vocabulary of its target: train one for the target with the new tokens")
+
     @property
     def output_layers(self) -> list[nn.Module]:
         """Return this draft's own layers that end in its vocabulary; none if it borrows the target's."""

@@ -159,7 +159,7 @@ class TargetMtp(MtpModel, Speculator):
 
 
 class MTPDraftModel(DraftModel):
-    """Guess with one MTP layer of any architecture, under the names that the speculators library gives its parts."""
+    """Guess with one MTP layer of any llama-like architecture, under the speculators library's names for its parts."""
 
     config_class = MTPSpeculatorConfig
 
@@ -173,6 +173,13 @@ class MTPDraftModel(DraftModel):
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
         with torch.device("meta"):
             model = AutoModel.from_config(copy.deepcopy(layers), attn_implementation="eager")
+        rope = getattr(layers, "rope_parameters", None) or {}
+        is_plain = all(hasattr(model, part) for part in ("norm", "rotary_emb")) and hasattr(layers, "rms_norm_eps")
+        if not is_plain or any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(
+                f"a layer of {layers.model_type} cannot stand by itself: it takes RMS norms and one rotary embedding "
+                "for all layers. Use llama or qwen3 layers; the target may be any architecture"
+            )
         norm, eps = type(model.norm), layers.rms_norm_eps
         self.rotary_emb = type(model.rotary_emb)(layers)
         layer = type(model.layers[0])(layers, 0)
