@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from .cache import has_states
@@ -30,6 +30,8 @@ def refuse_call(
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if model.config.is_encoder_decoder:
         raise _refusal(f"{type(model).__name__} is an encoder-decoder model; only decoder-only targets are supported")
+    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
+        raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
     if (generation_config.num_beams or 1) > 1:
         raise _refusal(
             f"num_beams={generation_config.num_beams}: guesses are verified for one text per row; use num_beams=1"

@@ -19,6 +19,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
@@ -115,6 +116,15 @@ def test_encoder_decoder() -> None:
     with pytest.raises(ValueError, match="decoder-only"):
         model.generate(**INPUTS, custom_generate=hf_spec.SpeculativeDecoding("ngram"))
     refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=model)
+
+
+def test_a_model_with_a_loop_of_its_own() -> None:
+    class Own(LlamaForCausalLM):
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("plain generate would call this")
+
+    model = Own(target().config)
+    refuse("decodes in a way of its own", "drop `speculator`", model)
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "reformer"])
