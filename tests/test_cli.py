@@ -203,6 +203,13 @@ def test_convert_writes_what_inspect_describes(tmp_path, capsys):
     assert "exists; choose another directory" in capsys.readouterr().err
 
 
+def test_convert_says_what_becomes_of_a_native_layer(tmp_path, capsys):
+    layer = EAGLE.parents[1] / "mtp_qwen3_next_native" / "checkpoint"
+    assert main(["convert", str(layer), str(tmp_path / "native"), "--to", "native"]) == 0
+    assert "put it beside the target's files" in capsys.readouterr().out
+    assert (tmp_path / "native" / "mtp.safetensors").exists()
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

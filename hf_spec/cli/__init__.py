@@ -321,7 +321,10 @@ def _add_convert(commands: Any) -> None:
 
 def _convert(args: argparse.Namespace) -> None:
     convert(args.draft, args.out, args.to, verifier=args.verifier)
-    print(inspect(args.out))
+    if args.to == "native":  # no draft by itself any more
+        print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")
+    else:
+        print(inspect(args.out))
 
 
 # -- how to guess -----------------------------------------------------------------------------------------------------
