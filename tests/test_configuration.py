@@ -164,6 +164,13 @@ def test_a_new_draft_rotates_all_of_a_head_where_the_target_rotates_a_part() -> 
     assert Eagle3SpeculatorConfig.for_target(target).layers.rope_parameters == ROPE
 
 
+def test_a_new_draft_has_as_many_heads_as_its_width_holds() -> None:
+    """GLM-4.5 has 96 heads of 128 in a width of 5120; transformers refuses such layers of llama."""
+    sizes = {"hidden_size": 40, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 4}
+    layers = Eagle3SpeculatorConfig.for_target(CONFIG_MAPPING["glm4_moe"](**sizes)).layers
+    assert (layers.num_attention_heads, layers.num_key_value_heads, layers.head_dim) == (10, 2, 4)
+
+
 def test_a_new_draft_of_what_has_no_attention_keeps_common_proportions() -> None:
     layers = MTPSpeculatorConfig.for_target(build("mamba", hidden_size=128, intermediate_size=256).config).layers
     assert (layers.hidden_size, layers.num_attention_heads, layers.intermediate_size) == (128, 2, 256)

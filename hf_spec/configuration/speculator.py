@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -24,7 +25,6 @@ LAYER_SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
-    "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -174,7 +174,7 @@ class SpeculatorConfig(PreTrainedConfig):
 
     def _check_layers(self) -> None:
         layers = self.layers
-        for name in LAYER_SIZES:
+        for name in (*LAYER_SIZES, "num_hidden_layers"):
             if is_int(size := getattr(layers, name, 1)) and size < 1:
                 raise ValueError(f"transformer_layer_config.{name} is {size}; set a whole number of at least 1")
         heads, kv_heads = (getattr(layers, f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
@@ -422,16 +422,7 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
     layer = text.per_layer_config[0] if text.is_heterogeneous else text  # some models have heads of several sizes
     shape: dict[str, Any] = {
         name: value
-        for name in (
-            "hidden_act",
-            "hidden_size",
-            "intermediate_size",
-            "max_position_embeddings",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-        )
+        for name in ("hidden_act", "max_position_embeddings", *LAYER_SIZES)
         if (value := getattr(layer, name, None)) is not None
     }
     rope = getattr(text, "rope_parameters", None) or {}
@@ -444,6 +435,12 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
     # What has no attention or no such layers of its own gets common proportions instead of the layer's defaults.
     shape.setdefault("intermediate_size", 4 * text.hidden_size)
     shape.setdefault("num_attention_heads", max(1, text.hidden_size // 64))
-    kind = "qwen3" if text.model_type.startswith("qwen3") else "llama"
+    kind, heads = "qwen3" if text.model_type.startswith("qwen3") else "llama", shape["num_attention_heads"]
+    if kind == "llama" and text.hidden_size % heads:  # which transformers refuses (GLM-4.5: 96 heads of 128 in 5120)
+        heads = math.gcd(text.hidden_size, text.hidden_size // shape.get("head_dim", 64))
+        shape |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": math.gcd(heads, shape.get("num_key_value_heads", 0)),
+        }
     shape |= {"model_type": kind, "num_hidden_layers": 1} | replace
     return AutoConfig.for_model(**{"num_key_value_heads": shape["num_attention_heads"]} | shape)
