@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .architectures import keeps_own_states
 from .cache import SlotCache, has_states, keeps_state
 from .proposal import ABSENT, NO_PARENT, Proposal
-from .target import Scores, TargetRunner, in_this_thread, input_device, plain_logits, refuse_trees
+from .target import Scores, TargetRunner, in_this_thread, input_device, left_alone, plain_logits, refuse_trees
 
 PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
 # Largest difference that is put down to rounding, as a share of the logits' spread.
@@ -74,8 +74,9 @@ def reads_blocks(model: PreTrainedModel) -> bool:
         vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         ids = (torch.arange(2 * PROBE, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
         prompt, rest = ids[:, :PROBE], ids[:, PROBE:]
-        block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
-        steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
+        with left_alone(model):
+            block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
+            steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
         difference = (block - steps).abs().max() / steps.std()
         _reads_blocks[model] = bool(difference <= TOLERANCE.get(model.dtype, 1e-3))
     return _reads_blocks[model]

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .architectures import why_one_row
 from .proposal import Proposal
 from .recurrent import runner_for
-from .target import TargetRunner, input_device, new_cache, plain_logits, prompt_kwargs
+from .target import TargetRunner, input_device, left_alone, new_cache, plain_logits, prompt_kwargs
 
 PROMPT = 7
 CHAIN = [-1, 0, 1, 2]
@@ -42,7 +42,8 @@ def check_target(model: PreTrainedModel, trees: bool) -> None:
             continue
         cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
         try:
-            difference = difference_from_plain(model, parents)
+            with left_alone(model):
+                difference = difference_from_plain(model, parents)
         except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
             raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
         if not difference <= _tolerance(model):  # nan is refused too
@@ -66,9 +67,10 @@ def reads_prompts_causally(model: PreTrainedModel) -> bool:
     if implementation not in known:
         prompt, guesses = _prompt(model)[0][:1].tensor_split([PROMPT // 2], dim=1)
         seen, chain = torch.ones_like(prompt), Proposal.chain(prompt[:, -1], guesses)
-        alone = TargetRunner(model).prefill_tokens(prompt, seen)
-        kwargs = prompt_kwargs(model, prompt, seen)
-        together = TargetRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
+        with left_alone(model):
+            alone = TargetRunner(model).prefill_tokens(prompt, seen)
+            kwargs = prompt_kwargs(model, prompt, seen)
+            together = TargetRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
         assert alone is not None
         first, again = alone.logits[:, 0].float(), together.logits[:, 0].float()  # (1, vocabulary)
         known[implementation] = bool((first - again).abs().max() <= _tolerance(model) * first.std())

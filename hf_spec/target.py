@@ -351,6 +351,17 @@ def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict
     return kwargs
 
 
+@contextlib.contextmanager
+def left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Put back what trial forwards change on ``model``: how far positions lag behind the images of the last prompt."""
+    lags = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
+    try:
+        yield
+    finally:
+        for module, lag in lags:
+            module.rope_deltas = lag
+
+
 def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
     kwargs = prompt_kwargs(model, input_ids, attention_mask)

@@ -80,3 +80,14 @@ def test_layers_that_attend_to_images_alone() -> None:
     mask = torch.ones(1, 13, 1, 4, dtype=torch.long)
     with pytest.raises(ValueError, match=r"attend to images alone.*pass no images"):
         model.generate(**inputs, cross_attention_mask=mask, speculator="ngram", **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["vl:qwen3_vl", "vl:qwen3_5"])
+def test_what_the_model_keeps_for_the_next_turn(name: str) -> None:
+    """The checks of a target run it, and it notes how far positions lag behind images; here as if there were some."""
+    model, inputs = build(name), prompts(1)
+    for last in ({}, {"speculator": "ngram"}, {"speculator": "ngram", "speculation_config": SHAPES["tree"]}):
+        first = model.generate(**inputs, **OPTIONS, return_dict_in_generate=True)
+        model.model.rope_deltas = lag = torch.tensor([[-3]])
+        model.generate(input_ids=first.sequences, past_key_values=first.past_key_values, **OPTIONS, **last)
+        assert model.model.rope_deltas is lag
