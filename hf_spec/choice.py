@@ -61,8 +61,8 @@ class Chooser:
         self.typical = (config.typical_threshold, config.typical_alpha) if config.acceptance == "typical" else None
         if self.typical and sample and self.lockstep:
             raise ValueError(
-                "acceptance='typical' weighs whole paths, but a custom processor or stopping criterion of this call "
-                "has to see the text token by token; declare it with hf_spec.pure or use acceptance='lossless'"
+                "acceptance='typical' weighs whole paths, but a processor or stopping criterion of this call has to "
+                "see the text token by token; declare a processor with hf_spec.pure or use acceptance='lossless'"
             )
         self.record = record
 
@@ -80,11 +80,18 @@ class Chooser:
 
     def _row_by_row(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice:
         text = self.text
-        nodes = NodeScores(self.processors, logits, proposal, text.ids, text.row_lengths, text.rows)
+        nodes = NodeScores(
+            self.processors, logits, proposal, text.ids, text.row_lengths, text.rows, text.stops.last_tokens
+        )
         verdict = self._verdict(proposal, nodes)
         figures = torch.cat([verdict.counts[:, None], _size(proposal), verdict.tokens], dim=1).tolist()
         rows = text.rows
         emitted = [tokens[:count] for count, _, _, *tokens in figures]
+        if any(new[-1] < 0 for new in emitted):
+            raise RuntimeError(
+                "no token can be drawn (plain generate fails there, too): a row's scores are all -inf, or one is nan. "
+                "Look for a logits processor that leaves no token, or for logits that overflow."
+            )
         kept = text.extend(verdict.tokens, emitted)
         self.record.add(rows, verdict.path, kept, logits, scores.hidden_states, nodes.at)
         return Choice(

@@ -13,7 +13,7 @@ which never become text, so processors are told apart by what their result depen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -138,8 +138,8 @@ class NodeScores:
     """Give the processed scores at the nodes of a proposal, computed where they are asked for.
 
     ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row
-    at ``lengths[b] - 1``; ``rows`` are the places of these rows in the batch that ``generate`` was called with. Not
-    for a list in lockstep.
+    at ``lengths[b] - 1``; ``rows`` are the places of these rows in the batch that ``generate`` was called with;
+    ``last_tokens`` end a row: behind such a guess nobody is asked. Not for a list in lockstep.
     """
 
     def __init__(
@@ -150,6 +150,7 @@ class NodeScores:
         text: Tensor,
         lengths: list[int],
         rows: list[int],
+        last_tokens: Collection[int] = (),
     ) -> None:
         self._processors = processors
         self._logits = logits
@@ -157,6 +158,7 @@ class NodeScores:
         self._text = text
         self._lengths = lengths
         self._rows = rows
+        self._last_tokens = last_tokens
 
     def at(self, node: Tensor) -> Tensor:
         """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
@@ -171,8 +173,9 @@ class NodeScores:
     def every(self) -> Tensor:
         """Return the scores at all nodes: (batch, nodes, vocab) float32.
 
-        Nodes that are ABSENT, or that the target cannot reach because a token on their path has probability zero, hold
-        zeros or what the warpers make of them: a processor never sees a prefix that could not have become text.
+        Nodes that are ABSENT, or that the target cannot reach because a token on their path has probability zero or
+        ends the row, hold zeros or what the warpers make of them: a processor never sees a prefix that could not have
+        become text and gone on.
         """
         present = self._proposal.present
         if self._processors.memoryless:
@@ -193,6 +196,14 @@ class NodeScores:
         """Measure the prefix of each node, itself included: (batch, nodes)."""
         return torch.tensor(self._lengths, device=self._text.device)[:, None] + self._proposal.depth
 
+    @cached_property
+    def _ended(self) -> Tensor:
+        """Tell which nodes are guesses that end their row, or stand behind one: (batch, nodes) bool."""
+        last = torch.tensor(list(self._last_tokens), dtype=torch.long, device=self._text.device)
+        ends = torch.isin(self._proposal.tokens, last)
+        ends[:, 0] = False  # the root is text that goes on
+        return (self._proposal.ancestors & ends[:, None]).any(-1)
+
     def _is_possible(self, scores: Tensor, reachable: Tensor, batch: Tensor, node: Tensor) -> Tensor:
         """Tell which pairs (batch, node) have a reachable parent that gives them a chance: (pairs,) bool."""
         parent = self._proposal.parents[batch, node]
@@ -207,6 +218,13 @@ class NodeScores:
         logits = self._logits[batch, node].float()
         if self._processors.memoryless:
             return self._processors.warp(logits)
+        goes_on = ~self._ended[batch, node]
+        scores = torch.zeros_like(logits)
+        scores[goes_on] = self._with_prefix(logits[goes_on], batch[goes_on], node[goes_on])
+        return scores
+
+    def _with_prefix(self, logits: Tensor, batch: Tensor, node: Tensor) -> Tensor:
+        """Process float32 ``logits`` (pairs, vocab) at the pairs (batch, node), each after its own prefix."""
         proposal, longest = self._proposal, max(self._lengths)
         spill = longest + proposal.max_depth
         guessed = proposal.ancestors[batch, node]  # (pairs, nodes)

@@ -20,7 +20,7 @@ class Stops:
     ``lockstep``: a criterion is not one of those known here, so it may count calls or look at scores and other rows;
     the list must then be called once per token with the whole batch, as plain ``generate`` does. ``pads``: finished
     rows are padded; otherwise they go on being generated until all are finished, and ``waits`` tells that this may be
-    later than their own end. ``max_length``: no row gets longer.
+    later than their own end. ``max_length``: no row gets longer. ``last_tokens`` end a row.
     """
 
     def __init__(self, criteria: StoppingCriteriaList) -> None:
@@ -29,7 +29,7 @@ class Stops:
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
         self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
         eos = [one.eos_token_id.flatten().tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
-        self._last_tokens = frozenset(chain.from_iterable(eos))
+        self.last_tokens = frozenset(chain.from_iterable(eos))
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
 
@@ -48,7 +48,7 @@ class Stops:
         ends: list[list[int]] = [[] for _ in before]
         for one in self._all:
             if isinstance(one, EosTokenCriteria):
-                last = self._last_tokens
+                last = self.last_tokens
                 found = [next((i for i, token in enumerate(new, 1) if token in last), 0) for new in emitted]
             elif isinstance(one, MaxLengthCriteria):
                 found = [max(1, one.max_length - old) for old in before]

@@ -124,15 +124,16 @@ def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one token from each law ``p`` (..., vocabulary) float32, which need not sum to one: (...).
 
-    Never a token with ``p = 0``, where there is any other. Works in float64 if it can: a float32 sum over a large
-    vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random number per
-    token.
+    Never a token with ``p = 0``; -1 where there is no other, or a nan. Works in float64 if it can: a float32 sum over
+    a large vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random
+    number per token.
     """
     below = p.cumsum(-1, dtype=widest_float(p.device))
     coin = torch.rand(below[..., :1].shape, dtype=below.dtype, device=p.device, generator=generator)
     token = torch.searchsorted(below, coin * below[..., -1:], right=True).clamp(max=p.shape[-1] - 1)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
-    return torch.where(possible, token, p.argmax(-1, keepdim=True))[..., 0]
+    token = torch.where(possible, token, p.argmax(-1, keepdim=True))
+    return torch.where(below[..., -1:] > 0, token, -1)[..., 0]
 
 
 def widest_float(device: torch.device) -> torch.dtype:

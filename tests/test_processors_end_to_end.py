@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from twins import SHAPES, Oracle, draft, target, tokenizer
 
-from hf_spec import NgramSpeculator, pure
+from hf_spec import NgramSpeculator, SpeculationConfig, pure
 
 NEW = 16
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5))}
@@ -177,6 +177,50 @@ def test_pure_processor(shape: str) -> None:
         assert torch.equal(out.sequences, plain)
         steps[name] = out.speculation.steps
     assert steps["pure"] < steps["lockstep"], "rows waited for each other"
+
+
+DRAWN = SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=6)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), DRAWN], ids=[*SHAPES, "drawn"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_nobody_is_asked_behind_the_end(sample: bool, shape: SpeculationConfig) -> None:
+    """A guess may be an end of sequence, behind which a constraint has nothing to allow."""
+    stop, start = int(text("one")[0, 5]), 13
+
+    def constraint(batch: int, prefix: Tensor) -> list[int]:
+        assert stop not in prefix[start:], "asked behind the end"
+        return allowed(0, prefix[:start]) if len(prefix) < start + 3 else [stop, 40]
+
+    options = {"prefix_allowed_tokens_fn": constraint, "eos_token_id": stop, "pad_token_id": 0, "do_sample": sample}
+    plain = generate(prompts(1), options)
+    oracle = Oracle(torch.nn.functional.pad(plain, (0, NEW), value=40), wrong=1000)
+    for seed in range(10):
+        for speculator in (draft(), oracle) if shape is not DRAWN else (draft(),):
+            torch.manual_seed(seed)
+            out = generate(prompts(1), options, speculator=speculator, speculation_config=shape)
+            assert stop in out[0, start:] or out.shape[1] == start + NEW
+            assert sample or torch.equal(out, plain)
+
+
+class DeadEnd(LogitsProcessor):
+    """Leave no token behind the fourth."""
+
+    def __init__(self, score: float) -> None:
+        self.score = score
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores if input_ids.shape[1] < 13 + 4 else torch.full_like(scores, self.score)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), DRAWN], ids=[*SHAPES, "drawn"])
+@pytest.mark.parametrize("score", [-torch.inf, torch.nan])
+def test_sampling_from_nothing(score: float, shape: SpeculationConfig) -> None:
+    options = {"do_sample": True, "logits_processor": LogitsProcessorList([pure(DeadEnd(score))])}
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        generate(prompts(3), options)
+    with pytest.raises(RuntimeError, match="no token can be drawn"):
+        generate(prompts(3), options, speculator=draft(), speculation_config=shape)
 
 
 SCHEMA = {

@@ -588,6 +588,11 @@ def test_draw_never_gives_the_impossible(coin: float, monkeypatch: pytest.Monkey
     assert (laws.gather(1, draw(laws)[:, None]) > 0).all()
 
 
+def test_draw_says_where_nothing_can_be_drawn() -> None:
+    laws = torch.tensor([[0.0, 0, 0], [torch.nan, torch.nan, torch.nan], [0.5, torch.nan, 0.5], [0, 1, 0]])
+    assert draw(laws, seeded()).tolist() == [-1, -1, -1, 1]
+
+
 def test_draw_reaches_the_tail_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     law = torch.full((150_001,), 1e-9)
     law[0] = 1  # in float32, 1 + 1e-9 is 1: a rounded sum would never move again
