@@ -165,23 +165,26 @@ def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def read_checkpoint(path: str | os.PathLike[str], inside_target: bool = False, **hub: Any) -> Checkpoint:
+def read_checkpoint(
+    path: str | os.PathLike[str], inside_target: bool = False, only_names: bool = False, **hub: Any
+) -> Checkpoint:
     """Read config and tensors of a local directory or Hub id. Errors: OSError that names the file and the cure.
 
     Of a target that has a draft in its checkpoint only the draft is read; ``inside_target`` reads nothing of others.
+    ``only_names`` leaves the tensors empty, which tells the format of a large model as well.
     """
     config = _json(_find_config(path, hub))
     for name in WEIGHT_FILES:
         if (file := _find(path, name, hub)) is None:
             continue
         if not name.endswith(".json"):
-            return Checkpoint(str(path), config, _tensors(file, inside_target))
+            return Checkpoint(str(path), config, _tensors(file, inside_target, only_names))
         tensors: dict[str, Tensor] = {}
         places = _json(file).get("weight_map", {})
         for shard in sorted({places[key] for key in _of_the_draft(places, inside_target)}):
             if (part := _find(path, shard, hub)) is None:
                 raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
-            tensors |= _tensors(part, inside_target)
+            tensors |= _tensors(part, inside_target, only_names)
         return Checkpoint(str(path), config, tensors)
     raise OSError(f"{path} has a config.json but no weights; it should hold one of {WEIGHT_FILES}")
 
@@ -219,12 +222,13 @@ def _of_the_draft(names: Iterable[str], inside_target: bool) -> list[str]:
     return found if found or inside_target else list(names)
 
 
-def _tensors(file: str, inside_target: bool) -> dict[str, Tensor]:
+def _tensors(file: str, inside_target: bool, only_names: bool) -> dict[str, Tensor]:
     try:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in _of_the_draft(opened.keys(), inside_target)}
-        content = torch.load(file, map_location="cpu", weights_only=True)
+                names = _of_the_draft(opened.keys(), inside_target)
+                return {name: torch.empty(0) if only_names else opened.get_tensor(name) for name in names}
+        content = torch.load(file, map_location="meta" if only_names else "cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise OSError(
             f"{file} is cut off, damaged or holds more than tensors ({error}); copy or download it again, or convert "

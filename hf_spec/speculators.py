@@ -46,19 +46,24 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
     ``kwargs`` are those of ``from_pretrained``. Errors: a ValueError if there is neither at ``path``.
     """
     try:
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, only_names=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"no draft can be read at {os.fspath(path)!r}: {error}") from error
-    if _is_draft(checkpoint):
+    if _is_draft(checkpoint, target):
         return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
     return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 
-def _is_draft(checkpoint: Checkpoint) -> bool:
+def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
     try:
-        return bool(checkpoint.layout)
+        layout = checkpoint.layout
     except ValueError:  # none of the formats of drafts
         return False
+    if layout != "mtp":
+        return True
+    # The layer stands beside a whole model. If it cannot be this target's, that model is the draft.
+    config = checkpoint.config.get("text_config") or checkpoint.config
+    return bool(config.get("hidden_size") == target.config.get_text_config().hidden_size)
 
 
 def _own_layers(target: PreTrainedModel) -> Speculator:

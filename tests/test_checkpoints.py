@@ -185,6 +185,9 @@ def test_the_rules_of_vllm_can_be_broken(tmp_path: Path) -> None:
 )
 def test_every_format_is_recognised(case: str, layout: str, feature_layers: tuple[int, ...]) -> None:
     assert read_checkpoint(GOLDENS / case / "checkpoint").layout == layout
+    names = read_checkpoint(GOLDENS / case / "checkpoint", only_names=True)
+    assert names.layout == layout
+    assert not any(tensor.device.type == "cpu" and tensor.numel() for tensor in names.tensors.values())
     assert load_draft(case).feature_layers(tiny_target(num_hidden_layers=8)) == feature_layers
 
 

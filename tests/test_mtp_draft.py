@@ -22,6 +22,7 @@ from hf_spec.checkpoints import AutoDraftModel
 from hf_spec.configuration import EagleSpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
 from hf_spec.conversion import convert, export, inspect
 from hf_spec.drafts.mtp import MTPDraftModel, TargetMtp
+from hf_spec.drafts.vanilla import VanillaSpeculator
 from hf_spec.target import TargetRunner
 from hf_spec.training import new_draft
 
@@ -305,6 +306,16 @@ def test_mimo_reads_the_state_before_the_norm_and_first(tmp_path: Path) -> None:
     assert torch.equal(target.generate(ids, speculator="mtp", **call), target.generate(ids, **call))
     export(draft, tmp_path / "native", to="native")
     assert load_file(tmp_path / "native" / "mtp.safetensors").keys() == layer.keys()
+
+
+def test_a_model_with_a_layer_of_its_own_can_be_the_draft_of_a_larger_one(tmp_path: Path) -> None:
+    small, _ = mimo(tmp_path)
+    large = tiny_target(50, 32, 4)
+    assert isinstance(as_speculator(tmp_path, small), MTPDraftModel)
+    assert isinstance(as_speculator(tmp_path, large), VanillaSpeculator)
+    ids = torch.arange(5, 11)[None]
+    call: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(large.generate(ids, speculator=str(tmp_path), **call), large.generate(ids, **call))
 
 
 def test_inspect_tells_the_layer_and_its_flags() -> None:
