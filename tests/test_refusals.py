@@ -214,6 +214,12 @@ def test_vocabularies_that_differ() -> None:
     refuse("vocabulary of 80", "'ngram'", speculator=target(vocab_size=80))
 
 
+def test_a_corpus_of_another_tokenizer() -> None:
+    refuse("token 99", "Make the corpus with the target's", speculator=NgramSpeculator(corpus=[[5, 98], [99, 3]]))
+    with pytest.raises(ValueError, match="-100"):
+        NgramSpeculator(corpus=[[-100, -100, 5, 7]])
+
+
 def test_a_draft_for_another_target_is_no_default() -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         hf_spec.set_speculator(target(), target(vocab_size=80))

@@ -60,13 +60,20 @@ class NgramSpeculator(Speculator):
         self.corpus = TextIndex(self.sizes)
         for sequence in corpus:
             self.corpus.extend([*_token_ids(sequence), BREAK])
+        self._largest = max(self.corpus.tokens, default=BREAK)
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
-        """Raise a ValueError for a tree of drawn guesses, which cannot be looked up."""
+        """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
         if config is not None and config.tree == "sampled":
             raise ValueError(
                 "tree='sampled' draws its guesses from a draft's law, and n-gram guesses are looked up: "
                 "use tree='dynamic', a list of paths, or None for a chain"
+            )
+        vocabulary = target.config.get_text_config(decoder=True).vocab_size
+        if self._largest >= vocabulary:
+            raise ValueError(
+                f"the corpus holds token {self._largest} and the target knows {vocabulary} tokens: they were made by "
+                "different tokenizers. Make the corpus with the target's."
             )
 
     def drafter(self, request: Request) -> NgramDrafter:
@@ -188,4 +195,7 @@ def _token_ids(sequence: Sequence[int]) -> list[int]:
         raise TypeError(
             f"corpus must hold sequences of token ids, such as [tokenizer(text).input_ids], got {sequence!r:.60}"
         )
-    return [int(token) for token in sequence]
+    tokens = [int(token) for token in sequence]
+    if min(tokens, default=0) < 0:
+        raise ValueError(f"corpus must hold token ids, got {min(tokens)}; leave out what masks labels or padding")
+    return tokens
