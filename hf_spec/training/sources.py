@@ -55,7 +55,10 @@ def prepared(data: datasets.Dataset, tokenizer: Any, held_out: int | None = None
     if held_out is None:
         held_out = min(HELD_OUT, len(rows) // 10 or 1)
     if not 0 <= held_out < len(rows):
-        raise ValueError(f"held_out is {held_out}, but there are only {len(rows)} rows; keep fewer")
+        raise ValueError(
+            f"held_out is {held_out}, but there are only {len(rows)} rows: keep fewer, or, if packing has put all "
+            "documents into these, set a smaller max_length"
+        )
     if not held_out:
         return datasets.DatasetDict(train=rows)
     return rows.train_test_split(test_size=held_out, seed=0)
