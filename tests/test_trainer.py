@@ -370,6 +370,8 @@ def test_the_drafts_state_of_its_own_is_left_alone(tmp_path: Path) -> None:
         ({"normalizer": "batch"}, "normalizer"),
         ({"unroll_steps": 0}, "unroll_steps is 0"),
         ({"step_decay": 0.0}, "step_decay"),
+        ({"metric_for_best_model": "eval_acceptance_length", "eval_prompts": 0}, "set eval_prompts"),
+        ({"metric_for_best_model": "eval_sampled_acceptance_length"}, "set eval_temperature"),
         ({"remove_unused_columns": True}, "remove_unused_columns"),
         ({"torch_compile": True}, r"layer\.compile\(\)"),
     ],

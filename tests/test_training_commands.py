@@ -87,6 +87,26 @@ def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path,
     assert answers.read_text(encoding="utf-8") == whole
 
 
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--regenerate", "{}/answers.txt"], "let {}/answers.txt end in .jsonl"),
+        (["--regenerate", "{}/chats.jsonl"], "holds the data"),
+        (["--regenerate", "{}/answers.jsonl", "--batch-size", "0"], "batch_size is 0"),
+    ],
+)
+def test_answers_go_to_a_file_that_is_read_again(
+    options: list[str], problem: str, tmp_path: Path, capsys: Any
+) -> None:
+    asked = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "No."}]
+    data = tmp_path / "chats.jsonl"
+    data.write_text(json.dumps({"messages": asked}), encoding="utf-8")
+    call = ["prepare", str(data), str(tmp_path / "rows"), "--target", TARGET, "--max-new-tokens", "4"]
+    assert main([*call, *(option.format(tmp_path) for option in options)]) == 1
+    assert problem.format(tmp_path) in capsys.readouterr().err
+    assert not (tmp_path / "rows").exists() and len(data.read_text(encoding="utf-8").splitlines()) == 1
+
+
 # -- train ------------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ def add_prepare(commands: Any) -> None:
     add("--packing", action="store_true", help="put several documents into a row")
     add("--held-out", type=int, metavar="N", help="rows kept for evaluation (a tenth, at most 64)")
     add("--num-proc", type=int, metavar="N", help="processes")
-    add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE; goes on where FILE ends")
+    add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE.jsonl; goes on where it ends")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="of a new answer (%(default)s)")
     add("--temperature", type=float, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
     add("--batch-size", type=int, default=8, metavar="N", help="conversations or rows read together (%(default)s)")
@@ -54,6 +54,12 @@ def _prepare(args: argparse.Namespace) -> None:
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists; choose another directory or remove it")
+    if args.regenerate and Path(args.regenerate).suffix != ".jsonl":
+        raise ValueError(f"--regenerate writes JSON lines: let {args.regenerate} end in .jsonl")
+    if args.regenerate and Path(args.regenerate).resolve() == Path(args.data).resolve():
+        raise ValueError(
+            f"--regenerate {args.regenerate} holds the data, which would be taken for answers: name another"
+        )
     data = load_raw(args.data, args.split)
     if args.regenerate:
         data = load_raw(_regenerated(data, args))

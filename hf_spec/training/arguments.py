@@ -71,6 +71,12 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"eval_prompts is {self.eval_prompts!r}; set 0 for none")
         if self.label_smoothing_factor:
             raise ValueError("label_smoothing_factor has no say here: the objective compares laws; leave it 0")
+        if "acceptance" in (self.metric_for_best_model or "") and not self.eval_prompts:
+            raise ValueError(
+                f"{self.metric_for_best_model} is measured by generation: set eval_prompts to more than 0"
+            )
+        if "sampled" in (self.metric_for_best_model or "") and self.eval_temperature is None:
+            raise ValueError(f"{self.metric_for_best_model} is measured by sampling: set eval_temperature")
         if self.step_decay <= 0:
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
         if self.remove_unused_columns:

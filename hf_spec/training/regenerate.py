@@ -46,6 +46,8 @@ def regenerate(
         raise ValueError(
             "the tokenizer has no chat template, so the target cannot be asked: set tokenizer.chat_template"
         )
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; set at least 1")
     path = Path(output)
     rest = (_turns(conversation) for conversation in conversations)
     done = _skip_done(path, rest)
