@@ -387,6 +387,22 @@ def test_a_draft_needs_its_target(tmp_path: Path) -> None:
         DraftTrainer(eagle3(target), args=arguments(tmp_path))
     with pytest.raises(ValueError, match="vocab_size"):
         DraftTrainer(eagle3(target), tiny_target(vocab_size=100), arguments(tmp_path))
+    given: dict[str, Any] = {"args": arguments(tmp_path), "train_dataset": text()}
+    for draft, other in ((target, eagle3(target)), (eagle3(target), "demo")):
+        with pytest.raises(TypeError, match="the target is a"):
+            DraftTrainer(draft, other, **given)
+    for draft in (target, "draft", hf_spec.NgramSpeculator()):
+        with pytest.raises(TypeError, match=r"the draft is (the target|a str|a NgramSpeculator): pass a DraftModel"):
+            DraftTrainer(draft, target, **given)
+    for prompts, error, problem in (
+        (["once"], TypeError, "are texts"),
+        ([[]], ValueError, "is empty"),
+        ([[1, 500]], ValueError, "to 500, but the"),
+    ):
+        with pytest.raises(error, match=problem):
+            DraftTrainer(eagle3(target), target, eval_prompts=prompts, **given)
+    trainer = DraftTrainer(eagle3(target), target, eval_prompts=torch.tensor([[1, 2], [3, 4]]), **given)
+    assert trainer.eval_prompts == [[1, 2], [3, 4]]
     with pytest.raises(ValueError, match="pass token_counts"):
         new_draft(Eagle3SpeculatorConfig.for_target(target.config, draft_vocab_size=40), target)
 

@@ -202,6 +202,13 @@ def test_the_collator_pads_on_the_right() -> None:
     assert alone["loss_mask"].tolist() == [[1, 0]] and alone["states"][-1].sum(-1).tolist() == [[4, 0]]
 
 
+@pytest.mark.parametrize("name", ["loss_mask", "document_ids"])
+def test_columns_of_different_lengths_are_refused(name: str) -> None:
+    row = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "document_ids": [0, 0, 0]}
+    with pytest.raises(ValueError, match=f"{name} is not as long as input_ids"):
+        DraftCollator()([row, row | {name: [0, 0]}])
+
+
 def test_rows_that_are_packed_stand_beside_rows_that_are_not() -> None:
     rows = [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [1], "document_ids": [4]}]
     for order in (rows, rows[::-1]):

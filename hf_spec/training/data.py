@@ -343,6 +343,8 @@ class DraftCollator:
             rows = [{"document_ids": [0] * length} | row for row, length in zip(rows, lengths, strict=True)]
         batch: dict[str, Any] = {}
         for name in (name for name in fill if name in rows[0]):
+            if [len(row[name]) for row in rows] != lengths:
+                raise ValueError(f"{name} is not as long as input_ids in every row: make them with prepare_dataset")
             padded = [[*row[name], *[fill[name]] * count] for row, count in zip(rows, missing, strict=True)]
             batch[name] = torch.tensor(padded)
         for layer in rows[0].get("states", ()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..generation import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
 from ..speculators import as_speculator
 from ..target import input_device
+from .data import check_ids
 
 
 @torch.no_grad()
@@ -71,6 +72,19 @@ def _generate(
     )
     stats: SpeculationStats = out.speculation
     return stats
+
+
+def token_ids(prompts: Iterable[Any], vocabulary: int) -> list[list[int]]:
+    """Return given prompts as lists. Errors: a TypeError for text; a ValueError for what a target cannot read."""
+    prompts = list(prompts)
+    if any(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError('eval_prompts are texts: pass token ids, such as tokenizer(prompts)["input_ids"]')
+    found = [[int(token) for token in prompt] for prompt in prompts]
+    if not all(found):
+        raise ValueError("a prompt of eval_prompts is empty: give each one token at least")
+    for prompt in found:
+        check_ids(min(prompt), max(prompt), vocabulary)
+    return found
 
 
 def prompts_of(rows: Sequence[dict[str, Any]], count: int, plain_length: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from .card import model_card
 from .checks import check_before_saving
 from .data import DraftCollator, check_rows
 from .ends import has_body
-from .evaluation import measure, prompts_of
+from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
 from .kinds import Text, Unrolled, count_steps, unrolled
 from .losses import Examiner, Marks, row_shares, taught_rows
@@ -85,8 +85,13 @@ class DraftTrainer(Trainer):
                 f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
                 "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
             )
+        if not isinstance(bare(target), PreTrainedModel) or isinstance(bare(target), DraftModel):
+            raise TypeError(
+                f"the target is a {type(target).__name__}: pass the language model, loaded, behind the draft"
+            )
         self.target: PreTrainedModel = bare(target).eval()
-        self.eval_prompts = eval_prompts
+        self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
+        self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
         self._peft_config = peft_config
         self._tallies = {True: Tally(), False: Tally()}  # of training, and not
         kwargs.setdefault("data_collator", DraftCollator())
@@ -108,6 +113,11 @@ class DraftTrainer(Trainer):
 
     def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:
         draft = bare(model)
+        if not isinstance(draft, PreTrainedModel) or draft is self.target:
+            raise TypeError(
+                f"the draft is {'the target' if draft is self.target else f'a {type(draft).__name__}'}: pass a "
+                "DraftModel or a small causal language model of its own, loaded"
+            )
         if isinstance(draft, TargetMtp):
             raise ValueError(
                 f"the MTP layers of {type(self.target).__name__} can be read, but not written back: train one that "
@@ -137,7 +147,7 @@ class DraftTrainer(Trainer):
         if isinstance(data, FeatureCache):
             data.check(self.target, self._reader.feature_layers)
         elif data is not None and not isinstance(data, str):
-            check_rows(data, len(cast(Any, self.target).get_input_embeddings().weight))
+            check_rows(data, self._vocabulary)
             if not has_body(self.target):
                 raise ValueError("without its layers the target can read no text: cache the features of every dataset")
 
