@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .architectures import keeps_own_states
 from .cache import SlotCache, has_states, keeps_state
 from .proposal import ABSENT, NO_PARENT, Proposal
+from .slots import Block
 from .target import Scores, TargetRunner, in_this_thread, input_device, left_alone, plain_logits, refuse_trees
 
 PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
@@ -142,6 +143,15 @@ class LazyRunner(RecurrentRunner):
         skip = torch.tensor([len(carried) for carried in self._carried], device=self.slots.device)[:, None]
         columns = skip + torch.arange(proposal.tokens.shape[1], device=self.slots.device)
         return scores.at(columns.clamp(max=max(map(len, self._block)) - 1))
+
+    def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
+        """Build the arguments of a forward; padding stands where its row ends, not beyond what the text may reach."""
+        inputs = super()._inputs(tokens, block)
+        if (positions := inputs.get("position_ids")) is not None:  # (..., batch, nodes)
+            last = torch.tensor([len(row) - 1 for row in self._block], device=positions.device)
+            column = torch.arange(tokens.shape[1], device=positions.device).minimum(last[:, None])
+            inputs["position_ids"] = positions.gather(-1, column.expand_as(positions))
+        return inputs
 
     def _read(self, rows: list[list[int]]) -> Scores:
         width = max(map(len, rows))

@@ -123,6 +123,16 @@ def test_rows_that_end_early_and_lengths_that_adapt(name: str) -> None:
     assert torch.equal(speculative(model, 8, ngram(text), config, **ends).sequences, expected)
 
 
+@pytest.mark.parametrize("wrong", [2, 3, 4])
+def test_no_position_lies_beyond_the_longest_text(wrong: int) -> None:
+    """Where rotary frequencies change for all rows, though short rows' blocks are padded to the width of others."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 13 + 16}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0], "partial_rotary_factor": 1.0}
+    model = build("qwen3_next", rope_parameters=rope | factors)
+    text = plain(model, 3)
+    assert torch.equal(speculative(model, 3, Oracle(text, wrong), CHAIN).sequences, text)
+
+
 class Custom(LogitsProcessor):
     """A processor that the loop knows nothing about: rows advance in lockstep."""
 
