@@ -94,6 +94,21 @@ def test_answers_that_the_template_changes_later_are_not_taught() -> None:
     assert answers(row) == "think </think> six <end>"
 
 
+@pytest.mark.parametrize("said", ["think one </think> six\nseven", "one </think> six\nseven"])
+def test_reasoning_that_the_template_never_shows_is_taught_as_it_was_said(said: str) -> None:
+    """DeepSeek-R1's template begins the reasoning in the prompt and shows what follows it only."""
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    made = tokenizer(template.replace("%}<assistant> {%", "%}<assistant> think {%"))
+    said_before = [CHAT[0], {"role": "assistant", "content": "two </think> three four"}, CHAT[2]]
+    (row,) = prepare_dataset(chats([*said_before, {"role": "assistant", "content": said}]), made)
+    assert answers(row) == "one </think> six seven <end>"
+    assert made.decode(row["input_ids"]).startswith(
+        "<user> one two <end> <assistant> three four <end> <user> five <end>"
+    )
+    with pytest.raises(ValueError, match="does not begin as it does for generation"):
+        prepare_dataset(chats(CHAT), made)  # without reasoning it would stand where the target reasons
+
+
 def test_what_follows_the_last_answer_is_cut_off() -> None:
     (row,) = prepare_dataset(chats([*CHAT, {"role": "user", "content": "nine"}]), tokenizer())
     assert tokenizer().decode(row["input_ids"]).endswith("eight <end>")

@@ -230,24 +230,41 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[in
 
 def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[int], list[int]]:
     """Find each answer between what the template renders before it and with it."""
-    whole = render(tokenizer, messages)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or (last_turn_only and i < len(messages) - 1):
+    text, earlier = render(tokenizer, messages), messages[:-1]
+    prompt = render(tokenizer, earlier, prompt=True)
+    if not text.startswith(prompt):
+        text = _as_said(prompt, text, messages[-1].get("content"))
+    spans = [(len(prompt), len(text.rstrip()))] if text.startswith(prompt) else []
+    for i, message in enumerate(earlier):
+        if message["role"] != "assistant" or last_turn_only:
             continue
         before, after = render(tokenizer, messages[:i], prompt=True), render(tokenizer, messages[: i + 1])
         # A template may render an answer otherwise once it is history, without its reasoning for example: then what
         # stands in the text is not what the target said, and only the last one can be taught.
-        if whole.startswith(before) and whole.startswith(after.rstrip()):
+        if text.startswith(before) and text.startswith(after.rstrip()):
             spans.append((len(before), len(after.rstrip())))
     if not spans:
         raise Unusable("unmarked")
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     answers = [
         int(any(first <= start < end or start < first < stop for first, end in spans))
         for start, stop in encoded["offset_mapping"]
     ]
     return list(encoded["input_ids"]), answers
+
+
+def _as_said(prompt: str, rendered: str, answer: Any) -> str:
+    """Put an answer of which the template has ``rendered`` the end only (DeepSeek-R1) whole behind its ``prompt``.
+
+    Where the template shows all of it, or none, ``rendered`` is returned.
+    """
+    said = answer if isinstance(answer, str) else ""  # there may be tool calls only
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines or said.strip() in rendered or lines[-1] not in rendered:
+        return rendered
+    # The prompt may begin the reasoning itself.
+    begun = next((n for n in range(min(len(said), 32), 0, -1) if prompt.endswith(said[:n])), 0)
+    return prompt + said[begun:].rstrip() + rendered.rpartition(lines[-1])[2]
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
