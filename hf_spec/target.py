@@ -385,9 +385,9 @@ def decoder_of(model: Any) -> Any:
     found = model.get_decoder()
     if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
         return model.base_model
-    return (
-        found if found.get_output_embeddings() is None else found.model
-    )  # Llama 4 and Mllama stop at the whole model
+    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama stop at the whole model
+        return found.model
+    return found
 
 
 def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
