@@ -356,12 +356,14 @@ class SlotCache(Cache):
 
     def release(self, cache: DynamicCache, longest: int) -> None:
         """Write up to ``longest`` columns of every row back into the host's ``cache``; shorter rows end in zeros."""
-        self.rows.set(self.rows.lengths, [min(length, longest) for length in self.rows.host_lengths])
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
-        lengths = [self._retired[row][0] for row in sorted(self._retired)]
+        lengths = [min(length, longest) for _, (length, _) in sorted(self._retired.items())]
         for index, (slots, layer) in enumerate(zip(self.layers, getattr(cache, "layers", ()), strict=True)):
             if isinstance(slots, SlotLayer) and slots.is_initialized:
-                states = [self._retired[row][1][index] for row in sorted(self._retired)]
+                states = [
+                    {name: kept[: len(kept) - max(0, length - longest)] for name, kept in layers[index].items()}
+                    for _, (length, layers) in sorted(self._retired.items())
+                ]
                 _release_layer(slots, layer, states, lengths)
 
     def _row(self, row: int) -> list[dict[str, Tensor]]:

@@ -141,6 +141,7 @@ class Call:
         growing = set(self.text.rows)
         going_on = [i for i, row in enumerate(self.rows) if row in growing]
         if len(going_on) < len(self.rows):
+            self._read_ends()
             index = torch.tensor(going_on, device=choice.tokens.device)
             self.target.keep_rows(index, keep_finished=self._returns_cache)
             self.drafter.keep_rows(index)
@@ -168,12 +169,22 @@ class Call:
         law = self.processors.draft_law(only_best)
         return self.speculator.drafter(Request(self.model, read, mask, features, self.config, law, sample))
 
+    def _read_ends(self) -> None:
+        """Let the cache that is handed back have the last token of rows that end before others."""
+        text = self.text
+        longest = text.stops.max_length if text.rows else text.length
+        early = [row not in text.rows and (longest is None or text.lengths[row] < longest) for row in self.rows]
+        if self._returns_cache and any(early):
+            with self.stats.timed("verify"):
+                self.target.read_ends(text.last_tokens(self.rows), early)
+
     @property
     def _returns_cache(self) -> bool:
         return bool(self.generation_config.return_dict_in_generate) or self.target.slots.cache_is_the_users
 
     def output(self) -> Tensor | SpeculativeOutput:
         """Close the stream and return what ``generate`` returns."""
+        self._read_ends()
         self.stats.finish()
         sequences = self.text.finish()
         emitted = self.text.length - self.text.prompt_length

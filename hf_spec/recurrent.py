@@ -93,6 +93,9 @@ class RecurrentRunner(TargetRunner):
         super().keep_rows(rows)
         self._batch_is_whole = False
 
+    def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
+        """Do nothing: several rows get no cache back."""
+
     def release(self, committed: int) -> DynamicCache | None:
         """Give the host's cache back with all the text of a single row.
 

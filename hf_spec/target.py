@@ -248,6 +248,11 @@ class TargetRunner:
         """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
         self.slots.commit(path, counts, in_place)
 
+    def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
+        """Commit the last tokens (batch,) of the rows that ``ended``: other rows go on, and so may the next turn."""
+        self.extend(tokens[:, None])
+        self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
+
     def release(self, committed: int) -> DynamicCache | None:
         """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
         return self.slots.release(committed)

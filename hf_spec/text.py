@@ -58,6 +58,10 @@ class Text:
             return 1 << 30
         return self.stops.max_length - max(self.row_lengths)
 
+    def last_tokens(self, rows: Sequence[int]) -> Tensor:
+        """Return the last token of each of ``rows``, (rows,)."""
+        return torch.stack([self._ids[row, self.lengths[row] - 1] for row in rows])
+
     def begin(self) -> None:
         """Show the prompt to the streamer."""
         if self._streamer is not None:

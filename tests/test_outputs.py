@@ -81,7 +81,7 @@ def test_scores_logits_and_hidden_states(batch: str, shape: str, options: dict[s
     ("name", "options", "together"),
     [
         ("llama", {}, True),
-        ("llama", ENDS | {"logits_processor": [lambda ids, scores: scores / 2]}, True),
+        ("llama", {"logits_processor": [lambda ids, scores: scores / 2]}, True),
         ("gpt2", {}, True),
         ("llama", {"prefill_chunk_size": 6}, False),
         ("llama", {"output_hidden_states": True}, False),
