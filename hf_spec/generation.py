@@ -102,7 +102,7 @@ class Call:
     ) -> None:
         self.model, self.speculator, self.config, self.text = model, speculator, config, text
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
-        self.rows = text.rows
+        self.rows = self.reading = text.rows  # in the loop, and in the next forward
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
         self.processors = Processors(logits_processor)
@@ -140,17 +140,32 @@ class Call:
         """Go on behind the last ``choice`` with the rows that still grow."""
         growing = set(self.text.rows)
         going_on = [i for i, row in enumerate(self.rows) if row in growing]
+        self.reading = self.text.rows
         if len(going_on) < len(self.rows):
-            self._read_ends()
-            index = torch.tensor(going_on, device=choice.tokens.device)
-            self.target.keep_rows(index, keep_finished=self._returns_cache)
-            self.drafter.keep_rows(index)
+            self._leave_behind(going_on, choice.tokens.device)
         self.rows = self.text.rows
         return self._step(choice.news(self.features, going_on), self.target.score)
 
+    def _leave_behind(self, going_on: list[int], device: torch.device) -> None:
+        """Drop the other rows; a cache that is handed back first gets the last token of those that ended early."""
+        staying = sorted(going_on + self._ended_early()) if self._returns_cache else going_on
+        if len(staying) < len(self.rows):
+            self.target.keep_rows(torch.tensor(staying, device=device), keep_finished=self._returns_cache)
+        if len(going_on) < len(staying):
+            self.reading = [self.rows[i] for i in staying]
+            self.target.close_rows([staying.index(i) for i in going_on], self.text.last_tokens(self.reading))
+        self.drafter.keep_rows(torch.tensor(going_on, device=device))
+
+    def _ended_early(self) -> list[int]:
+        """List those of the loop's rows that are done but may be followed by more of other rows."""
+        text = self.text
+        end = text.stops.max_length if text.rows else text.length
+        done = [i for i, row in enumerate(self.rows) if row not in text.rows]
+        return [i for i in done if end is None or text.lengths[self.rows[i]] < end]
+
     def _step(self, news: News, score: Callable[[Proposal], Scores]) -> Choice:
         with self.stats.timed("propose"):
-            limit = max(0, min(self.length.limit(self.stats), self.text.room - 1))
+            limit = max(0, min(self.length.limit(self.stats), self.text.room(self.reading) - 1))
             proposal = self.target.fit(self.drafter.propose(news, limit), limit)
         with self.stats.timed("verify"):
             scores = score(proposal)
@@ -169,22 +184,15 @@ class Call:
         law = self.processors.draft_law(only_best)
         return self.speculator.drafter(Request(self.model, read, mask, features, self.config, law, sample))
 
-    def _read_ends(self) -> None:
-        """Let the cache that is handed back have the last token of rows that end before others."""
-        text = self.text
-        longest = text.stops.max_length if text.rows else text.length
-        early = [row not in text.rows and (longest is None or text.lengths[row] < longest) for row in self.rows]
-        if self._returns_cache and any(early):
-            with self.stats.timed("verify"):
-                self.target.read_ends(text.last_tokens(self.rows), early)
-
     @property
     def _returns_cache(self) -> bool:
         return bool(self.generation_config.return_dict_in_generate) or self.target.slots.cache_is_the_users
 
     def output(self) -> Tensor | SpeculativeOutput:
         """Close the stream and return what ``generate`` returns."""
-        self._read_ends()
+        if self._returns_cache and (early := self._ended_early()):
+            with self.stats.timed("verify"):
+                self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
         self.stats.finish()
         sequences = self.text.finish()
         emitted = self.text.length - self.text.prompt_length

@@ -93,6 +93,10 @@ class RecurrentRunner(TargetRunner):
         super().keep_rows(rows)
         self._batch_is_whole = False
 
+    def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
+        """Go on with some rows: several get no cache back."""
+        self.keep_rows(torch.tensor(going_on, device=last_tokens.device))
+
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Do nothing: several rows get no cache back."""
 

@@ -50,6 +50,13 @@ class Scores:
             index = columns.to(states.device)[:, :, None]
             return states.gather(1, index.expand(-1, -1, states.shape[-1]))
 
+        return self._each(pick)
+
+    def of(self, rows: Tensor) -> Scores:
+        """Keep some rows."""
+        return self._each(lambda states: states.index_select(0, rows.to(states.device)))
+
+    def _each(self, pick: Callable[[Tensor], Tensor]) -> Scores:
         features = None if self.features is None else pick(self.features)
         return Scores(pick(self.logits), features, tuple(pick(state) for state in self.hidden_states))
 
@@ -81,6 +88,7 @@ class TargetRunner:
         self.slots: Slots
         self._first_position: Tensor | None = None  # (..., batch or 1, 1) of the first token behind the prompt
         self._step_kwargs: dict[str, Any] = {}
+        self._closing: tuple[list[int], Tensor] | None = None  # see ``close_rows``
         self._position_readers: list[nn.Module] = []
 
     # -- prefill ------------------------------------------------------------------------------------------------------
@@ -242,14 +250,37 @@ class TargetRunner:
 
     def score(self, proposal: Proposal) -> Scores:
         """Score the root and the guesses of ``proposal``, one forward for all rows and nodes."""
-        return self.extend(proposal.tokens, None if proposal.is_chain else proposal.ancestors)
+        tokens, ancestors = proposal.tokens, None if proposal.is_chain else proposal.ancestors
+        if self._closing is None:
+            return self.extend(tokens, ancestors)
+        rows, last = torch.tensor(self._closing[0], device=tokens.device), self._closing[1]
+        count = tokens.shape[1]
+        if ancestors is not None:
+            alone = torch.eye(count, dtype=torch.bool, device=tokens.device)
+            ancestors = alone.repeat(len(last), 1, 1).index_copy(0, rows, ancestors)
+        return self.extend(last[:, None].repeat(1, count).index_copy(0, rows, tokens), ancestors).of(rows)
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
-        self.slots.commit(path, counts, in_place)
+        if self._closing is None:
+            self.slots.commit(path, counts, in_place)
+            return
+        going_on, last = self._closing
+        self._closing, rows = None, torch.tensor(going_on, device=path.device)
+        taken = dict(zip(going_on, counts, strict=True))
+        path = path.new_zeros((len(last), path.shape[1])).index_copy(0, rows, path)
+        self.slots.commit(path, [taken.get(row, 1) for row in range(len(last))], in_place)
+        self.keep_rows(rows, keep_finished=True)
+
+    def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
+        """Go on with some rows, but read the ``last_tokens`` (batch,) of the others with their next proposal.
+
+        For they ended early: in the cache that is handed back plain ``generate`` has these too.
+        """
+        self._closing = going_on, last_tokens
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
-        """Commit the last tokens (batch,) of the rows that ``ended``: other rows go on, and so may the next turn."""
+        """Commit the last tokens (batch,) of the rows that ``ended``, where no proposal follows to read them with."""
         self.extend(tokens[:, None])
         self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
 

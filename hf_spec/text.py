@@ -51,12 +51,11 @@ class Text:
         """Return the length of the longest row: the others are padded to it."""
         return max(self.lengths)
 
-    @property
-    def room(self) -> int:
-        """Return how many tokens the longest growing row may still emit: beyond may be no position to put a guess."""
+    def room(self, rows: Sequence[int]) -> int:
+        """Return how many tokens fit behind the longest of ``rows``: beyond may be no position to put a guess."""
         if self.stops.max_length is None:
             return 1 << 30
-        return self.stops.max_length - max(self.row_lengths)
+        return self.stops.max_length - max(self.lengths[row] for row in rows)
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """Return the last token of each of ``rows``, (rows,)."""

@@ -474,8 +474,14 @@ def test_turns_with_rows_that_ended_early(model: PreTrainedModel, wrong: int) ->
     more = next_turn(plain, inputs, ends)
     expected = greedy(model, more)
     for shape in SHAPES:
+        cached(model, inputs, draft(), shape)  # with the self-check
         for speculator in (draft(), Oracle(text, wrong)):
-            cache = cached(model, inputs, speculator, shape, **eos).past_key_values
+            forwards: list[object] = []
+            hook = model.register_forward_hook(lambda *_: forwards.append(1))  # noqa: B023
+            out = cached(model, inputs, speculator, shape, **eos)
+            hook.remove()
+            assert len(forwards) <= 1 + out.speculation.steps + 1  # the prompt, and rows that ended in the last step
+            cache = out.past_key_values
             assert cache.get_seq_length() == plain.past_key_values.get_seq_length()
             for mine, theirs in zip(cache.layers, plain.past_key_values.layers, strict=True):
                 for row, end in enumerate(ends):  # the row's last token is read too, as others went on
