@@ -25,8 +25,8 @@ _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | Non
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
     """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
 
-    Nothing is stored on the model. A call's own ``speculator=`` comes first; ``speculator=False`` turns it off
-    once.
+    Nothing is stored on the model. A call's own ``speculator=``, ``assistant_model=`` or ``custom_generate=`` comes
+    first; ``speculator=False`` turns it off once.
     """
     model = base_model(model)
     if speculator is None:
@@ -68,7 +68,7 @@ def _speculative(plain: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         hook = kwargs.get("custom_generate")
-        if speculator is None and hook is None:
+        if speculator is None and hook is None and kwargs.get("assistant_model") is None:
             speculator, speculation_config = _default(self, speculation_config)
         elif speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what the host drops
             del kwargs["custom_generate"]

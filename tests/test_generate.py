@@ -159,6 +159,8 @@ def test_default_speculator(model: PreTrainedModel) -> None:
         out = greedy(model, inputs, return_dict_in_generate=True, speculator="ngram")
         assert out.speculation.proposed < 3 * out.speculation.row_steps
         assert not hasattr(greedy(model, inputs, return_dict_in_generate=True, speculator=False), "speculation")
+        out = greedy(model, prompts(1), return_dict_in_generate=True, assistant_model=draft())
+        assert not hasattr(out, "speculation")
         hf_spec.set_speculator(model, None)
         assert not hasattr(greedy(model, inputs, return_dict_in_generate=True), "speculation")
         with pytest.raises(ValueError, match="draft is the target itself"):
