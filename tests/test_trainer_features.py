@@ -161,3 +161,13 @@ def test_several_processes_train_as_a_recipe_says(tmp_path: Path) -> None:
     (loss,) = set(re.findall(r"'eval_loss': '([0-9.]+)'", done.stdout))
     assert float(loss) == pytest.approx(metrics["eval_loss"], rel=1e-3)
     assert (tmp_path / "two" / "model.safetensors").exists()
+
+
+def test_targets_that_see_what_follows_are_refused(tmp_path: Path) -> None:
+    target = build("vl:paligemma", attn_implementation="sdpa")
+    rows = [{"input_ids": list(range(3, 30)), "loss_mask": [1] * 27}]
+    with pytest.raises(ValueError, match="reads a text looking at all of it"):
+        DraftTrainer(medusa(target), target, arguments(tmp_path / "draft"), train_dataset=rows)
+    with pytest.raises(ValueError, match="reads a text looking at all of it"):
+        cache_features(rows, target, (), tmp_path / "features")
+    assert not (tmp_path / "features").exists()

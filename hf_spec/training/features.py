@@ -96,12 +96,14 @@ def cache_features(
     index.count = len(shards)
     todo = {number: rows for number, rows in enumerate(shards) if not index.has(number)}
     if todo:
-        rows = [row for rows in todo.values() for row in rows]
+        rows, reader = [row for rows in todo.values() for row in rows], Reader(target, kept[1:])
+        if has_body(target):
+            reader.check()
         _begin(path, target, sum(survey.lengths[row] for row in rows) * bytes_per_token)
         total = len(survey.lengths)
         bar: Any = logging.tqdm(initial=total - len(rows), total=total, desc="Caching", disable=not progress)
         with bar:
-            _fill(index, todo, _ShardReader(dataset, Reader(target, kept[1:]), batch_size, kind, bar))
+            _fill(index, todo, _ShardReader(dataset, reader, batch_size, kind, bar))
     return FeatureCache(path)
 
 

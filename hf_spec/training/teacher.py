@@ -45,6 +45,21 @@ class Reader:
             return self._read(input_ids, position_ids)
         return self._read_in_rows(input_ids, (position_ids == 0).flatten().nonzero()[:, 0])
 
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise a ValueError if the model lets a text look at what follows in it, which drafts have to guess."""
+        ids = self._some_ids()
+        if not _alike(self._read(ids)[1][:, :4], self._read(ids[:, :4])[1]):
+            raise ValueError(
+                f"{type(self.model).__name__} reads a text looking at all of it, as prefix models do, so that "
+                "its states tell what follows, and no draft can learn to guess from them: take another target, or "
+                "guess with speculator='ngram'"
+            )
+
+    def _some_ids(self) -> Tensor:
+        size: int = self.model.config.get_text_config(decoder=True).vocab_size
+        return torch.arange(11, 19, device=input_device(self.model))[None] % size
+
     def _read(self, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if position_ids is not None:
@@ -73,10 +88,10 @@ class Reader:
         if (way := config._attn_implementation) not in known:
             known[way] = "position_ids" in inspect.signature(self.model.forward).parameters
             if known[way]:
-                ids = torch.arange(11, 19, device=input_device(self.model))[None] % config.vocab_size
+                ids = self._some_ids()
                 _, packed = self._read(ids, torch.arange(8, device=ids.device)[None] % 4)
                 _, alone = self._read(ids[:, 4:])
-                known[way] = bool(((packed[:, 4:] - alone).norm(dim=-1) < 0.05 * alone.norm(dim=-1)).all())
+                known[way] = _alike(packed[:, 4:], alone)
         return known[way]
 
     def _read_in_rows(self, input_ids: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -107,6 +122,10 @@ class Reader:
         with _answering(decoder_of(self.model), _Answer(last_hidden_state=hidden[None])):
             outputs = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long), return_dict=True)
         return cast(Tensor, outputs.logits[0])
+
+
+def _alike(states: Tensor, others: Tensor) -> bool:
+    return bool(((states - others).norm(dim=-1) < 0.05 * others.norm(dim=-1)).all())
 
 
 class _Answer(BaseModelOutputWithPast):

@@ -105,6 +105,8 @@ class DraftTrainer(Trainer):
             sharding.set_up(plugin)
         if getattr(self.target, "hf_device_map", None) is None and self.target.device != args.device:
             self.target.to(args.device)
+        if has_body(self.target):
+            self._reader.check()
 
     # -- the draft ----------------------------------------------------------------------------------------------------
 
