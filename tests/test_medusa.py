@@ -286,9 +286,10 @@ def test_the_format_that_vllm_had_is_read(prefix: str, tmp_path: Path) -> None:
             given[name].zero_()
     twin = AutoDraftModel.from_pretrained(write(tmp_path / "twin", given))
     expected = head_logits(twin, V1)
-    assert torch.equal(head_logits(draft, V1), expected[..., ids.sort().values])
+    # Products of another width may be summed in another order, which differs from processor to processor.
+    torch.testing.assert_close(head_logits(draft, V1), expected[..., ids.sort().values], **CLOSE)
     whole = draft.over_target(head_logits(draft, V1))
-    assert torch.equal(whole[..., ids], expected[..., ids])
+    torch.testing.assert_close(whole[..., ids], expected[..., ids], **CLOSE)
     assert whole.isinf().sum(-1).unique().tolist() == [67]
 
 
