@@ -18,7 +18,7 @@ import argparse
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.speculators import load_draft
+from hf_spec.checkpoints.resolve import load_draft
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, prepare_dataset
 
 

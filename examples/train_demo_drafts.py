@@ -21,7 +21,9 @@ from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec import demo
-from hf_spec.configuration import Eagle3SpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, count_tokens, new_draft
 
 LENGTH = 256

@@ -13,7 +13,7 @@ import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, count_tokens, new_draft, prepare_dataset
 
 

@@ -13,7 +13,7 @@ import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
 
 

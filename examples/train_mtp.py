@@ -13,7 +13,7 @@ import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec.configuration import MTPSpeculatorConfig
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
 
 

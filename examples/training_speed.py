@@ -44,8 +44,8 @@ def layers(vocabulary: int, width: int) -> LlamaConfig:
 
 def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]:
     """Return what computes the loss of a step."""
-    from hf_spec.configuration import Eagle3SpeculatorConfig
-    from hf_spec.drafts.eagle3 import Eagle3DraftModel
+    from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+    from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
     from hf_spec.training.kinds import Text, unrolled
     from hf_spec.training.losses import Examiner, row_shares, taught_rows
 

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from .checkpoints import AutoDraftModel
-from .configuration import (
-    Eagle3SpeculatorConfig,
-    EagleSpeculatorConfig,
-    MedusaSpeculatorConfig,
-    MTPSpeculatorConfig,
-    SpeculationConfig,
-    SpeculatorConfig,
-)
-from .conversion import convert, inspect
+from .checkpoints.auto import AutoDraftModel
+from .checkpoints.conversion import convert, inspect
+from .checkpoints.resolve import as_speculator
+from .configuration import SpeculationConfig, SpeculatorConfig
+from .decoding.loop import SpeculativeDecoding, SpeculativeOutput
+from .decoding.processors import pure
 from .drafts.base import Drafter, News, Request, Speculator
-from .drafts.eagle import EagleDraftModel
-from .drafts.eagle3 import Eagle3DraftModel
-from .drafts.medusa import MedusaDraftModel
+from .drafts.eagle.configuration import EagleSpeculatorConfig
+from .drafts.eagle.modeling import EagleDraftModel
+from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from .drafts.eagle3.modeling import Eagle3DraftModel
+from .drafts.medusa.configuration import MedusaSpeculatorConfig
+from .drafts.medusa.modeling import MedusaDraftModel
 from .drafts.modeling import DraftModel, DraftOutput
-from .drafts.mtp import MTPDraftModel, TargetMtp
-from .drafts.ngram import NgramSpeculator
-from .drafts.vanilla import VanillaSpeculator
-from .generation import SpeculativeDecoding, SpeculativeOutput
+from .drafts.mtp.configuration import MTPSpeculatorConfig
+from .drafts.mtp.modeling import MTPDraftModel, TargetMtp
+from .drafts.ngram.speculator import NgramSpeculator
+from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import install, set_speculator, uninstall
-from .logits import pure
 from .metrics import SpeculationStats
 from .proposal import Proposal
-from .speculators import as_speculator
 
 __version__ = "0.1.0"
 

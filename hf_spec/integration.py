@@ -12,12 +12,12 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .checkpoints import register_auto_classes
+from .checkpoints.auto import register_auto_classes
+from .checkpoints.resolve import as_speculator, base_model
 from .configuration import SpeculationConfig
-from .generation import SpeculativeDecoding
-from .slots import unhook_masks
-from .speculators import as_speculator, base_model
-from .support import refuse_cache
+from .decoding.loop import SpeculativeDecoding
+from .decoding.refusals import refuse_cache
+from .scoring.slots import unhook_masks
 
 _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
 

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from hf_spec.checkpoints import AutoDraftModel, aux_layer_ids, read_checkpoint
-from hf_spec.configuration import Eagle3SpeculatorConfig
-from hf_spec.conversion import Layout, convert, export, inspect
-from hf_spec.drafts.eagle3 import Eagle3DraftModel
+from hf_spec.checkpoints.auto import AutoDraftModel, aux_layer_ids, read_checkpoint
+from hf_spec.checkpoints.conversion import Layout, convert, export, inspect
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 PLAIN = "sp_eagle3_llama_ff"
 
@@ -533,7 +533,7 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path: Path, monkeypatch
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("hf_spec.conversion.save_file", fail)
+    monkeypatch.setattr("hf_spec.checkpoints.conversion.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         convert(source, tmp_path / "out", "eagle3")
     assert [path.name for path in tmp_path.iterdir()] == ["full"]

@@ -12,16 +12,11 @@ from architectures import build, prompts
 from golden import tiny_target
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
 
-from hf_spec.configuration import (
-    EAGLE3_FLAGS,
-    Eagle3SpeculatorConfig,
-    EagleSpeculatorConfig,
-    MedusaSpeculatorConfig,
-    MTPSpeculatorConfig,
-    SpeculationConfig,
-    SpeculatorConfig,
-    default_speculators_config,
-)
+from hf_spec.configuration import SpeculationConfig, SpeculatorConfig, default_speculators_config
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle3.configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import new_draft
 
 ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}

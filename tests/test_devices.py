@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 from twins import SHAPES, noisy, target
 
 from hf_spec import SpeculationConfig
-from hf_spec.configuration import (
-    Eagle3SpeculatorConfig,
-    EagleSpeculatorConfig,
-    MedusaSpeculatorConfig,
-    MTPSpeculatorConfig,
-)
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import DraftTrainer, new_draft, unroll
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

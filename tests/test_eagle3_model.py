@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers import AutoModel, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
-from hf_spec.drafts.eagle import EagleDraftModel
-from hf_spec.drafts.eagle3 import Eagle3DraftModel
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle.modeling import EagleDraftModel
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 SLIDING = "sp_eagle3_qwen3_sliding_bf16"
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from twins import fitted
 
 from hf_spec import News, Request, SpeculationConfig
-from hf_spec.configuration import Eagle3SpeculatorConfig, EagleSpeculatorConfig
-from hf_spec.drafts.eagle import EagleDraftModel
-from hf_spec.drafts.eagle3 import Eagle3DraftModel
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle.modeling import EagleDraftModel
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 # total_token (root included), depth (expansions after the root's) and top_k of the trees in each case.
 TREES = {

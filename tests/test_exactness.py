@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_spec import NgramSpeculator, SpeculationConfig
-from hf_spec.architectures import keeps_own_states, why_unsupported
-from hf_spec.cache import SlotCache
-from hf_spec.selfcheck import check_target
-from hf_spec.slots import Block, Slots
-from hf_spec.target import new_cache
+from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
+from hf_spec.scoring.cache import SlotCache
+from hf_spec.scoring.runner import new_cache
+from hf_spec.scoring.selfcheck import check_target
+from hf_spec.scoring.slots import Block, Slots
 
 NEW_TOKENS = 24
 # Prompts of 12 and 13 tokens are longer than the windows and chunks of 8; all are left-padded to the longest.
@@ -140,7 +140,7 @@ def test_trees_are_refused_where_distance_is_counted_in_slots(name: str, monkeyp
     tree = Way("tree", NgramSpeculator(), TREE)
     with pytest.raises(ValueError, match=r"in slots, .*; use a chain \(tree=None\)"):
         speculative(model, 1, tree)
-    monkeypatch.setattr("hf_spec.support.why_no_trees", lambda model: None)
+    monkeypatch.setattr("hf_spec.decoding.refusals.why_no_trees", lambda model: None)
     with pytest.raises(ValueError, match=r"scores a tree .*; use a chain \(tree=None\)"):
         speculative(model, 1, tree)
     assert "vanilla tree, batch 8" in mistakes(model, [8], "tree", self_check=False)

@@ -22,7 +22,7 @@ from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, to
 
 import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
-from hf_spec.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.training import new_draft
 
 NEW = 20

@@ -21,20 +21,11 @@ from transformers import (
 )
 from twins import SHAPES, Oracle, draft, noisy, target
 
-import hf_spec.cache
-import hf_spec.text
-from hf_spec import (
-    Drafter,
-    News,
-    NgramSpeculator,
-    Proposal,
-    Request,
-    SpeculationConfig,
-    Speculator,
-    VanillaSpeculator,
-)
-from hf_spec.configuration import Eagle3SpeculatorConfig
-from hf_spec.drafts.eagle3 import Eagle3DraftModel
+import hf_spec.decoding.text
+import hf_spec.scoring.cache
+from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator, VanillaSpeculator
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 VOCAB = 5
 DEPTH = 4  # tokens whose joint law is checked
@@ -57,8 +48,8 @@ def guesser() -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_spec.cache, "GROWTH", 8)
-    monkeypatch.setattr(hf_spec.text, "GROWTH", 8)
+    monkeypatch.setattr(hf_spec.scoring.cache, "GROWTH", 8)
+    monkeypatch.setattr(hf_spec.decoding.text, "GROWTH", 8)
 
 
 @functools.cache

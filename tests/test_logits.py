@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
 
-from hf_spec.logits import NodeScores, Processors, pure
+from hf_spec.decoding.processors import NodeScores, Processors, pure
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 
 BATCH = 5  # rows of the generate call, of which ROWS are still going on

@@ -16,11 +16,11 @@ from transformers import AutoModel
 from twins import paths_of
 
 from hf_spec import News, Proposal, Request, SpeculationConfig
-from hf_spec.checkpoints import AutoDraftModel, read_checkpoint
-from hf_spec.configuration import MedusaSpeculatorConfig
-from hf_spec.conversion import convert, inspect
-from hf_spec.drafts.medusa import MEDUSA_TREE, MedusaDraftModel
-from hf_spec.verification import accept_typical
+from hf_spec.checkpoints.auto import AutoDraftModel, read_checkpoint
+from hf_spec.checkpoints.conversion import convert, inspect
+from hf_spec.decoding.verification import accept_typical
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.medusa.modeling import MEDUSA_TREE, MedusaDraftModel
 
 V1 = "medusa_v1_pt"
 HEADS = {"medusa_v1_pt": 5, "medusa_v2_pt": 3, "medusa_v2_safetensors": 4, "medusa2_combined": 3}

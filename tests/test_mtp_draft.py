@@ -18,12 +18,14 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from hf_spec import News, Request, SpeculationConfig, as_speculator
-from hf_spec.checkpoints import AutoDraftModel
-from hf_spec.configuration import EagleSpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
-from hf_spec.conversion import convert, export, inspect
-from hf_spec.drafts.mtp import MTPDraftModel, TargetMtp
-from hf_spec.drafts.vanilla import VanillaSpeculator
-from hf_spec.target import TargetRunner
+from hf_spec.checkpoints.auto import AutoDraftModel
+from hf_spec.checkpoints.conversion import convert, export, inspect
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
+from hf_spec.drafts.mtp.modeling import MTPDraftModel, TargetMtp
+from hf_spec.drafts.vanilla.speculator import VanillaSpeculator
+from hf_spec.scoring.runner import TargetRunner
 from hf_spec.training import new_draft
 
 SPECULATORS, QWEN = "sp_mtp_qwen3", "mtp_qwen3_next_native"

@@ -18,8 +18,8 @@ from test_unroll import drafted
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import as_speculator, demo
-from hf_spec.conversion import export
-from hf_spec.drafts.mtp import MTPDraftModel, TargetMtp
+from hf_spec.checkpoints.conversion import export
+from hf_spec.drafts.mtp.modeling import MTPDraftModel, TargetMtp
 from hf_spec.training import DraftTrainer, unroll
 from hf_spec.training.recipe import read_recipe, train
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from twins import SHAPES, Oracle
 
 from hf_spec import NgramSpeculator
-from hf_spec.selfcheck import reads_prompts_causally
+from hf_spec.scoring.selfcheck import reads_prompts_causally
 
 IMAGE = 90  # the token that stands for a part of an image
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}

@@ -12,7 +12,7 @@ from twins import paths_of
 
 from hf_spec.configuration import SpeculationConfig
 from hf_spec.drafts.base import News, Request
-from hf_spec.drafts.ngram import LOOK_BACK, NgramDrafter, NgramSpeculator
+from hf_spec.drafts.ngram.speculator import LOOK_BACK, NgramDrafter, NgramSpeculator
 
 PAD = 99
 Path = tuple[int, ...]

@@ -24,10 +24,10 @@ from hf_spec import (
     SpeculationStats,
     Speculator,
     VanillaSpeculator,
-    cache,
 )
-from hf_spec.cache import SlotBuffer
-from hf_spec.generation import DraftLength
+from hf_spec.decoding.loop import DraftLength
+from hf_spec.scoring import cache
+from hf_spec.scoring.cache import SlotBuffer
 
 NEW = 18
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True}

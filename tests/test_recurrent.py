@@ -19,15 +19,17 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import Oracle, fitted, noisy
 
 from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator
-from hf_spec.architectures import cache_name
-from hf_spec.cache import SlotCache
-from hf_spec.configuration import Eagle3SpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig
-from hf_spec.drafts.eagle3 import Eagle3DraftModel
-from hf_spec.drafts.medusa import MedusaDraftModel
-from hf_spec.drafts.mtp import MTPDraftModel
-from hf_spec.recurrent import Branches, LazyRunner, Live, States, StepRunner, reads_blocks, runner_for
-from hf_spec.selfcheck import check_target
-from hf_spec.target import TargetRunner, new_cache, plain_logits
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.medusa.modeling import MedusaDraftModel
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
+from hf_spec.drafts.mtp.modeling import MTPDraftModel
+from hf_spec.scoring.architectures import cache_name
+from hf_spec.scoring.cache import SlotCache
+from hf_spec.scoring.recurrent import Branches, LazyRunner, Live, States, StepRunner, reads_blocks, runner_for
+from hf_spec.scoring.runner import TargetRunner, new_cache, plain_logits
+from hf_spec.scoring.selfcheck import check_target
 
 # Blocks go on from the state as single tokens do: lazy commit.
 LAZY = """bailing_hybrid bamba falcon_h1 granitemoehybrid kimi_linear lfm2 lfm2_moe lfm3 mamba2
@@ -465,7 +467,7 @@ def test_planted_mistakes_are_caught(name: str, mistake: Callable[..., None], mo
 @pytest.mark.parametrize("name", ["jamba", "mamba", "zamba2"])
 def test_a_model_that_misreads_blocks_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reads_blocks(target(name))
-    monkeypatch.setattr("hf_spec.recurrent.reads_blocks", lambda model: True)
+    monkeypatch.setattr("hf_spec.scoring.recurrent.reads_blocks", lambda model: True)
     with pytest.raises(ValueError, match="a chain of guesses differently from single steps"):
         check_target(build(name), trees=False)
 

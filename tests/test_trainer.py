@@ -17,13 +17,11 @@ from golden import tiny_target
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec.configuration import (
-    Eagle3SpeculatorConfig,
-    EagleSpeculatorConfig,
-    MedusaSpeculatorConfig,
-    MTPSpeculatorConfig,
-)
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
 from hf_spec.training.teacher import Reader
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from twins import path_to, paths_of
 
 from hf_spec import SpeculationConfig
+from hf_spec.decoding.verification import verify
 from hf_spec.drafts import trees
-from hf_spec.drafts.trees import bushy, draw_distinct, grow
+from hf_spec.drafts.trees import bushy, grow
 from hf_spec.proposal import ABSENT, Proposal
-from hf_spec.verification import verify
+from hf_spec.sampling import draw_distinct
 
 VOCABULARY = 6
 

@@ -11,17 +11,14 @@ from golden import CLOSE, SPECFORGE, SPECULATORS, load_draft, outputs, tiny_targ
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_spec.configuration import (
-    MTP_FLAGS,
-    Eagle3SpeculatorConfig,
-    EagleSpeculatorConfig,
-    MedusaSpeculatorConfig,
-    MTPSpeculatorConfig,
-)
-from hf_spec.drafts.eagle import EagleDraftModel
-from hf_spec.drafts.eagle3 import Eagle3DraftModel
-from hf_spec.drafts.medusa import MedusaDraftModel
-from hf_spec.drafts.mtp import MTPDraftModel
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle.modeling import EagleDraftModel
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.medusa.modeling import MedusaDraftModel
+from hf_spec.drafts.mtp.configuration import MTP_FLAGS, MTPSpeculatorConfig
+from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.training import unroll
 from hf_spec.training.kinds import Text, unrolled
 from hf_spec.training.unrolling import _ByBlocks, _Reach

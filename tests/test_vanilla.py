@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import News, Proposal, Request, SpeculationConfig, VanillaSpeculator
-from hf_spec.drafts.vanilla import VanillaDrafter
+from hf_spec.drafts.vanilla.speculator import VanillaDrafter
 
 LENGTHS = (13, 9, 5)
 

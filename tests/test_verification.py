@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_spec import verification
+from hf_spec.decoding import verification
+from hf_spec.decoding.verification import Verdict, follow, match, reject, traverse, verify
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
-from hf_spec.verification import Verdict, draw, follow, match, reject, traverse, verify
+from hf_spec.sampling import draw
 
 Rule = Callable[[Proposal, Tensor, torch.Generator], Verdict]
 Pick = Callable[[Tensor, int, torch.Generator], Tensor]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import metadata
 from statistics import median
 from typing import Any
 
@@ -22,12 +23,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import __version__
+from ..checkpoints.resolve import as_speculator
 from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
-from ..drafts.vanilla import VanillaSpeculator
+from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import SpeculationStats
-from ..speculators import as_speculator
-from ..target import input_device
+from ..scoring.runner import input_device
 from .prompts import Prompt
 from .report import OVERALL, BenchReport, Figures
 
@@ -370,7 +370,7 @@ def _ratios(name: str, other: str, rounds: Sequence[_Round]) -> tuple[float, flo
 def _environment(target: PreTrainedModel) -> dict[str, Any]:
     device = input_device(target)
     return {
-        "hf_spec": __version__,
+        "hf_spec": metadata.version("hf-spec"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

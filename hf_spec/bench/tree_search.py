@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..checkpoints.resolve import as_speculator
 from ..configuration import SpeculationConfig
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..proposal import Proposal
-from ..speculators import as_speculator
 
 Tree = list[tuple[int, ...]]
 

@@ -34,11 +34,11 @@ from ..bench import (
     run_bench,
     search_tree,
 )
+from ..checkpoints.conversion import Layout, convert, inspect
 from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
-from ..conversion import Layout, convert, inspect
 from ..drafts.base import Speculator
 from ..metrics import RowStats, _pieces
-from ..target import input_device
+from ..scoring.runner import input_device
 from .common import (
     TEMPERATURE_HELP,
     add_device_options,

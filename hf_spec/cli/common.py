@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoints.resolve import as_speculator, load_draft
 from ..drafts.base import Speculator
-from ..speculators import as_speculator, load_draft
-from ..target import input_device
+from ..scoring.runner import input_device
 
 WITHOUT_WEIGHTS = ("ngram", "mtp")
 TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
-from ..slots import Slots
+from ..scoring.slots import Slots
 from .base import Drafter, News, Request
 from .trees import grow
 

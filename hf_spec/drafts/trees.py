@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..configuration import SpeculationConfig
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
-from ..verification import widest_float
+from ..sampling import best, draw_distinct
 
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
 # (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text.
@@ -186,20 +186,6 @@ def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
     above = above.masked_fill(scores.gather(1, kept) == -torch.inf, ABSENT)
     top = torch.full_like(root, NO_PARENT)[:, None]
     return Proposal(torch.cat([root[:, None], tokens.gather(1, kept)], 1), torch.cat([top, above], 1), depth)
-
-
-def best(law: Tensor, count: int) -> Tensor:
-    """Return the ``count`` most probable tokens of ``law`` (..., vocabulary), best first: (..., count)."""
-    return law.topk(min(count, law.shape[-1])).indices
-
-
-def draw_distinct(law: Tensor, count: int) -> Tensor:
-    """Draw ``count`` different tokens without replacement from the log-law (..., vocabulary): (..., count).
-
-    The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
-    """
-    noise = torch.empty_like(law, dtype=widest_float(law.device)).exponential_().log_()  # minus a Gumbel variable
-    return (law - noise).topk(min(count, law.shape[-1])).indices
 
 
 def bushy(width: int, nodes: int, depth: int) -> list[tuple[int, ...]]:

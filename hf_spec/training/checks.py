@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoints.conversion import unserved
 from ..configuration import max_positions
-from ..conversion import unserved
 from ..drafts.modeling import DraftModel
 
 logger = logging.get_logger(__name__)

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ..target import decoder_of
+from ..scoring.runner import decoder_of
 from .teacher import Reader
 
 WEIGHTS = "ends.safetensors"

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..checkpoints.resolve import as_speculator
 from ..configuration import SpeculationConfig
-from ..generation import SpeculativeDecoding
+from ..decoding.loop import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
-from ..speculators import as_speculator
-from ..target import input_device
+from ..scoring.runner import input_device
 from .data import check_ids
 
 

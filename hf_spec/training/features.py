@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..target import input_device
+from ..scoring.runner import input_device
 from .data import COLUMNS, DraftCollator, check_rows
 from .ends import fingerprint, has_body, load_ends, save_ends
 from .teacher import Reader, bare

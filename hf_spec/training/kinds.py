@@ -10,11 +10,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..drafts.eagle import EagleDraftModel
-from ..drafts.eagle3 import Eagle3DraftModel
-from ..drafts.medusa import MedusaDraftModel
+from ..drafts.eagle.modeling import EagleDraftModel
+from ..drafts.eagle3.modeling import Eagle3DraftModel
+from ..drafts.medusa.modeling import MedusaDraftModel
 from ..drafts.modeling import DraftModel
-from ..drafts.mtp import MTPDraftModel
+from ..drafts.mtp.modeling import MTPDraftModel
 from .teacher import Reader
 from .unrolling import outputs
 

@@ -25,9 +25,9 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import SpeculatorConfig
 from ..drafts.modeling import DraftModel
-from ..speculators import as_speculator, load_draft
 from .arguments import DraftTrainingArguments
 from .card import hub_name
 from .data import prepare_dataset

@@ -10,7 +10,7 @@ import datasets  # type: ignore[import-untyped]
 import torch
 from transformers import PreTrainedModel
 
-from ..configuration import Eagle3SpeculatorConfig
+from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .data import CHAT_COLUMNS, FILES, prepare_dataset, read_file
 from .features import FeatureCache, cache_features
 from .vocabulary import count_tokens, most_frequent

@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..drafts.modeling import DraftModel
-from ..drafts.mtp import TargetMtp
+from ..drafts.mtp.modeling import TargetMtp
 from ..metrics import Counts
 from . import sharding
 from .arguments import DraftTrainingArguments

@@ -1,0 +1,1 @@
+"""Draft checkpoints of every project: find out, read, write, inspect."""

@@ -1,0 +1,389 @@
+"""Every knob of a call, and what the configs of all drafts on disk share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal, TypeGuard, cast, get_args
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import SubConfigSpec
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+TreeKind = Literal["dynamic", "sampled"]
+VerificationRule = Literal["auto", "token", "block", "exact"]
+AcceptanceRule = Literal["lossless", "typical"]
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Choose how to guess and how to verify; everything left ``None`` is decided by the draft.
+
+    Args:
+        num_speculative_tokens: length of a chain, depth of a tree; ``"auto"`` adapts it to the acceptance seen so far.
+        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
+            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
+            of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
+        tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
+        tree_nodes: guesses in a dynamic or sampled tree.
+        draft_sampling: draw the guesses from the draft's law instead of taking its best. ``None``: as the target does.
+            Either way the output law is the target's.
+        min_confidence: end a chain after the first guess that the draft gives a smaller probability.
+        verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
+            traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
+            the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
+        acceptance: ``"lossless"``: the text has the target's law. ``"typical"``: NOT lossless when sampling. The
+            longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
+            ``typical_alpha`` * exp(-entropy of p)), is followed by the target's best token (Medusa, arXiv 2401.10774):
+            longer paths, and a text that is more predictable than the target's samples and always the same.
+        self_check: compare one small ragged block with plain forwards the first time a target is used.
+    """
+
+    num_speculative_tokens: int | Literal["auto"] | None = None
+    tree: TreeKind | Sequence[Sequence[int]] | None = None
+    tree_top_k: int = 10
+    tree_nodes: int = 60
+    draft_sampling: bool | None = None
+    min_confidence: float = 0.0
+    verification: VerificationRule = "auto"
+    acceptance: AcceptanceRule = "lossless"
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
+    self_check: bool = True
+
+    def __post_init__(self) -> None:
+        count = self.num_speculative_tokens
+        if count not in (None, "auto") and not (is_int(count) and count >= 1):
+            raise ValueError(f"num_speculative_tokens must be a whole number of at least 1 or 'auto', got {count!r}")
+        for name in ("tree_top_k", "tree_nodes"):
+            if not (is_int(value := getattr(self, name)) and value >= 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if not 0.0 <= self.min_confidence < 1.0:
+            raise ValueError(f"min_confidence is a probability, 0 <= x < 1, got {self.min_confidence!r}")
+        if self.verification not in get_args(VerificationRule):
+            raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
+        self._check_acceptance()
+        self._check_tree()
+
+    def _check_acceptance(self) -> None:
+        if self.acceptance not in get_args(AcceptanceRule):
+            raise ValueError(f"acceptance must be one of {get_args(AcceptanceRule)}, got {self.acceptance!r}")
+        if self.acceptance == "typical" and (self.verification != "auto" or self.draft_sampling):
+            raise ValueError(
+                "acceptance='typical' is a verification of its own, for guesses that were chosen: leave verification "
+                "at 'auto' and draft_sampling at None, or use acceptance='lossless'"
+            )
+        for name in ("typical_threshold", "typical_alpha"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)!r}")
+
+    def _check_tree(self) -> None:
+        if self.tree is None or (isinstance(self.tree, str) and self.tree in get_args(TreeKind)):
+            return
+        paths = [] if isinstance(self.tree, str) else list(self.tree)
+        if not paths or not all(len(path) and all(is_int(rank) and rank >= 0 for rank in path) for path in paths):
+            raise ValueError(
+                f"tree must be None, one of {get_args(TreeKind)}, or a list of paths of ranks such as "
+                f"[(0,), (1,), (0, 0)], got {self.tree!r}"
+            )
+
+    def merge(self, **changes: Any) -> SpeculationConfig:
+        """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
+        known = {field.name for field in fields(self)}
+        if unknown := set(changes) - known:
+            raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")
+        return replace(self, **changes)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Tell whether ``value`` is a whole number; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# -- drafts on disk ---------------------------------------------------------------------------------------------------
+
+LAYER_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+
+
+class SpeculatorConfig(PreTrainedConfig):
+    """Describe a draft on disk: ``model_type: "speculators"``, so that AutoModel, speculators and vLLM read it.
+
+    ``from_dict`` (and so ``AutoConfig.from_pretrained``) gives the sub-config that ``speculators_model_type`` names.
+
+    Args:
+        transformer_layer_config: a config of transformers for the draft's decoder layers. Its ``vocab_size`` is the
+            target's, its ``num_hidden_layers`` counts the draft's layers.
+        speculators_config: ``{"algorithm", "proposal_methods", "default_proposal_method", "verifier"}`` as the
+            speculators library writes it. Only ``speculative_tokens`` of a proposal method is used: acceptance stays
+            lossless whatever ``verifier_accept_k`` and ``accept_tolerance`` say.
+        shared_with_target: which of ``"embed_tokens"`` and ``"lm_head"`` are the target's and not in the file.
+
+    Errors: TypeError and ValueError that name the field, its value and what to do.
+    """
+
+    model_type = "speculators"
+    sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
+        "transformer_layer_config": SubConfigSpec(AutoConfig, "llama", {"num_hidden_layers": 1})
+    }
+    layer_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
+
+    speculators_model_type: str = ""
+    transformer_layer_config: dict[str, Any] | PreTrainedConfig | None = None
+    speculators_config: dict[str, Any] | None = None
+    shared_with_target: list[str] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_layer_type()
+        kwargs.pop("auto_map", None)  # names classes of whoever wrote the file
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+        self._fill_in()
+        self.validate()
+
+    def _fill_in(self) -> None:
+        """Replace every None that has a meaning by it, so that it is saved."""
+        if self.shared_with_target is None:
+            self.shared_with_target = []
+        if self.speculators_config is None:
+            self.speculators_config = default_speculators_config(self.speculators_model_type)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the sub-config that ``speculators_model_type`` names; a ValueError lists the known ones."""
+        if cls is not SpeculatorConfig:
+            return super().from_dict(config_dict, **kwargs)
+        known = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
+        wanted = config_dict.get("speculators_model_type")
+        if wanted not in known:
+            raise ValueError(f"speculators_model_type is {wanted!r}, but hf_spec reads only {sorted(known)}")
+        return known[wanted].from_dict(config_dict, **kwargs)
+
+    @property
+    def layers(self) -> PreTrainedConfig:
+        """Return the config of the decoder layers."""
+        return cast(PreTrainedConfig, self.transformer_layer_config)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Return the chain length that the default proposal method asks for."""
+        method = self._default_method()
+        return int(method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
+        """Describe a new draft for the target with config ``target``.
+
+        ``layers`` replaces fields of the draft's decoder layers, which otherwise are one llama layer (qwen3 for a
+        qwen3 target) of the target's width; ``flags`` are fields of this config. Errors: see ``check_target``; also
+        where ``max_position_embeddings`` is below the target's, because other engines fail beyond it.
+        """
+        config = cls(
+            transformer_layer_config=layers_for_target(target, **layers or {}),
+            **{"speculators_config": default_speculators_config(cls.speculators_model_type, target)} | flags,
+        )
+        config.check_target(target)
+        have = config.layers.max_position_embeddings
+        if have < (need := max_positions(target)):
+            raise ValueError(
+                f"max_position_embeddings is {have}, below the target's {need}: vLLM and SGLang fail on longer text; "
+                f"set {need}"
+            )
+        return config
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        """Raise a ValueError that names field, value and cure if this draft cannot serve a target with this config."""
+        have, need = self.layers.vocab_size, target.get_text_config().vocab_size
+        if have != need:
+            raise ValueError(
+                f"the draft's vocab_size is {have}, but the target has {need} tokens: the draft was made for another "
+                "target; use that one or train a draft for this one"
+            )
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """Return the config of the decoder layers, which is what caches and masks ask for."""
+        return self.layers
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Write every field of the decoder layers: not all readers know transformers' defaults."""
+        config = super().to_diff_dict()
+        if self.transformer_layer_config is None:
+            del config["transformer_layer_config"]
+            return config
+        layers = self.layers.to_diff_dict()
+        layers.pop("transformers_version")
+        return config | {"transformer_layer_config": layers}
+
+    def validate(self) -> None:
+        """Check every field; runs on construction and before saving."""
+        super().validate()  # type: ignore[misc]  # made by a decorator
+        if self.speculators_model_type != type(self).speculators_model_type:
+            raise ValueError(
+                f"speculators_model_type is {self.speculators_model_type!r}, but a {type(self).__name__} is "
+                f"{type(self).speculators_model_type!r}; load it with AutoConfig"
+            )
+        if self.tie_word_embeddings:
+            raise ValueError(
+                "tie_word_embeddings is True: the input and output vocabularies of a draft differ; set False"
+            )
+        self._check_layers()
+        self._check_speculators_config()
+        shared = self.shared_with_target
+        if not isinstance(shared, list) or not set(shared) <= {"embed_tokens", "lm_head"}:
+            raise ValueError(f"shared_with_target is {shared!r}; it lists 'embed_tokens', 'lm_head', both or neither")
+
+    def _check_layer_type(self) -> None:
+        given = self.transformer_layer_config
+        if not isinstance(given, dict | PreTrainedConfig | None):
+            raise TypeError(
+                f"transformer_layer_config is a {type(given).__name__}; pass a config of transformers or its dict"
+            )
+        name = given.get("model_type", "llama") if isinstance(given, dict) else getattr(given, "model_type", "llama")
+        if name not in self.layer_model_types:
+            raise ValueError(
+                f"transformer_layer_config.model_type is {name!r}; build the draft from one of "
+                f"{self.layer_model_types} (the target may be any architecture)"
+            )
+
+    def _check_layers(self) -> None:
+        layers = self.layers
+        for name in (*LAYER_SIZES, "num_hidden_layers"):
+            if is_int(size := getattr(layers, name, 1)) and size < 1:
+                raise ValueError(f"transformer_layer_config.{name} is {size}; set a whole number of at least 1")
+        heads, kv_heads = (getattr(layers, f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
+        if is_int(heads) and is_int(kv_heads) and heads % kv_heads:
+            raise ValueError(
+                f"transformer_layer_config.num_attention_heads is {heads}; set a multiple of num_key_value_heads, "
+                f"{kv_heads}"
+            )
+        if isinstance(act := getattr(layers, "hidden_act", None), str) and act not in ACT2FN:
+            raise ValueError(f"transformer_layer_config.hidden_act is {act!r}; transformers knows {sorted(ACT2FN)}")
+        self._check_rope()
+        kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
+        if len(kinds) != layers.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise ValueError(
+                f"transformer_layer_config.layer_types is {kinds}; name 'full_attention' or 'sliding_attention' for "
+                f"each of the {layers.num_hidden_layers} layers"
+            )
+        if "sliding_attention" in kinds and not getattr(layers, "sliding_window", None):
+            raise ValueError(
+                "transformer_layer_config.sliding_window is not set, but a layer is sliding_attention; set it"
+            )
+
+    def _check_rope(self) -> None:
+        if self.layers.model_type not in self.layer_model_types:
+            return  # whose rope may be one per kind of layer, or partial
+        rope: dict[str, Any] = self.layers.rope_parameters
+        kind, is_nested = rope.get("rope_type"), any(isinstance(value, dict) for value in rope.values())
+        if is_nested or (kind != "default" and kind not in ROPE_INIT_FUNCTIONS):
+            raise ValueError(
+                f"transformer_layer_config.rope_parameters is {rope}; describe one rope for all layers, whose "
+                f"rope_type is 'default', {', '.join(map(repr, ROPE_INIT_FUNCTIONS))}"
+            )
+        if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"transformer_layer_config.rope_parameters is {rope}, but {self.layers.model_type} layers rotate "
+                "all of a head: drop partial_rotary_factor"
+            )
+
+    def _check_speculators_config(self) -> None:
+        given = self.speculators_config
+        if not isinstance(given, dict):
+            raise TypeError(f"speculators_config is a {type(given).__name__}; pass a dict or None for the defaults")
+        if given.get("algorithm") != self.speculators_model_type:
+            raise ValueError(
+                f"speculators_config.algorithm is {given.get('algorithm')!r}, but speculators_model_type is "
+                f"{self.speculators_model_type!r}; make them equal"
+            )
+        methods = given.get("proposal_methods")
+        if not isinstance(methods, list) or not methods or not all(isinstance(method, dict) for method in methods):
+            raise ValueError(
+                f"speculators_config.proposal_methods is {methods!r}; list at least one dict such as "
+                "{'proposal_type': 'greedy', 'speculative_tokens': 5}"
+            )
+        for method in methods:
+            count = method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
+            if not (is_int(count) and count >= 1):
+                raise ValueError(f"speculative_tokens in {method!r} is {count!r}; give a whole number of at least 1")
+        if not isinstance(given.get("verifier"), dict):
+            raise TypeError(
+                f"speculators_config.verifier is {given.get('verifier')!r}; name the target as "
+                "{'name_or_path': 'org/model' or None, 'architectures': [...]}"
+            )
+        self._default_method()
+
+    def _default_method(self) -> dict[str, Any]:
+        given = cast(dict[str, Any], self.speculators_config)
+        name, methods = given.get("default_proposal_method"), given["proposal_methods"]
+        for method in methods:
+            if method.get("proposal_type") == name:
+                return cast(dict[str, Any], method)
+        raise ValueError(
+            f"speculators_config.default_proposal_method is {name!r}; name one of "
+            f"{[method.get('proposal_type') for method in methods]}"
+        )
+
+
+def default_speculators_config(kind: str, target: PreTrainedConfig | None = None) -> dict[str, Any]:
+    """Return what ``speculators_config`` holds for a new draft of ``target``: greedy chains of five."""
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": DEFAULT_NUM_SPECULATIVE_TOKENS,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "verifier": {
+            "name_or_path": (target and target.name_or_path) or None,
+            "architectures": list((target and target.architectures) or []),
+        },
+    }
+
+
+def max_positions(target: PreTrainedConfig) -> int:
+    """Return how many positions a target is made for; 0 if it does not say."""
+    return getattr(target.get_text_config(), "max_position_embeddings", None) or 0
+
+
+def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedConfig:
+    """Return a config for one decoder layer of the shape of ``target``'s, with some fields replaced."""
+    text = target.get_text_config()
+    layer = text.per_layer_config[0] if text.is_heterogeneous else text  # some models have heads of several sizes
+    shape: dict[str, Any] = {
+        name: value
+        for name in ("hidden_act", "max_position_embeddings", *LAYER_SIZES)
+        if (value := getattr(layer, name, None)) is not None
+    }
+    rope = getattr(text, "rope_parameters", None) or {}
+    rope = dict(rope.get("full_attention", rope) or {})  # some models have one rope per kind of layer
+    rope.pop("partial_rotary_factor", None)  # the draft's layers rotate all of a head
+    plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
+    shape["rope_parameters"] = rope if rope.get("rope_type") in ("linear", "llama3", "yarn") else plain
+    if isinstance(widths := shape.get("intermediate_size"), list):  # one per layer
+        shape["intermediate_size"] = max(widths)
+    # What has no attention or no such layers of its own gets common proportions instead of the layer's defaults.
+    shape.setdefault("intermediate_size", 4 * text.hidden_size)
+    shape.setdefault("num_attention_heads", max(1, text.hidden_size // 64))
+    kind, heads = "qwen3" if text.model_type.startswith("qwen3") else "llama", shape["num_attention_heads"]
+    if kind == "llama" and text.hidden_size % heads:  # which transformers refuses (GLM-4.5: 96 heads of 128 in 5120)
+        heads = math.gcd(text.hidden_size, text.hidden_size // shape.get("head_dim", 64))
+        shape |= {
+            "num_attention_heads": heads,
+            "num_key_value_heads": math.gcd(heads, shape.get("num_key_value_heads", 0)),
+        }
+    shape |= {"model_type": kind, "num_hidden_layers": 1} | replace
+    return AutoConfig.for_model(**{"num_key_value_heads": shape["num_attention_heads"]} | shape)

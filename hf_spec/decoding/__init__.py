@@ -1,0 +1,1 @@
+"""The loop of a call: propose, score, verify, commit."""

@@ -1,0 +1,253 @@
+"""The loop: propose, score, verify, commit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..checkpoints.resolve import as_speculator
+from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from ..drafts.base import Drafter, News, Request, Speculator
+from ..metrics import SpeculationStats
+from ..proposal import Proposal
+from ..scoring.recurrent import runner_for
+from ..scoring.runner import Scores
+from ..scoring.selfcheck import check_target, reads_prompts_causally
+from .choice import Choice, Chooser
+from .outputs import Record
+from .processors import Processors
+from .refusals import refuse_call
+from .stopping import Stops
+from .text import Text
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went."""
+
+    speculation: SpeculationStats | None = None
+
+
+class SpeculativeDecoding:
+    """Decode with a draft: ``model.generate(..., custom_generate=SpeculativeDecoding(draft))``.
+
+    The same loop as ``generate(..., speculator=draft)``, without the keyword. transformers keeps streamer and
+    tokenizer from a ``custom_generate`` callable, so they are given here: ``streamer`` gets prompt and text,
+    ``tokenizer`` serves the statistics. The object keeps nothing of a call and may be used again.
+    """
+
+    def __init__(
+        self,
+        speculator: Any,
+        config: SpeculationConfig | None = None,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        if config is not None and not isinstance(config, SpeculationConfig):
+            raise TypeError(f"speculation_config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
+        self.speculator = speculator
+        self.config = config
+        self.streamer = streamer
+        self.tokenizer = tokenizer
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | SpeculativeOutput:
+        speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
+        config = self.config or speculator.defaults()
+        text = Text(input_ids, Stops(stopping_criteria), generation_config._pad_token_tensor, self.streamer)
+        refuse_call(model, generation_config, model_kwargs, config, text)
+        speculator.check(model, config)
+        if config.self_check:
+            check_target(model, trees=config.tree is not None)
+
+        call = Call(model, speculator, config, text, logits_processor, generation_config, model_kwargs, self.tokenizer)
+        choice = call.read_prompt(input_ids)
+        while text.rows:
+            choice = call.step(choice)
+        return call.output()
+
+
+class Call:
+    """One call: read the prompt, then propose, score, verify and commit until every row is done."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        speculator: Speculator,
+        config: SpeculationConfig,
+        text: Text,
+        logits_processor: LogitsProcessorList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        tokenizer: Any,
+    ) -> None:
+        self.model, self.speculator, self.config, self.text = model, speculator, config, text
+        self.generation_config, self.model_kwargs = generation_config, model_kwargs
+        self.rows = self.reading = text.rows  # in the loop, and in the next forward
+        self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
+        self.record = Record(generation_config, len(text.rows))
+        self.processors = Processors(logits_processor)
+        self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
+        self.length = DraftLength(config)
+        self.target = runner_for(
+            model,
+            model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
+            speculator.feature_layers(model),
+            self.record.hidden_states,
+            one_chain=config.tree is None,
+        )
+        self.drafter: Drafter
+        self.features: Tensor | None = None  # of the nodes that were scored last
+
+    def read_prompt(self, input_ids: Tensor) -> Choice:
+        """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
+        config, kwargs = self.generation_config, self.model_kwargs
+        mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
+        self.text.begin()
+        together = self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs)
+        if together and reads_prompts_causally(self.model):
+            self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
+            root = News(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
+            return self._step(root, functools.partial(self.target.prefill_guessing, input_ids, config, kwargs))
+        scores = self.target.prefill(input_ids, config, kwargs)
+        self.record.prompt(scores.hidden_states)
+        last = scores.last()
+        choice = self.chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
+        self.stats.prefilled([tokens[0] for tokens in choice.emitted])
+        self.drafter, self.features = self._new_drafter(input_ids, mask, scores.features), last.features
+        return choice
+
+    def step(self, choice: Choice) -> Choice:
+        """Go on behind the last ``choice`` with the rows that still grow."""
+        growing = set(self.text.rows)
+        going_on = [i for i, row in enumerate(self.rows) if row in growing]
+        self.reading = self.text.rows
+        if len(going_on) < len(self.rows):
+            self._leave_behind(going_on, choice.tokens.device)
+        self.rows = self.text.rows
+        return self._step(choice.news(self.features, going_on), self.target.score)
+
+    def _leave_behind(self, going_on: list[int], device: torch.device) -> None:
+        """Drop the other rows; a cache that is handed back first gets the last token of those that ended early."""
+        staying = sorted(going_on + self._ended_early()) if self._returns_cache else going_on
+        if len(staying) < len(self.rows):
+            self.target.keep_rows(torch.tensor(staying, device=device), keep_finished=self._returns_cache)
+        if len(going_on) < len(staying):
+            self.reading = [self.rows[i] for i in staying]
+            self.target.close_rows([staying.index(i) for i in going_on], self.text.last_tokens(self.reading))
+        self.drafter.keep_rows(torch.tensor(going_on, device=device))
+
+    def _ended_early(self) -> list[int]:
+        """List those of the loop's rows that are done but may be followed by more of other rows."""
+        text = self.text
+        end = text.stops.max_length if text.rows else text.length
+        done = [i for i, row in enumerate(self.rows) if row not in text.rows]
+        return [i for i in done if end is None or text.lengths[self.rows[i]] < end]
+
+    def _step(self, news: News, score: Callable[[Proposal], Scores]) -> Choice:
+        with self.stats.timed("propose"):
+            limit = max(0, min(self.length.limit(self.stats), self.text.room(self.reading) - 1))
+            proposal = self.target.fit(self.drafter.propose(news, limit), limit)
+        with self.stats.timed("verify"):
+            scores = score(proposal)
+        with self.stats.timed("choose"):
+            choice = self.chooser.choose(proposal, scores)
+            self.target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
+            rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
+            self.stats.step(self.rows, *rows)
+        self.features = scores.features
+        return choice
+
+    def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> Drafter:
+        """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
+        sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
+        only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
+        law = self.processors.draft_law(only_best)
+        return self.speculator.drafter(Request(self.model, read, mask, features, self.config, law, sample))
+
+    @property
+    def _returns_cache(self) -> bool:
+        return bool(self.generation_config.return_dict_in_generate) or self.target.slots.cache_is_the_users
+
+    def output(self) -> Tensor | SpeculativeOutput:
+        """Close the stream and return what ``generate`` returns."""
+        if self._returns_cache and (early := self._ended_early()):
+            with self.stats.timed("verify"):
+                self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
+        self.stats.finish()
+        sequences = self.text.finish()
+        emitted = self.text.length - self.text.prompt_length
+        cache = self.target.release(emitted - 1) if self._returns_cache else None
+        if not self.generation_config.return_dict_in_generate:
+            return sequences
+        return SpeculativeOutput(
+            sequences=cast(torch.LongTensor, sequences),
+            past_key_values=cache,
+            speculation=self.stats,
+            **self.record.outputs(emitted),
+        )
+
+
+class DraftLength:
+    """Say how deep to guess: a fixed number, or the one that promises most text per second so far.
+
+    With acceptance rate a and a guess that costs c target forwards, a chain of k emits (1 - a^(k+1)) / (1 - a) tokens
+    for 1 + c k forwards (Leviathan et al., arXiv 2211.17192, theorem 3.8). ``"auto"`` measures a and c as it goes.
+    """
+
+    LONGEST = 16
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._adapts = config.num_speculative_tokens == "auto"
+        self._fixed = self._default(config)
+
+    @staticmethod
+    def _default(config: SpeculationConfig) -> int:
+        if isinstance(config.num_speculative_tokens, int):
+            return config.num_speculative_tokens
+        if config.tree is not None and not isinstance(config.tree, str):
+            return max(len(path) for path in config.tree)
+        return DEFAULT_NUM_SPECULATIVE_TOKENS
+
+    def limit(self, stats: SpeculationStats) -> int:
+        """Return how deep the next proposal should go."""
+        if not self._adapts or stats.steps < 2 or not stats.verify_seconds:
+            return self._fixed
+        counts = stats.counts
+        # Only behind an accepted guess is the next one tried.
+        tried = sum(map(min, counts.offered, [counts.steps, *counts.reached]))
+        accept = min(0.98, counts.accepted / max(1, tried))
+        depth = sum(counts.offered) / counts.steps  # that rows reach on average; all of them in the same forwards
+        cost = stats.propose_seconds / max(1.0, depth) / stats.verify_seconds
+
+        def speed(k: int) -> float:
+            return (1 - accept ** (k + 1)) / (1 - accept) / (1 + cost * k)
+
+        return max(range(1, self.LONGEST + 1), key=speed)
+
+
+def _prompt_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the mask of ``input_ids`` alone: the host's may begin earlier (a cache) or belong to embeddings."""
+    length = input_ids.shape[1]
+    if attention_mask is None or attention_mask.shape[1] < length:
+        return torch.ones_like(input_ids)
+    return attention_mask[:, attention_mask.shape[1] - length :]

@@ -1,0 +1,259 @@
+"""The user's logits processors, asked at the nodes of a proposal instead of once per token.
+
+Plain ``generate`` shows a processor the whole batch, once per emitted token. A verified block has many nodes, most of
+which never become text, so processors are told apart by what their result depends on:
+
+1. *memoryless*: on the logits alone. All nodes of all rows in one call.
+2. *of the prefix*: on the row's own prefix too, its length included. Every node with the prefix it would have if it
+   were text, prefixes of one length in one call.
+3. *lockstep*: everything else, custom processors above all. They may count calls, keep a state or look at the other
+   rows, so they get the contract of plain ``generate``, and rows advance together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as host
+
+from ..proposal import Proposal
+
+P = TypeVar("P")
+
+MEMORYLESS: frozenset[type] = frozenset(
+    {
+        host.BarkEosPrioritizerLogitsProcessor,
+        host.EpsilonLogitsWarper,
+        host.EtaLogitsWarper,
+        host.InfNanRemoveLogitsProcessor,
+        host.LogitNormalization,
+        host.MinPLogitsWarper,
+        host.SuppressTokensLogitsProcessor,
+        host.TemperatureLogitsWarper,
+        host.TopHLogitsWarper,
+        host.TopKLogitsWarper,
+        host.TopPLogitsWarper,
+        host.TypicalLogitsWarper,
+    }
+)
+
+OF_THE_PREFIX: frozenset[type] = frozenset(
+    {
+        host.AlternatingCodebooksLogitsProcessor,
+        host.ExponentialDecayLengthPenalty,
+        host.ForcedBOSTokenLogitsProcessor,
+        host.ForcedEOSTokenLogitsProcessor,
+        host.MinLengthLogitsProcessor,
+        host.MinNewTokensLengthLogitsProcessor,
+        host.NoBadWordsLogitsProcessor,
+        host.NoRepeatNGramLogitsProcessor,
+        host.PrefixConstrainedLogitsProcessor,  # its function is given the row and the prefix and told nothing else
+        host.RepetitionPenaltyLogitsProcessor,
+        host.SequenceBiasLogitsProcessor,
+        host.SuppressTokensAtBeginLogitsProcessor,
+        host.WatermarkLogitsProcessor,  # reseeds its generator from the prefix at every call
+    }
+)
+
+# The other built-in ones stay in lockstep:
+#   SynthIDTextWatermark, UnbatchedClassifierFreeGuidance, DiaEOSDelayPattern: keep a state from call to call
+#   EncoderNoRepeatNGram, EncoderRepetitionPenalty: bound to the rows of the batch by their place in it
+#   ClassifierFreeGuidance, DiaClassifierFreeGuidance, DiaEOSChannelFilter: mix rows
+#   WhisperNoSpeechDetection, WhisperTimeStamp: belong to an encoder-decoder's own loop, which resets them from outside
+
+_PURE = "_hf_spec_pure"
+
+
+def pure(processor: P) -> P:
+    """Declare that a custom processor is a pure function of each row's own prefix and logits, and return it.
+
+    It may then be called with any number of rows, in any order, several times or never for one prefix, and rows need
+    not wait for each other. Use it on an instance, or as a decorator on a class; subclasses have to declare it again.
+    """
+    setattr(processor, _PURE, True)
+    return processor
+
+
+class Processors:
+    """Sort the user's ``LogitsProcessorList`` into memoryless, of the prefix and lockstep, and call it accordingly."""
+
+    def __init__(self, processors: LogitsProcessorList) -> None:
+        self._all = processors
+        self._warpers = LogitsProcessorList([one for one in processors if type(one) in MEMORYLESS])
+        self.is_empty: bool = len(processors) == 0
+        self.memoryless: bool = len(self._warpers) == len(processors)
+        self.lockstep: bool = not all(type(one) in MEMORYLESS or _is_of_the_prefix(one) for one in processors)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Call the whole list the plain way: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
+        return _call(self._all, input_ids, scores.to(dtype=torch.float32, copy=True))
+
+    def warp(self, scores: Tensor) -> Tensor:
+        """Apply the memoryless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
+        return _call(self._warpers, scores.new_empty((scores.shape[0], 0), dtype=torch.long), scores)
+
+    def draft_law(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
+        """Return the map from draft logits (..., vocab) to the float32 log-law (..., vocab) that guesses follow.
+
+        The memoryless processors are applied once; the others would need the prefix of every guess, and leaving them
+        out changes how often a guess is accepted but not what is accepted. ``only_best``: nobody looks at more than
+        the best token, so that any scores in the same order will do.
+        """
+
+        if only_best and not self._warpers:
+            return lambda logits: logits
+
+        def law(logits: Tensor) -> Tensor:
+            scores = self.warp(logits.reshape(-1, logits.shape[-1]).float())  # (rows, vocab)
+            return scores.log_softmax(-1).view(logits.shape)
+
+        return law
+
+    def scores_at(self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
+        """Process float32 ``logits`` (pairs, vocab), each after a prefix of its own. Not for a list in lockstep.
+
+        ``tokens`` (pairs, longest) are the right-padded prefixes, of which ``lengths`` count; ``rows`` are the places
+        of the pairs in the batch that ``generate`` was called with, for the processors that know them.
+        """
+        if self.memoryless:
+            return self.warp(logits)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for pair, length in enumerate(lengths):
+            groups[length].append(pair)
+        scores = torch.empty_like(logits)
+        for length, pairs in groups.items():
+            index = torch.tensor(pairs, device=logits.device)
+            bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
+            scores[index] = _call(bound, tokens[index, :length], logits[index])
+        return scores
+
+
+class NodeScores:
+    """Give the processed scores at the nodes of a proposal, computed where they are asked for.
+
+    ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row
+    at ``lengths[b] - 1``; ``rows`` are the places of these rows in the batch that ``generate`` was called with;
+    ``last_tokens`` end a row: behind such a guess nobody is asked. Not for a list in lockstep.
+    """
+
+    def __init__(
+        self,
+        processors: Processors,
+        logits: Tensor,
+        proposal: Proposal,
+        text: Tensor,
+        lengths: list[int],
+        rows: list[int],
+        last_tokens: Collection[int] = (),
+    ) -> None:
+        self._processors = processors
+        self._logits = logits
+        self._proposal = proposal
+        self._text = text
+        self._lengths = lengths
+        self._rows = rows
+        self._last_tokens = last_tokens
+
+    def at(self, node: Tensor) -> Tensor:
+        """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
+        return self._score(torch.arange(node.shape[0], device=node.device), node)
+
+    def best(self) -> Tensor:
+        """Return the token with the highest score at every node, (batch, nodes)."""
+        if self._processors.is_empty:  # spare the copies
+            return self._logits.argmax(-1)
+        return self.every().argmax(-1)
+
+    def every(self) -> Tensor:
+        """Return the scores at all nodes: (batch, nodes, vocab) float32.
+
+        Nodes that are ABSENT, or that the target cannot reach because a token on their path has probability zero or
+        ends the row, hold zeros or what the warpers make of them: a processor never sees a prefix that could not have
+        become text and gone on.
+        """
+        present = self._proposal.present
+        if self._processors.memoryless:
+            scores = self._logits.float().masked_fill(~present[:, :, None], 0.0)
+            return self._processors.warp(scores.flatten(0, 1)).view(scores.shape)
+        scores = torch.zeros_like(self._logits, dtype=torch.float32)  # (batch, nodes, vocab)
+        reachable = torch.zeros_like(present)
+        for end in sorted(set(self._ends[present].tolist())):  # a parent's prefix is one shorter: its scores are there
+            batch, node = (present & (self._ends == end)).nonzero(as_tuple=True)
+            possible = self._is_possible(scores, reachable, batch, node)
+            batch, node = batch[possible], node[possible]
+            reachable[batch, node] = True
+            scores[batch, node] = self._score(batch, node)
+        return scores
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        """Measure the prefix of each node, itself included: (batch, nodes)."""
+        return torch.tensor(self._lengths, device=self._text.device)[:, None] + self._proposal.depth
+
+    @cached_property
+    def _ended(self) -> Tensor:
+        """Tell which nodes are guesses that end their row, or stand behind one: (batch, nodes) bool."""
+        last = torch.tensor(list(self._last_tokens), dtype=torch.long, device=self._text.device)
+        ends = torch.isin(self._proposal.tokens, last)
+        ends[:, 0] = False  # the root is text that goes on
+        return (self._proposal.ancestors & ends[:, None]).any(-1)
+
+    def _is_possible(self, scores: Tensor, reachable: Tensor, batch: Tensor, node: Tensor) -> Tensor:
+        """Tell which pairs (batch, node) have a reachable parent that gives them a chance: (pairs,) bool."""
+        parent = self._proposal.parents[batch, node]
+        law = scores[batch, parent]  # (pairs, vocab); the root has no parent and reads whatever stands at -1
+        own = law.gather(1, self._proposal.tokens[batch, node][:, None])[:, 0]
+        # A row of -inf alone gives nan here, which is not 0: greedy decoding goes on with token 0 there.
+        chance = torch.exp(own - law.amax(1))
+        return (parent < 0) | (reachable[batch, parent] & (chance != 0))
+
+    def _score(self, batch: Tensor, node: Tensor) -> Tensor:
+        """Process the logits of the pairs (batch, node): (pairs, vocab)."""
+        logits = self._logits[batch, node].float()
+        if self._processors.memoryless:
+            return self._processors.warp(logits)
+        goes_on = ~self._ended[batch, node]
+        scores = torch.zeros_like(logits)
+        scores[goes_on] = self._with_prefix(logits[goes_on], batch[goes_on], node[goes_on])
+        return scores
+
+    def _with_prefix(self, logits: Tensor, batch: Tensor, node: Tensor) -> Tensor:
+        """Process float32 ``logits`` (pairs, vocab) at the pairs (batch, node), each after its own prefix."""
+        proposal, longest = self._proposal, max(self._lengths)
+        spill = longest + proposal.max_depth
+        guessed = proposal.ancestors[batch, node]  # (pairs, nodes)
+        guessed[:, 0] = False  # the root stands in the text, or nowhere if the prompt is empty
+        column = (self._ends[batch] - 1).masked_fill(~guessed, spill)
+        tokens = self._text.new_zeros((len(batch), spill + 1))
+        tokens[:, :longest] = self._text[batch, :longest]
+        tokens.scatter_(1, column, proposal.tokens[batch])
+        rows = [self._rows[b] for b in batch.tolist()]
+        return self._processors.scores_at(logits, tokens, self._ends[batch, node].tolist(), rows)
+
+
+def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) -> Tensor:
+    processed: Tensor = processors(cast(torch.LongTensor, input_ids), scores)
+    return processed
+
+
+def _is_of_the_prefix(processor: Any) -> bool:
+    if type(processor) is host.PrefixConstrainedLogitsProcessor:
+        return bool(processor._num_beams == 1)  # it looks at all beams of a row together
+    declared = _PURE in vars(type(processor)) or _PURE in getattr(processor, "__dict__", {})
+    return declared or type(processor) in OF_THE_PREFIX
+
+
+def _bind(processor: Any, rows: list[int]) -> Any:
+    """Return ``processor`` as it has to be called for some ``rows`` of the batch it was made for."""
+    if type(processor) is host.PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return host.PrefixConstrainedLogitsProcessor(lambda row, prefix: allowed(rows[row], prefix), 1)
+    if type(processor) is host.RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
+        return host.RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[rows])
+    return processor

@@ -1,0 +1,129 @@
+"""What is refused before anything runs: the cause, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+
+from ..configuration import SpeculationConfig
+from ..scoring.architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
+from ..scoring.cache import has_states
+from .text import Text
+
+
+def refuse_call(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    config: SpeculationConfig,
+    text: Text,
+) -> None:
+    """Raise a ValueError if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
+    _refuse_options(model, generation_config, model_kwargs)
+    _refuse_target(model, model_kwargs, config, len(text.lengths))
+    if text.stops.max_length is not None:
+        prompt = _length_of_prompt(generation_config, model_kwargs, text.prompt_length)
+        _refuse_growing_rope(model, model_kwargs, prompt, prompt + text.stops.max_length - text.prompt_length)
+
+
+def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    if model.config.is_encoder_decoder:
+        raise _refusal(f"{type(model).__name__} is an encoder-decoder model; only decoder-only targets are supported")
+    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
+        raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
+    if (generation_config.num_beams or 1) > 1:
+        raise _refusal(
+            f"num_beams={generation_config.num_beams}: guesses are verified for one text per row; use num_beams=1"
+        )
+    for name in ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+        if getattr(generation_config, name, None):
+            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`")
+    if generation_config.output_attentions:
+        raise _refusal(
+            "output_attentions: a block's attention looks different from that of single steps; set it to False"
+        )
+    if drops_cache(model):
+        raise _refusal(
+            f"{type(model).__name__} is in training mode with activation checkpointing, which drops the cache (plain "
+            "generate writes other text then, too); call model.eval() first"
+        )
+    if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
+        raise _refusal("use_cache=False: guesses are scored over a cache; leave use_cache at True")
+    refuse_cache(generation_config.cache_implementation)
+
+
+def refuse_cache(implementation: str | None) -> None:
+    """Raise a ValueError unless ``cache_implementation`` leaves the cache as it is by default."""
+    if implementation not in (None, "dynamic", "hybrid"):  # the last one stands in old files and means the default
+        raise _refusal(
+            f"cache_implementation={implementation!r}: only the dynamic cache can take rejected guesses back; leave "
+            "cache_implementation unset"
+        )
+
+
+def _refuse_target(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], config: SpeculationConfig, batch: int
+) -> None:
+    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    if (reason := why_unsupported(model, cache, batch)) is not None:
+        raise _refusal(f"{reason}; generate without `speculator`")
+    if config.tree is not None and (reason := why_no_trees(model)) is not None:
+        raise _refusal(f"{reason}; use a chain (tree=None)")
+    if keeps_own_states(model) and any(model_kwargs.get(name) is not None for name in CACHES):
+        raise _refusal(
+            f"a state handed to {type(model).__name__}, which keeps it in its own way; pass the whole text instead"
+        )
+    if model_kwargs.get("cross_attention_mask") is not None:
+        raise _refusal(
+            f"some layers of {type(model).__name__} attend to images alone, which cannot be scored over slots; "
+            "generate without `speculator`, or pass no images"
+        )
+    if batch > 1 and has_states(cache) and getattr(cache, "_is_user_defined", False):
+        raise _refusal(
+            "past_key_values with recurrent states cannot be handed back for several rows, which end at different "
+            "lengths; pass one row, or no past_key_values"
+        )
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation.startswith("flash") and (batch > 1 or config.tree is not None):
+        asked = "a tree of guesses" if config.tree is not None else "rows that advance by different amounts"
+        raise _refusal(
+            f"{implementation} takes no custom mask, which {asked} needs; load the model with "
+            "attn_implementation='sdpa'"
+            + (" or use a chain (tree=None)" if config.tree is not None and batch == 1 else "")
+        )
+
+
+def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[str, Any], ids: int) -> int:
+    """Count the positions of the prompt, in ``ids``, embeddings or a cache: the attention mask has them all."""
+    mask = model_kwargs.get("attention_mask")
+    return int(getattr(generation_config, "_mask_length", ids) if mask is None else mask.shape[1])
+
+
+def _refuse_growing_rope(
+    model: PreTrainedModel, model_kwargs: dict[str, Any], prompt_length: int, max_length: int
+) -> None:
+    # Cached keys would keep the old rotary frequencies while new ones get others.
+    config, mask = model.config.get_text_config(decoder=True), model_kwargs.get("attention_mask")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # of all layers, or of each type of layer
+        rope_type = rope.get("rope_type") if isinstance(rope, dict) else None
+        if rope_type not in ("dynamic", "longrope"):
+            continue
+        limit = config.max_position_embeddings if rope_type == "dynamic" else rope["original_max_position_embeddings"]
+        shortest = prompt_length if mask is None else int(mask.sum(1).min())
+        if max_length <= limit or (rope_type == "longrope" and shortest > limit):
+            continue  # short to the end, or long from the start whichever rows are done first: the frequencies stay
+        cure = f"ask for at most {limit - prompt_length} new tokens"
+        if prompt_length >= limit:
+            cure = "generate without `speculator`"
+            if rope_type == "longrope":
+                cure = "pass prompts longer than that by themselves, and shorter ones with few new tokens"
+        raise _refusal(
+            f"rope_type={rope_type!r} changes its frequencies once the text is longer than {limit} tokens, and this "
+            f"call may reach {max_length}; {cure}"
+        )
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"Cannot generate with a speculator: {reason}.")

@@ -1,0 +1,243 @@
+"""The lossless rules: which guesses become text, and which token follows, so that the text has the target's law.
+
+The exception is ``accept_typical``, which the user has to ask for by name.
+
+``p`` (batch, nodes, vocabulary) float32 is the target's law after the user's processors; ``p[:, i]`` is the law of the
+token after node i. ``q`` is the law the guesses were drawn from. Chosen guesses (no ``q``) are only looked up:
+``follow``. Drawn ones are weighed: ``reject`` goes from the root to the leaves, ``traverse`` back from the leaves.
+
+Both weigh siblings alike: a rejected child takes ``q`` out of ``p``, and itself out of ``q``, for children are drawn
+without replacement. So every acceptance probability is known before the first coin is thrown, and a rule is a table of
+them, one coin per node, and one walk from the root. Nothing here waits for the accelerator, unless for the shape of a
+drawn tree that nobody else knows.
+
+A drafter may end a branch or leave out a child because of earlier draws, but must not drop a guess once it is drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..proposal import Proposal
+from ..sampling import draw, widest_float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Hold the accepted path and the emitted tokens of every row.
+
+    ``path`` (batch, max_depth + 1) are the accepted nodes, the root first; columns beyond them repeat the last one.
+    ``tokens`` (batch, max_depth + 1): ``tokens[:, j]`` is the token emitted after node ``path[:, j]``. ``counts``
+    (batch,) of them count: the accepted guesses and one more token; columns beyond repeat that one.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    counts: Tensor
+
+
+def verify(
+    proposal: Proposal, p: Tensor, rule: Literal["token", "block"], generator: torch.Generator | None = None
+) -> Verdict:
+    """Verify by the best rule for how the guesses were made: drawn guesses by ``rule``, chosen ones by a look-up."""
+    if proposal.q is None:
+        rows = torch.arange(p.shape[0], device=p.device)
+        return follow(proposal, lambda node: draw(p[rows, node], generator))
+    return (reject if rule == "token" else traverse)(proposal, p, generator)
+
+
+def follow(proposal: Proposal, choose: Callable[[Tensor], Tensor]) -> Verdict:
+    """Take the target's own token after each node for as long as it was guessed.
+
+    ``choose`` maps nodes (batch,) to the tokens after them (batch,) and is called ``max_depth + 1`` times. Lossless
+    for guesses of any origin, and the only rule for those that were not drawn.
+    """
+    node = torch.zeros_like(proposal.root)
+    token = choose(node)
+    for _ in range(proposal.max_depth):
+        child = proposal.child(node, token)
+        guessed = child >= 0  # a row that stops keeps node and token, so it stays stopped
+        node = torch.where(guessed, child, node)
+        token = torch.where(guessed, choose(node), token)
+    return _verdict(proposal, node, token)
+
+
+def match(proposal: Proposal, picks: Tensor) -> Verdict:
+    """Do as ``follow`` where the target's token after every node, ``picks`` (batch, nodes), is known beforehand."""
+    if not proposal.is_chain:
+        return follow(proposal, lambda node: picks.gather(1, node[:, None])[:, 0])
+    guessed = (proposal.tokens[:, 1:] == picks[:, :-1]) & proposal.present[:, 1:]
+    accepted = guessed.cumprod(1).sum(1, keepdim=True)  # (batch, 1)
+    path = torch.arange(picks.shape[1], device=picks.device).minimum(accepted)
+    return Verdict(path, picks.gather(1, path), accepted[:, 0] + 1)
+
+
+def reject(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
+    """Decide guess by guess from the root on: accept a child, or go on to its next sibling with what is left of ``p``.
+
+    On chains this is speculative sampling (arXiv 2211.17192, 2302.01318); on trees, recursive rejection sampling of
+    children drawn without replacement.
+    """
+    accept, laws = _weigh(proposal, p, carry=False)
+    return _walk(proposal, _coins(accept, generator) < accept, laws, generator)
+
+
+def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
+    """Decide path by path from the leaves on: accept the path to a node as a whole, or try the next one.
+
+    Traversal verification (arXiv 2505.12398); on chains it equals block verification (arXiv 2403.10444). It accepts
+    longer paths than ``reject`` on average.
+    """
+    accept, laws = _weigh(proposal, p, carry=True)
+    accepted = _coins(accept, generator) < accept
+    leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
+    return _walk(proposal, leads_there, laws, generator)
+
+
+def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float) -> Verdict:
+    """Accept the longest path of guesses that are typical of the target, and emit its best token. NOT lossless.
+
+    A guess is typical if p(guess) > min(threshold, alpha * exp(-entropy of p)); of paths equally long the most
+    probable one is taken. Nothing is drawn. Source: Medusa (arXiv 2401.10774, section 3.3.1), its code for the 1e-5.
+    """
+    rows = torch.arange(p.shape[0], device=p.device)
+    entropy = -(p * (p + 1e-5).log()).sum(-1)  # (batch, nodes)
+    least = (alpha * (-entropy).exp()).clamp(max=threshold)
+    above = proposal.parents.clamp(min=0)
+    weight = p[rows[:, None], above, proposal.tokens]  # p of each guess
+    rejected = (weight <= least.gather(1, above)) | ~proposal.present
+    weight[:, 0], rejected[:, 0] = 1, False  # the root is text
+    accepted = ~(proposal.ancestors & rejected[:, None]).any(-1)
+    depth = proposal.depth.masked_fill(~accepted, -1)
+    likelihood = (proposal.ancestors * weight.log().clamp(min=torch.finfo(p.dtype).min)[:, None]).sum(-1)
+    longest = depth == depth.amax(1, keepdim=True)
+    node = likelihood.masked_fill(~longest, -torch.inf).argmax(1)
+    return _verdict(proposal, node, p[rows, node].argmax(-1))
+
+
+def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
+    """Return how probably each node is accepted once it is its turn (batch, nodes), and the law of the token after it.
+
+    ``carry`` makes it the whole path to the node (traversal) instead of the node alone. A guess that ``q`` gives no
+    mass, a repeated sibling for example, was not drawn: it is passed over.
+    """
+    if proposal.q is None:
+        raise ValueError("these guesses were chosen, not drawn from a law q; verify them with follow()")
+    return (_weigh_chain if proposal.is_chain else _weigh_tree)(proposal, p, proposal.q, carry)
+
+
+def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
+    laws, q = p.clone(), q.clone()  # what the next child is weighed against
+    accept, reach = proposal.present.to(p.dtype), torch.ones_like(p[..., 0])  # (batch, nodes)
+    for row, parent, child in _turns(proposal):
+        token = proposal.tokens[row, child]
+        law, guess = _normalised(laws[row, parent]), _normalised(q[row, parent])  # (..., vocabulary)
+        ratio, drawn = _ratio(law, guess, token, proposal.present[row, child])
+        accept[row, child] = (reach[row, parent] * ratio).clamp(max=1)
+        laws[row, parent], reach[row, parent] = _take_out(reach[row, parent], law, guess, drawn)
+        q[row, parent, token] = torch.where(drawn, 0, q[row, parent, token])
+        if carry:
+            reach[row, child] = accept[row, child]
+    return (reach if carry else accept), laws
+
+
+def _turns(proposal: Proposal) -> list[tuple[Tensor, ...]]:
+    """Group the guesses by whose turn it is at the same time: indices of rows, of parents, which differ, and of nodes.
+
+    A guess has its turn after its parent and its elder siblings. They are a handful of groups where there are many
+    nodes, and each operation on an accelerator takes its time, however little it does.
+    """
+    if proposal.shape is not None:
+        row = torch.arange(len(proposal.tokens), device=proposal.tokens.device)[:, None]
+        return [(row, parent, child) for parent, child in _groups(proposal.shape, proposal.tokens.device)]
+    turns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for row_number, parents in enumerate(proposal.parents.tolist()):
+        for turn, parent_number, number in _in_turn(parents):
+            turns[turn].append((row_number, parent_number, number))
+    return [torch.tensor(turns[turn], device=proposal.tokens.device).unbind(1) for turn in sorted(turns)]
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(shape: tuple[int, ...], device: torch.device) -> list[tuple[Tensor, ...]]:
+    turns: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for turn, parent, number in _in_turn(shape):
+        turns[turn].append((parent, number))
+    return [torch.tensor(turns[turn], device=device).unbind(1) for turn in sorted(turns)]
+
+
+def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield turn, parent and number of every node that has a parent."""
+    last = [0] * len(parents)  # the turn of each node, then of its latest child
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            last[node] = last[parent] = last[parent] + 1
+            yield last[node], parent, node
+
+
+def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
+    """Do as ``_weigh_tree`` for all guesses at once: four times faster where the vocabulary is small."""
+    law, guess = _normalised(p[:, :-1]), _normalised(q)  # (batch, guesses, vocabulary)
+    ratio, drawn = _ratio(law, guess, proposal.tokens[:, 1:], proposal.present[:, 1:])
+    one = torch.ones_like(p[:, 0, 0])
+    reach = [one]
+    for step in ratio.unbind(1):
+        reach.append(((reach[-1] if carry else one) * step).clamp(max=1))
+    accept = torch.stack(reach, dim=1)  # (batch, nodes)
+    before = accept[:, :-1] if carry else torch.ones_like(ratio)
+    rest, after = _take_out(before, law, guess, drawn)
+    laws = torch.cat([rest, p[:, -1:]], dim=1)
+    return (torch.cat([after, accept[:, -1:]], dim=1) if carry else accept), laws
+
+
+def _ratio(law: Tensor, guess: Tensor, token: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p / q of ``token`` (...), 0 where it was not drawn, and whether it was."""
+    weight = guess.gather(-1, token[..., None])[..., 0]
+    drawn = present & (weight > torch.finfo(weight.dtype).tiny)  # p / q of anything smaller could overflow
+    return torch.where(drawn, law.gather(-1, token[..., None])[..., 0] / weight, 0), drawn
+
+
+def _take_out(before: Tensor, law: Tensor, guess: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the law and the acceptance of a node that has lost a child which was ``drawn`` (...) from ``guess``."""
+    rest = (before[..., None] * law).sub_(guess).relu_()
+    mass = rest.sum(-1)
+    after = (mass / (mass + (1 - before))).nan_to_num(nan=1.0)
+    return torch.where((drawn & (mass > 0))[..., None], rest, law), torch.where(drawn, after, before)
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Throw a coin in [0, 1) per node: ``coin < 0`` never holds and ``coin < 1`` always, whatever the rounding."""
+    return torch.rand(like.shape, dtype=widest_float(like.device), device=like.device, generator=generator)
+
+
+def _walk(proposal: Proposal, allowed: Tensor, laws: Tensor, generator: torch.Generator | None) -> Verdict:
+    """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; draw a token there."""
+    node = torch.zeros_like(proposal.root)
+    for _ in range(proposal.max_depth):
+        found, child = ((proposal.parents == node[:, None]) & allowed).max(dim=1)
+        node = torch.where(found, child, node)
+    rows = torch.arange(node.shape[0], device=node.device)
+    return _verdict(proposal, node, draw(laws[rows, node], generator))
+
+
+def _verdict(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verdict:
+    """Write down the path to ``node`` (batch,) and the guesses on it, followed by ``emitted`` (batch,)."""
+    rows = torch.arange(node.shape[0], device=node.device)
+    accepted = proposal.depth[rows, node]
+    path = node[:, None].repeat(1, proposal.max_depth + 2)  # the last column takes what is not on the path
+    column = torch.where(proposal.ancestors[rows, node], proposal.depth, proposal.max_depth + 1)
+    path = path.scatter(1, column, torch.arange(column.shape[1], device=node.device).expand_as(column))[:, :-1]
+    guesses = proposal.tokens.gather(1, path[:, 1:])
+    steps = torch.arange(proposal.max_depth, device=node.device)
+    tokens = torch.where(steps < accepted[:, None], guesses, emitted[:, None])
+    return Verdict(path, torch.cat([tokens, emitted[:, None]], dim=1), accepted + 1)

@@ -1,0 +1,34 @@
+"""The config of an EAGLE-1 or EAGLE-2 draft."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from ...configuration import SpeculatorConfig
+
+
+class EagleSpeculatorConfig(SpeculatorConfig):
+    """Describe an EAGLE-1 or EAGLE-2 draft (arXiv 2401.15077, 2406.16858), which share their weights.
+
+    It reads the target's last hidden state after the final norm and guesses with the target's own head. Of the engines
+    only hf_spec reads this ``speculators_model_type``.
+
+    Args:
+        fc_bias: the layer that joins embedding and feature has a bias.
+    """
+
+    speculators_model_type: str = "eagle"
+    fc_bias: bool = True
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        super().check_target(target)
+        have, need = self.layers.hidden_size, target.get_text_config().hidden_size
+        if have != need:
+            raise ValueError(
+                f"hidden_size is {have}, but the target's is {need}: EAGLE drafts are as wide as their target"
+            )
+
+    def validate(self) -> None:
+        super().validate()
+        if not isinstance(self.fc_bias, bool):
+            raise TypeError(f"fc_bias is {self.fc_bias!r}; set True or False")

@@ -1,0 +1,1 @@
+"""EAGLE-3 drafts: config, model, files, engines."""

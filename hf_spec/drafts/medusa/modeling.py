@@ -1,0 +1,127 @@
+"""Medusa heads (arXiv 2401.10774): several guesses at once from the target's last hidden state.
+
+The state in which the target has read token t gives it token t + 1, the root. Head i guesses token t + 2 + i from the
+same state, so all heads speak at once, and none knows what the ones before it guess::
+
+    state at t ─┬─ target's own head   t + 1   root
+                ├─ head 0              t + 2   depth 1
+                └─ head 1              t + 3   depth 2, the same law behind every guess of depth 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import Cache, PreTrainedModel
+from transformers import initialization as init
+
+from ...proposal import Proposal
+from ..base import Drafter, News, Request
+from ..modeling import DraftModel, DraftOutput, only_one
+from ..trees import grow
+from .configuration import MedusaSpeculatorConfig
+
+# How many children each node has in "mc_sim_7b_63", the shape published with the heads for Vicuna 7B: the node "01" is
+# the second-best guess of head 1 behind the best one of head 0. Data of FasterDecoding/Medusa (Apache-2.0).
+_CHILDREN = {"": 10, "0": 10, "1": 7, "2": 3, "3": 2, **dict.fromkeys("456789", 1)}
+_CHILDREN |= {"00": 10, "01": 3, "02": 2, **dict.fromkeys(("03", "04", "05", "06", "07"), 1), "10": 2, "20": 1}
+_CHILDREN |= {"000": 2}
+MEDUSA_TREE = [(*map(int, node), rank) for node, children in _CHILDREN.items() for rank in range(children)]
+
+
+class ResidualBlock(nn.Module):
+    """Add silu(W x + b) to a hidden state: nothing before training, when W and b are zero."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + functional.silu(self.linear(hidden))
+
+
+class MedusaDraftModel(DraftModel):
+    """Guess with Medusa heads. New ones with the target's own head guess what the target does one token earlier."""
+
+    config_class = MedusaSpeculatorConfig
+    _no_split_modules = ["ResidualBlock"]  # noqa: RUF012
+
+    def __init__(self, config: MedusaSpeculatorConfig) -> None:
+        super().__init__(config, config.draft_vocab_size or config.vocab_size or 0)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
+        config: MedusaSpeculatorConfig = self.config
+        self.embed_tokens = self.lm_head = None
+        self.heads = nn.ModuleList()
+        for _ in range(config.num_heads):
+            head = nn.Sequential(*(ResidualBlock(config.hidden_size) for _ in range(config.num_hidden_layers)))
+            if not config.shared_with_target:
+                head.append(nn.Linear(config.hidden_size, draft_vocab_size, bias=False))
+            self.heads.append(head)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        # The host does not hand over modules without weights of their own, such as the block around this one.
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            init.zeros_(module.weight)
+
+    @property
+    def output_layers(self) -> list[nn.Module]:
+        """Return the last layer of each head; none if the heads end in the target's."""
+        return [] if self.config.shared_with_target else [head[-1] for head in self.heads]  # type: ignore[index]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        features: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> DraftOutput:
+        """Take the only step: all guesses behind ``features`` (batch, length, hidden), which is all that heads read.
+
+        The ``logits`` are (batch, length, heads, draft vocabulary), and nothing is fed back.
+        """
+        state = only_one(features, hidden_states)[:, -logits_to_keep:]
+        ends = torch.stack([head(state) for head in self.heads], dim=2)  # (batch, length, heads, hidden or vocabulary)
+        return DraftOutput(self.logits(ends) if self.config.shared_with_target else ends)
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """Read ``hidden_states[-1]``, the one after the final norm."""
+        return (-1,)
+
+    def drafter(self, request: Request) -> Drafter:
+        self.bind(request.target)
+        return MedusaDrafter(self, request)
+
+
+class MedusaDrafter(Drafter):
+    """Look up the law of a node's depth: there is nothing to remember."""
+
+    def __init__(self, draft: MedusaDraftModel, request: Request) -> None:
+        self._draft = draft
+        self._request = request
+        self._laws: Tensor  # (batch, heads, vocabulary) behind a guess of depth 0, 1, ...
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Let all heads read the state before the root, then combine what they say."""
+        assert news.features is not None
+        rows = torch.arange(len(news.counts), device=news.features.device)
+        state = news.features[rows, news.counts.to(news.features.device) - 1]  # (batch, hidden)
+        logits = self._draft(features=state[:, None].to(self._draft.device, self._draft.dtype)).logits[:, 0]
+        self._laws = self._request.law(self._draft.over_target(logits).to(news.tokens.device))
+        limit = min(limit, self._laws.shape[1])
+        return grow(news.root, self._laws[:, 0], self._step, self._request.config, limit, self._request.sample)
+
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
+        return self._laws[torch.arange(len(depth), device=depth.device)[:, None], depth]
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only: nothing is kept of any."""

@@ -1,0 +1,138 @@
+"""MTP layers in files: of the speculators library, and in the checkpoints of Qwen3-Next, Qwen3.5 and MiMo.
+
+transformers drops the layers that those targets keep, and loads those of others itself (``TargetMtp``).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ...configuration import default_speculators_config
+from .configuration import MTP_FLAGS, MTPSpeculatorConfig
+
+# How the names of tensors begin in the target's checkpoint, and in our files, which use those of speculators.
+NATIVE_NAMES = {
+    "qwen": {
+        "mtp.fc.": "mtp_layers.0.input_proj.",
+        "mtp.pre_fc_norm_embedding.": "mtp_layers.0.token_layernorm.",
+        "mtp.pre_fc_norm_hidden.": "mtp_layers.0.hidden_layernorm.",
+        "mtp.norm.": "mtp_layers.0.final_layernorm.",
+        "mtp.layers.0.": "mtp_layers.0.",
+    },
+    "mimo": {"model.mtp_layers.0.": "mtp_layers.0."},
+}
+# How the engines (vLLM 0.33) run them: features after the target's final norm, feedback after the layer's own, and
+# the hidden state before the embedding.
+NATIVE_FLAGS: dict[str, dict[str, Any]] = {
+    "qwen": dict(zip(MTP_FLAGS, (True, True, False), strict=True)),
+    "mimo": dict(zip(MTP_FLAGS, (False, False, True), strict=True)),
+}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def speculators_mtp(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
+    """Read a draft of the speculators library, whose config describes the target's layers and not the draft's one.
+
+    Where the config does not say it, the features are those that the library trains with: before the final norm.
+    """
+    is_dense = "mtp_layers.0.mlp.gate_proj.weight" in tensors
+    raw["transformer_layer_config"] = _one_layer(raw["transformer_layer_config"], is_dense)
+    raw.setdefault("features_after_norm", False)
+    raw["shared_with_target"] = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
+    known = {field.name for field in fields(MTPSpeculatorConfig)} - {"architectures", "transformers_version"}
+    config = MTPSpeculatorConfig(**{name: value for name, value in raw.items() if name in known})
+    return config, _stack_experts(tensors)
+
+
+def native_mtp(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
+    """Read the layer that a target keeps beside its own; ``raw`` is the config of the target."""
+    family = "qwen" if "mtp.fc.weight" in given else "mimo"
+    names = NATIVE_NAMES[family]
+    tensors = _stack_experts({_renamed(name, names): tensor for name, tensor in given.items()})
+    speculators_config = default_speculators_config("mtp")
+    speculators_config["verifier"]["architectures"] = raw.get("architectures") or []
+    config = MTPSpeculatorConfig(
+        transformer_layer_config=_one_layer(raw, is_dense="mtp_layers.0.mlp.gate_proj.weight" in tensors),
+        speculators_config=speculators_config,
+        shared_with_target=["embed_tokens", "lm_head"],
+        dtype=raw.get("dtype", raw.get("torch_dtype")),
+        **NATIVE_FLAGS[family],
+    )
+    return config, tensors
+
+
+def to_native(config: MTPSpeculatorConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name the tensors of our layer as its target does. Errors: a ValueError for targets that keep no such layer."""
+    kind = config.layers.model_type
+    family = "qwen" if kind.startswith(("qwen3_next", "qwen3_5")) else "mimo" if kind == "qwen2" else None
+    if family is None:
+        raise ValueError(
+            f"the layer is one of {kind}; only those of Qwen3-Next, Qwen3.5 and MiMo are written as in their targets"
+        )
+    for name, expected in NATIVE_FLAGS[family].items():
+        if getattr(config, name) != expected:
+            raise ValueError(f"{name} is {getattr(config, name)}, but the engines run such a layer as if {expected}")
+    names = {ours: native for native, ours in NATIVE_NAMES[family].items()}
+    if kind == "qwen3_next":
+        tensors = _unstack_experts(tensors)
+    return {_renamed(name, names): tensor for name, tensor in tensors.items()}
+
+
+def _one_layer(raw: dict[str, Any], is_dense: bool) -> Any:
+    """Describe one full-attention layer of the target with the config ``raw``; it may stand anywhere in the target."""
+    kind = "qwen2" if raw["model_type"] == "mimo" else raw["model_type"]  # MiMo's layers are those of Qwen2
+    given = {name: value for name, value in raw.items() if name != "model_type"}
+    layers = copy.deepcopy(AutoConfig.for_model(kind, **given).get_text_config(decoder=True))
+    one_layer = {
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mlp_only_layers": [0] if is_dense else [],
+        "decoder_sparse_step": 1,
+    }
+    for name, value in one_layer.items():
+        if hasattr(layers, name):
+            setattr(layers, name, value)
+    return layers
+
+
+def _renamed(name: str, beginnings: dict[str, str]) -> str:
+    found = next((start for start in beginnings if name.startswith(start)), "")
+    return beginnings.get(found, "") + name.removeprefix(found)
+
+
+def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the weights of experts, which files may hold one by one and transformers' layers hold together."""
+    found = [match for name in tensors if (match := EXPERT.fullmatch(name))]
+    stacked = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
+    for place in {match[1] for match in found}:
+        count = 1 + max(int(match[2]) for match in found if match[1] == place)
+        parts = {
+            part: [tensors[f"{place}.{expert}.{part}_proj.weight"] for expert in range(count)]
+            for part in ("gate", "up", "down")
+        }
+        both = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        stacked[f"{place}.gate_up_proj"] = torch.stack(both)  # (experts, 2 x expert width, hidden)
+        stacked[f"{place}.down_proj"] = torch.stack(parts["down"])
+    return stacked
+
+
+def _unstack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    single: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        place, _, part = name.rpartition(".")
+        if not place.endswith(".experts"):
+            single[name] = tensor
+        elif part == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                single |= {f"{place}.{expert}.gate_proj.weight": gate, f"{place}.{expert}.up_proj.weight": up}
+        else:
+            single |= {f"{place}.{expert}.{part}.weight": weight for expert, weight in enumerate(tensor)}
+    return single

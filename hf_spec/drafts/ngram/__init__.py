@@ -1,0 +1,1 @@
+"""Guesses looked up in the text itself."""

@@ -1,0 +1,163 @@
+"""Guess with a smaller language model of the same vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ...configuration import SpeculationConfig
+from ...proposal import Proposal
+from ...scoring.architectures import drops_cache, why_unsupported
+from ...scoring.recurrent import runner_for
+from ...scoring.runner import input_device, new_cache, position_limit
+from ..base import Drafter, News, Request, Speculator
+from ..trees import grow
+
+# Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
+MOST_PADDING = 512
+
+logger = logging.get_logger(__name__)
+
+
+class VanillaSpeculator(Speculator):
+    """Let ``model``, any causal language model of transformers, guess for a target with the same tokenizer.
+
+    It may sit on another device or in another dtype. Source: Leviathan et al., arXiv 2211.17192.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
+        """Raise a ValueError if the vocabularies differ or the draft has no cache that takes guesses back."""
+        own, wanted = _vocabulary(self.model), _vocabulary(target)
+        name = type(self.model).__name__
+        if abs(own - wanted) >= MOST_PADDING or (own != wanted and min(own, wanted) < 16 * MOST_PADDING):
+            raise ValueError(
+                f"the draft {name} has a vocabulary of {own} tokens and the target one of {wanted}: their tokenizers "
+                "differ, so the draft's guesses mean other words. Use a draft of the target's family, or 'ngram'."
+            )
+        if self.model is target:
+            raise ValueError(
+                "the draft is the target itself: every guess would cost as much as a token. Use a smaller model."
+            )
+        if drops_cache(self.model):
+            raise ValueError(
+                f"the draft {name} is in training mode with activation checkpointing, which drops its cache; call "
+                "draft.eval() first"
+            )
+        cache = new_cache(self.model)
+        if (reason := why_unsupported(self.model, cache)) is not None:
+            raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
+        runner_for(self.model, cache, one_chain=False)  # has errors of its own
+
+    def drafter(self, request: Request) -> VanillaDrafter:
+        """Read the prompt with the draft."""
+        return VanillaDrafter(self.model, request)
+
+
+class VanillaDrafter(Drafter):
+    """Keep the draft's own slots beside the target's.
+
+    A draft whose table of positions ends before the text does stops guessing there.
+    """
+
+    def __init__(self, model: PreTrainedModel, request: Request) -> None:
+        self._request = request
+        self._vocabulary = _vocabulary(request.target)
+        self._is_chain = request.config.tree is None
+        self._runner = runner_for(model, new_cache(model), one_chain=False)
+        self._device = input_device(model)
+        self._open: list[tuple[Tensor, Tensor]] = []  # tokens and parents of the nodes in the runner's forest
+        mask = request.attention_mask.to(self._device)
+        self._limit = position_limit(model)
+        self._lengths = mask.sum(1)  # (batch,) of the text
+        self._reads = self._room is None or self._room > 0
+        if self._reads:
+            self._runner.prefill_tokens(request.input_ids.to(self._device), mask)
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Take in what became text, keeping what the draft has read already, then grow a proposal."""
+        tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
+        root = tokens.gather(1, counts[:, None] - 1)[:, 0]
+        self._lengths += counts
+        if (room := self._room) is not None:
+            self._reads = self._reads and room > 0  # once text went by unread, no guess can follow
+            limit = min(limit, room)
+        if not self._reads:
+            logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
+            return Proposal.nothing(root).to(news.tokens.device)
+        law = self._law(self._read(tokens, counts))
+        self._open = []
+        proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
+        return proposal.to(news.tokens.device)
+
+    @property
+    def _room(self) -> int | None:
+        """Count the positions that the longest text leaves; ``None`` if there is no end to them."""
+        return None if self._limit is None else self._limit - int(self._lengths.max())
+
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        self._open.append((tokens, parents))
+        return self._law(self._runner.extend(tokens, ancestors).logits)
+
+    def _law(self, logits: Tensor) -> Tensor:
+        """Turn draft logits (..., vocabulary) into the log-law of guesses over the target's vocabulary."""
+        if (missing := self._vocabulary - logits.shape[-1]) != 0:
+            logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        # The processors keep tensors where the prompt is, which may be another device than the draft's.
+        return self._request.law(logits.to(self._request.input_ids.device)).to(self._device)
+
+    def _read(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
+
+        Guesses that came true stand in the open forest already; only what follows them is read.
+        """
+        path, matched = self._came_true(tokens, counts)
+        known = matched.tolist()
+        self._runner.commit(path, known, in_place=self._is_chain)
+        rest = [count - seen for count, seen in zip(counts.tolist(), known, strict=True)]
+        width = max(rest)
+        column = matched[:, None] + torch.arange(width, device=tokens.device)
+        block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
+        logits = self._runner.extend(block).logits
+        self._runner.commit(block, rest, in_place=True)
+        last = torch.tensor(rest, device=tokens.device) - 1
+        return logits[torch.arange(len(tokens), device=tokens.device), last]
+
+    def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
+        whose logits are needed again."""
+        if not self._open or tokens.shape[1] == 1:
+            return tokens[:, :0], torch.zeros_like(counts)
+        guesses, parents = (torch.cat(part, dim=1) for part in zip(*self._open, strict=True))
+        if self._is_chain:
+            known = guesses[:, : tokens.shape[1] - 1]
+            steps = torch.arange(known.shape[1], device=tokens.device)
+            same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
+            return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
+        node = torch.full_like(counts, -1)
+        matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
+        path = []
+        for column in range(tokens.shape[1] - 1):
+            found, child = ((parents == node[:, None]) & (guesses == tokens[:, column, None])).max(dim=1)
+            going = going & found & (column < counts - 1)
+            node = torch.where(going, child, node)
+            matched += going
+            path.append(node.clamp(min=0))
+        return torch.stack(path, dim=1), matched
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        rows = rows.to(self._device)
+        self._lengths = self._lengths[rows]
+        if not self._reads:
+            return
+        self._runner.keep_rows(rows)
+        self._open = [(tokens[rows], parents[rows]) for tokens, parents in self._open]
+
+
+def _vocabulary(model: PreTrainedModel) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)

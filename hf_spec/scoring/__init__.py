@@ -1,0 +1,1 @@
+"""Run any model of transformers over a forest of tokens."""

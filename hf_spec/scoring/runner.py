@@ -1,0 +1,478 @@
+"""Run a model of transformers over forests of tokens: prefill, score, commit.
+
+What this project knows about the insides of transformers is here (prefill, positions, features), in ``slots.py``
+(masks) and in ``cache.py``. Drafts that are language models run through the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+
+from ..proposal import Proposal
+from .architectures import CACHES, cache_name, keeps_own_states
+from .cache import keeps_everything
+from .slots import Block, Slots
+
+# Arguments of a model that are made anew for every forward.
+PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a forward says: ``logits`` (batch, nodes, vocabulary), ``features`` (batch, nodes, widths) or ``None``, and
+    ``hidden_states``, one (batch, nodes, hidden) per layer, where they were asked for."""
+
+    logits: Tensor
+    features: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] = ()
+
+    def last(self) -> Scores:
+        """Keep the last position only, as the one node that a prompt leaves to be followed."""
+        features = None if self.features is None else self.features[:, -1:]
+        return Scores(self.logits[:, -1:], features, tuple(state[:, -1:] for state in self.hidden_states))
+
+    def at(self, columns: Tensor) -> Scores:
+        """Keep some columns of each row, (batch, kept)."""
+
+        def pick(states: Tensor) -> Tensor:
+            index = columns.to(states.device)[:, :, None]
+            return states.gather(1, index.expand(-1, -1, states.shape[-1]))
+
+        return self._each(pick)
+
+    def of(self, rows: Tensor) -> Scores:
+        """Keep some rows."""
+        return self._each(lambda states: states.index_select(0, rows.to(states.device)))
+
+    def _each(self, pick: Callable[[Tensor], Tensor]) -> Scores:
+        features = None if self.features is None else pick(self.features)
+        return Scores(pick(self.logits), features, tuple(pick(state) for state in self.hidden_states))
+
+
+@dataclass
+class _PrefillRecord:
+    """What the forwards of a prefill, which the host may run in chunks, leave behind."""
+
+    position: Tensor | None = None
+    features: list[Tensor] = field(default_factory=list)
+
+
+class TargetRunner:
+    """Hold one model's text for one ``generate`` call and score guesses that may follow it.
+
+    ``feature_layers`` name hidden states as the host does, ``hidden_states[i]`` being what layer i is given; the
+    number of layers itself is what the last layer gives, before the final norm, and -1 is the same after it.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
+    ) -> None:
+        self.model: Any = model  # its type does not tell that generation is mixed in
+        self.feature_layers = tuple(feature_layers)
+        self._cache_name = cache_name(model)
+        self._text_config = model.config.get_text_config(decoder=True)
+        self._num_layers = self._text_config.num_hidden_layers
+        self.wants_hidden_states = hidden_states
+        self.slots: Slots
+        self._first_position: Tensor | None = None  # (..., batch or 1, 1) of the first token behind the prompt
+        self._step_kwargs: dict[str, Any] = {}
+        self._closing: tuple[list[int], Tensor] | None = None  # see ``close_rows``
+        self._position_readers: list[nn.Module] = []
+
+    # -- prefill ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
+        """Read the prompt the host's way and score its last token; the features cover the whole prompt."""
+        if asked := self.asked_hidden_states:
+            model_kwargs["output_hidden_states"] = asked
+        if self.feature_layers and model_kwargs.get("logits_to_keep") == 1:
+            model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
+        with self._watching() as last, self._recording(last) as record:
+            outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
+        self._start(
+            outputs[self._cache_name], outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
+        )
+        features = torch.cat(record.features, dim=1) if record.features else None
+        return Scores(outputs.logits[:, -1:], features, self._hidden_states(outputs))
+
+    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+        """Tell whether ``prefill_guessing`` can take the place of ``prefill``.
+
+        It needs a prompt of tokens alone, read in one go into an empty cache whose layers keep all of it, and nobody
+        who wants the prompt's features; and a model that reads prompts causally.
+        """
+        cache = model_kwargs.get(self._cache_name)
+        others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
+        return (
+            type(self) is TargetRunner
+            and not self.feature_layers
+            and not self.wants_hidden_states
+            and generation_config.prefill_chunk_size is None
+            and model_kwargs.get("inputs_embeds") is None
+            and not any(
+                isinstance(value, Tensor) or (value and name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+                for name, value in others.items()
+            )
+            and isinstance(cache, DynamicCache)
+            and cache.get_seq_length() == 0
+            and keeps_everything(cache)
+        )
+
+    def prefill_guessing(
+        self,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        proposal: Proposal,
+    ) -> Scores:
+        """Read the prompt and, in the same forward, the chains of ``proposal``, whose root is its last token.
+
+        Errors: a ValueError if the proposal is a tree.
+        """
+        refuse_trees(proposal)
+        guesses = proposal.tokens.shape[1] - 1
+        kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
+        # Given to the forward itself: some models' prepare_inputs_for_generation keeps one, whatever it is asked for.
+        kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
+        with self._recording({}, **kept) as record:
+            ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
+            outputs = self.model._prefill(ids, generation_config, kwargs)
+        last_position = None if record.position is None else record.position - guesses
+        logits = outputs.logits[:, -1 - guesses :]
+        self._start(outputs[self._cache_name], len(ids), logits.device, model_kwargs, last_position, 1 + guesses)
+        return Scores(logits)
+
+    def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor) -> Scores | None:
+        """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
+        kwargs = prompt_kwargs(self.model, input_ids, attention_mask)
+        if input_ids.shape[1] == 0:
+            before_first = input_ids.new_full((1, 1), -1) if "position_ids" in kwargs else None
+            self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, {"use_cache": True}, before_first)
+            return None
+        if self.model._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = 1
+        return self.prefill(input_ids, GenerationConfig(), kwargs)
+
+    def _start(
+        self,
+        cache: DynamicCache,
+        batch: int,
+        device: torch.device,
+        model_kwargs: dict[str, Any],
+        last_position: Tensor | None,
+        open: int = 0,
+    ) -> None:
+        self._first_position = None if last_position is None else last_position + 1
+        self._position_readers = _position_readers(self.model) if last_position is None else []
+        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open)
+        skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+        self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
+
+    def _hidden_states(self, outputs: Any) -> tuple[Tensor, ...]:
+        return tuple(outputs.hidden_states) if self.wants_hidden_states else ()
+
+    @property
+    def asked_hidden_states(self) -> bool | list[int]:
+        """Return what the host is asked for: all hidden states, or those in front of these layers."""
+        return self.wants_hidden_states or [layer for layer in self.feature_layers if 0 <= layer < self._num_layers]
+
+    def _features(self, outputs: Any, last: dict[int, Tensor]) -> Tensor | None:
+        states = self._layers(outputs, last)
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
+
+    def _layers(self, outputs: Any, last: dict[int, Tensor]) -> list[Tensor]:
+        """Return the hidden states of each of ``feature_layers``, (batch, length, width)."""
+        return [last[layer] if layer in last else outputs.hidden_states[layer] for layer in self.feature_layers]
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[dict[int, Tensor]]:
+        """Catch what goes into the final norm and what comes out of it: ``hidden_states`` has one of them at most."""
+        caught: dict[int, Tensor] = {}
+
+        def catch(layer: int, module: nn.Module) -> Any:
+            def after(module: nn.Module, args: Any, output: Any) -> None:
+                caught[layer] = output if isinstance(output, Tensor) else output[0]
+
+            return module.register_forward_hook(in_this_thread(after))
+
+        hooks = []
+        if self._num_layers in self.feature_layers:
+            hooks.append(catch(self._num_layers, _last_layer(self.model, self._num_layers)))
+        if -1 in self.feature_layers:
+            hooks.append(catch(-1, decoder_of(self.model)))
+        try:
+            yield caught
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextlib.contextmanager
+    def _recording(self, last: dict[int, Tensor], **changed: Any) -> Iterator[_PrefillRecord]:
+        """Note the positions and features of every forward of a prefill, with some arguments ``changed``."""
+        record = _PrefillRecord()
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            position = kwargs.get("position_ids")
+            record.position = None if position is None else position[..., -1:]
+            return args, kwargs | changed
+
+        def after(module: nn.Module, args: Any, outputs: Any) -> None:
+            if (features := self._features(outputs, last)) is not None:
+                record.features.append(features)
+
+        hooks = [
+            self.model.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
+            self.model.register_forward_hook(in_this_thread(after)),
+        ]
+        try:
+            yield record
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # -- the forest ---------------------------------------------------------------------------------------------------
+
+    def fit(self, proposal: Proposal, limit: int) -> Proposal:
+        """Leave out the guesses, at most ``limit`` deep, that this target has no room to score: none here."""
+        return proposal
+
+    def score(self, proposal: Proposal) -> Scores:
+        """Score the root and the guesses of ``proposal``, one forward for all rows and nodes."""
+        tokens, ancestors = proposal.tokens, None if proposal.is_chain else proposal.ancestors
+        if self._closing is None:
+            return self.extend(tokens, ancestors)
+        rows, last = torch.tensor(self._closing[0], device=tokens.device), self._closing[1]
+        count = tokens.shape[1]
+        if ancestors is not None:
+            alone = torch.eye(count, dtype=torch.bool, device=tokens.device)
+            ancestors = alone.repeat(len(last), 1, 1).index_copy(0, rows, ancestors)
+        return self.extend(last[:, None].repeat(1, count).index_copy(0, rows, tokens), ancestors).of(rows)
+
+    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
+        if self._closing is None:
+            self.slots.commit(path, counts, in_place)
+            return
+        going_on, last = self._closing
+        self._closing, rows = None, torch.tensor(going_on, device=path.device)
+        taken = dict(zip(going_on, counts, strict=True))
+        path = path.new_zeros((len(last), path.shape[1])).index_copy(0, rows, path)
+        self.slots.commit(path, [taken.get(row, 1) for row in range(len(last))], in_place)
+        self.keep_rows(rows, keep_finished=True)
+
+    def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
+        """Go on with some rows, but read the ``last_tokens`` (batch,) of the others with their next proposal.
+
+        For they ended early: in the cache that is handed back plain ``generate`` has these too.
+        """
+        self._closing = going_on, last_tokens
+
+    def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
+        """Commit the last tokens (batch,) of the rows that ``ended``, where no proposal follows to read them with."""
+        self.extend(tokens[:, None])
+        self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
+
+    def release(self, committed: int) -> DynamicCache | None:
+        """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
+        return self.slots.release(committed)
+
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
+        """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.
+
+        ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, these new ones last, lie on the path
+        to each new node, itself included. A node without ancestors but itself follows the committed text. ``None``:
+        the tokens continue the forest, a chain so far, one after the other.
+        """
+        device, config = self.slots.device, self._text_config
+        tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
+        with (
+            self._watching() as last,
+            self.slots.scoring(tokens.shape[1], ancestors, config) as block,
+            _reading_at(block.query, self._position_readers),
+        ):
+            outputs = self.model(**self._inputs(tokens, block), return_dict=True)
+        return Scores(outputs.logits, self._features(outputs, last), self._hidden_states(outputs))
+
+    def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
+        """Build the arguments of a forward over new nodes (batch, nodes)."""
+        inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache.shown}
+        if (mask := self.slots.mask(block)) is not None:
+            inputs["attention_mask"] = mask
+        if self._first_position is not None:
+            inputs["position_ids"] = self._first_position + self.slots.advance(block)
+        for name in TOKEN_TYPES:
+            if (types := inputs.get(name)) is not None:  # new tokens are text, of the prompt's last type
+                last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
+                inputs[name] = last.expand_as(tokens)
+        return inputs
+
+    def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
+        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        batch = len(self.slots.cache.rows.host_lengths)
+        self.slots.keep_rows(rows, keep_finished)
+        position = self._first_position
+        if position is not None and position.shape[-2] == batch:
+            self._first_position = position.index_select(-2, rows.to(position.device))
+        self._step_kwargs = {
+            name: value.index_select(0, rows.to(value.device)) if _has_rows(value, batch) else value
+            for name, value in self._step_kwargs.items()
+        }
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which ``model`` computes first: offloaded weights come there when they are used."""
+    if model.device.type == "meta":
+        for module in model.modules():  # with accelerate's hooks
+            if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
+                return torch.device(device)
+    return model.device
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """Make the empty cache that the host would make for ``model``; ``None`` if the model makes one of its own kind."""
+    if keeps_own_states(model):
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many positions ``model`` has if it looks them up in a table, which ends; ``None`` if not."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "rope_parameters", None):
+        return None
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    size = next((size for name in names if (size := getattr(config, name, None))), None)
+    return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
+
+
+def refuse_trees(proposal: Proposal) -> None:
+    """Raise a ValueError unless ``proposal`` is a chain, where that is all that can be read."""
+    if not proposal.is_chain:
+        raise ValueError(
+            "the drafter guessed a tree where the configuration promised chains, which are read differently: set "
+            "tree=... in the SpeculationConfig, or build chains with Proposal.chain."
+        )
+
+
+def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
+    """Let the mask and the positions of a prompt go on for ``count`` more tokens."""
+    longer: dict[str, Tensor] = {}
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        longer["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        behind = torch.arange(1, 1 + count, device=positions.device)
+        longer["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
+    return longer
+
+
+def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Build what ``generate`` would hand to the prefill, with an empty cache."""
+    mask = None if bool(attention_mask.all()) else attention_mask
+    kwargs: dict[str, Any] = {cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        known = {"attention_mask": attention_mask}
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
+    return kwargs
+
+
+@contextlib.contextmanager
+def left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Put back what trial forwards change on ``model``: how far positions lag behind the images of the last prompt."""
+    lags = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
+    try:
+        yield
+    finally:
+        for module, lag in lags:
+            module.rope_deltas = lag
+
+
+def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
+    kwargs = prompt_kwargs(model, input_ids, attention_mask)
+    outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
+    logits = []
+    for piece in pieces:
+        new = piece.shape[1]
+        kwargs = model._update_model_kwargs_for_generation(
+            outputs, kwargs, is_encoder_decoder=False, num_new_tokens=new
+        )
+        input_ids = torch.cat([input_ids, piece], dim=1)
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
+        inputs.pop("logits_to_keep", None)  # some put 1 there
+        outputs = model(**inputs, return_dict=True)
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the module that gives the last hidden states; of some models the host's ``get_decoder`` names another."""
+    found = model.get_decoder()
+    if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
+        return model.base_model
+    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama stop at the whole model
+        return found.model
+    return found
+
+
+def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
+    stacks = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
+    return next(stack[-1] for stack in stacks if len(stack) == count)
+
+
+def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
+    """Find what counts positions from the cache's length, in models that take no ``position_ids``.
+
+    An embedding in old decoders, a decoder inside a wrapper that does not pass them on in some new ones.
+    """
+    wanted = {"past_key_values_length", "position_ids"}
+    embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    found = [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
+    decoder = decoder_of(model)
+    return found or [decoder] * ("position_ids" in inspect.signature(decoder.forward).parameters)
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep ``hook`` out of the forwards of other threads, which may generate with the same model."""
+    thread = threading.get_ident()
+
+    def guarded(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return guarded
+
+
+@contextlib.contextmanager
+def _reading_at(position: Tensor, readers: list[nn.Module]) -> Iterator[None]:
+    """Let ``readers`` use ``position`` (batch, nodes) during a forward: no length of a cache suits all rows."""
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # The embeddings take one row of positions for the whole batch.
+        given = position.flatten() if isinstance(module, nn.Embedding) else position
+        return args, {**kwargs, "position_ids": given}
+
+    def after(module: nn.Module, args: Any, embedded: Any) -> Any:
+        return embedded.reshape(*position.shape, -1) if isinstance(module, nn.Embedding) else embedded
+
+    hooks = [reader.register_forward_pre_hook(in_this_thread(before), with_kwargs=True) for reader in readers]
+    hooks += [reader.register_forward_hook(in_this_thread(after)) for reader in readers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _has_rows(value: object, batch: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
