@@ -3,9 +3,9 @@
     python examples/inflate_llama.py SMALL OUT --hidden-size 1152 --intermediate-size 4608 --layers 16
 
 Random weights of a big model would accept nothing, and a real big model does not fit everywhere. Here the small
-model's law stays and only the arithmetic grows: widths are padded with zeros, and heads that see nothing and layers
-that add nothing are appended. RMSNorm divides by the mean square over the width, which the zeros lower by small /
-large: its epsilon shrinks by that factor, and its weights by the square root of it.
+model's distribution stays and only the arithmetic grows: widths are padded with zeros, and heads that see nothing and
+layers that add nothing are appended. RMSNorm divides by the mean square over the width, which the zeros lower by small
+/ large: its epsilon shrinks by that factor, and its weights by the square root of it.
 
 The draft for SMALL is a draft for OUT. Acceptance is then SMALL's, which says nothing about any big model's.
 """

@@ -169,7 +169,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def train_loss(model: Any, teacher: Any, batch: torch.Tensor) -> torch.Tensor:
-    """Return cross-entropy on packed `batch` (rows, length + 1), or with a teacher the divergence from its law."""
+    """Return cross-entropy on packed `batch` (rows, length + 1), or the divergence from a teacher's distribution."""
     inputs, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=inputs, use_cache=False).logits  # (rows, length, vocab)
@@ -179,8 +179,8 @@ def train_loss(model: Any, teacher: Any, batch: torch.Tensor) -> torch.Tensor:
     logits = logits.flatten(0, 1).float()
     if teacher is None:
         return F.cross_entropy(logits, labels.flatten())
-    law = taught.flatten(0, 1).float().log_softmax(-1)
-    return F.kl_div(logits.log_softmax(-1), law, log_target=True, reduction="batchmean")
+    distribution = taught.flatten(0, 1).float().log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), distribution, log_target=True, reduction="batchmean")
 
 
 @torch.no_grad()

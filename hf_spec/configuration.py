@@ -30,14 +30,14 @@ class SpeculationConfig:
             of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
         tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
         tree_nodes: guesses in a dynamic or sampled tree.
-        draft_sampling: draw the guesses from the draft's law instead of taking its best. ``None``: as the target does.
-            Either way the output law is the target's.
+        draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the
+            target does. Either way the output distribution is the target's.
         min_confidence: end a chain after the first guess that the draft gives a smaller probability.
         verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
             traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
             the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
-        acceptance: ``"lossless"``: the text has the target's law. ``"typical"``: NOT lossless when sampling. The
-            longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
+        acceptance: ``"lossless"``: the text has the target's distribution. ``"typical"``: NOT lossless when sampling.
+            The longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
             ``typical_alpha`` * exp(-entropy of p)), is followed by the target's best token (Medusa, arXiv 2401.10774):
             longer paths, and a text that is more predictable than the target's samples and always the same.
         self_check: compare one small ragged block with plain forwards the first time a target is used.

@@ -70,7 +70,7 @@ def _speculative(plain: Any) -> Any:
         hook = kwargs.get("custom_generate")
         if speculator is None and hook is None and kwargs.get("assistant_model") is None:
             speculator, speculation_config = _default(self, speculation_config)
-        elif speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what the host drops
+        elif speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what transformers drops
             del kwargs["custom_generate"]
             speculator, speculation_config = hook.speculator, speculation_config or hook.config
             kwargs = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | kwargs
@@ -101,7 +101,7 @@ def _default(model: Any, config: SpeculationConfig | None) -> tuple[Any, Specula
 
 
 def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError for what the host would do, or drop, before the loop is asked."""
+    """Raise a ValueError for what transformers would do, or drop, before the loop is asked."""
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. "
@@ -115,7 +115,7 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
-    refuse_cache(_option(model, kwargs, "cache_implementation"))  # before the host makes it
+    refuse_cache(_option(model, kwargs, "cache_implementation"))  # before transformers makes it
     if _option(model, kwargs, "token_healing"):
         raise ValueError(
             "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
@@ -124,7 +124,7 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
 
 
 def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
-    """Tell whether the host would keep processes in step: as asked, else where the model is spread over them."""
+    """Tell whether transformers would keep processes in step: as asked, else where the model is spread over them."""
     if asked is not None:
         return asked
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -133,7 +133,7 @@ def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
 
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Turn ``stop_strings`` into a criterion: the host keeps the tokenizer from a ``custom_generate`` call."""
+    """Turn ``stop_strings`` into a criterion: transformers keeps the tokenizer from a ``custom_generate`` call."""
     strings = _option(model, kwargs, "stop_strings")
     if not strings:
         return kwargs
@@ -146,7 +146,7 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
 
 
 def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
-    """Look an option up where the host does: in the call, in its configuration, in the model's."""
+    """Look an option up where transformers does: in the call, in its configuration, in the model's."""
     if name in kwargs:  # None turns off what the configurations ask for
         return kwargs[name]
     found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))

@@ -1,4 +1,4 @@
-"""What a drafter says: a tree of guessed tokens for every row, and the law it was drawn from.
+"""What a drafter says: a tree of guessed tokens for every row, and the distribution it was drawn from.
 
 Node 0 is the root, the last token of the text: it is not guessed, but the target has not read it yet. Every other node
 is a guess that follows its parent. A chain is a tree in which every node has one child::
@@ -30,10 +30,10 @@ class Proposal:
     ``tokens`` and ``parents`` are (batch, nodes) integers. ``max_depth`` bounds the depth of every row; it is a Python
     number so that nobody has to ask the accelerator for it.
 
-    ``q`` says which law the guesses were drawn from, and so how they may be verified. ``None``: the guesses were
-    *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the children of
-    node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``; nodes from ``q.shape[1]`` on
-    have no children. A chosen token can therefore never be verified as if it had been drawn.
+    ``q`` says which distribution the guesses were drawn from, and so how they may be verified. ``None``: the guesses
+    were *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the
+    children of node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``; nodes from
+    ``q.shape[1]`` on have no children. A chosen token can therefore never be verified as if it had been drawn.
 
     ``shape`` is ``parents`` as Python numbers where rows differ in nothing but ABSENT nodes: a drawn tree that has it
     is verified without asking the accelerator.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one token from each law ``p`` (..., vocabulary) float32, which need not sum to one: (...).
+    """Draw one token from each distribution ``p`` (..., vocabulary) float32, which need not sum to one: (...).
 
     Never a token with ``p = 0``; -1 where there is no other, or a nan. Works in float64 if it can: a float32 sum over
     a large vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random
@@ -26,15 +26,16 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def best(law: Tensor, count: int) -> Tensor:
-    """Return the ``count`` most probable tokens of ``law`` (..., vocabulary), best first: (..., count)."""
-    return law.topk(min(count, law.shape[-1])).indices
+def best(log_probs: Tensor, count: int) -> Tensor:
+    """Return the ``count`` most probable tokens of ``log_probs`` (..., vocabulary), best first: (..., count)."""
+    return log_probs.topk(min(count, log_probs.shape[-1])).indices
 
 
-def draw_distinct(law: Tensor, count: int) -> Tensor:
-    """Draw ``count`` different tokens without replacement from the log-law (..., vocabulary): (..., count).
+def draw_distinct(log_probs: Tensor, count: int) -> Tensor:
+    """Draw ``count`` different tokens without replacement from the log-probabilities (..., vocabulary): (..., count).
 
     The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
     """
-    noise = torch.empty_like(law, dtype=widest_float(law.device)).exponential_().log_()  # minus a Gumbel variable
-    return (law - noise).topk(min(count, law.shape[-1])).indices
+    wide = widest_float(log_probs.device)
+    noise = torch.empty_like(log_probs, dtype=wide).exponential_().log_()  # minus a Gumbel variable
+    return (log_probs - noise).topk(min(count, log_probs.shape[-1])).indices

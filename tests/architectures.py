@@ -246,8 +246,8 @@ def build(
 ) -> PreTrainedModel:
     """Build a tiny random model in eval mode that never ends a sequence.
 
-    `overrides` go to the configuration of its decoder. Where the host has no sdpa kernel for an architecture, eager
-    attention takes its place.
+    `overrides` go to the configuration of its decoder. Where transformers has no sdpa kernel for an architecture,
+    eager attention takes its place.
     """
     auto: Any = AutoModelForImageTextToText if name.startswith("vl:") else AutoModelForCausalLM
     config_class = CONFIG_MAPPING[name.removeprefix("vl:").partition(":")[0]]
@@ -289,7 +289,7 @@ def shrink(config_class: type[PreTrainedConfig], vocab_size: int, **overrides: A
 
 @torch.no_grad()
 def redraw(model: PreTrainedModel, seed: int) -> None:
-    """Redraw the matrices so that greedy text wanders: with the host's 0.02 a tiny model repeats one token.
+    """Redraw the matrices so that greedy text wanders: with transformers' 0.02 a tiny model repeats one token.
 
     Rows and columns are centred, for the mean of an activation would otherwise add the same vector at every position.
     """

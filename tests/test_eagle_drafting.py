@@ -33,7 +33,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 def request(
     draft: Any, target: Any, ids: Tensor, features: Tensor, config: SpeculationConfig, **kwargs: Any
 ) -> Request:
-    given = {"attention_mask": torch.ones_like(ids), "law": log_softmax, "sample": False} | kwargs
+    given = {"attention_mask": torch.ones_like(ids), "log_probs": log_softmax, "sample": False} | kwargs
     return Request(target=target, input_ids=ids, features=features, config=config, **given)
 
 
@@ -139,12 +139,12 @@ def test_a_cached_drafter_equals_an_uncached_one_after_every_rejection(draft: An
         features[row, -length:] = states[row][:length]
     seen: list[Tensor] = []
 
-    def law(logits: Tensor) -> Tensor:
+    def distribution(logits: Tensor) -> Tensor:
         seen.append(logits)
         return log_softmax(logits)
 
     config = SpeculationConfig(num_speculative_tokens=steps)
-    drafter = draft.drafter(request(draft, target, ids, features, config, attention_mask=mask, law=law))
+    drafter = draft.drafter(request(draft, target, ids, features, config, attention_mask=mask, log_probs=distribution))
     rows = [0, 1, 2]
     # What the target makes of the guesses, per round and row: these tokens are never what was guessed.
     for counts in ([1, 1, 1], [1, 3, 2], [4, 1, 2], [2, 2, 1], [1, 4], [3, 3]):

@@ -134,7 +134,7 @@ KINDS = "llama gemma2 gemma3_text cohere granite gpt2 phi mixtral opt bert vl:qw
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_the_ends_of_a_target_give_its_laws(kind: str, tmp_path: Path) -> None:
+def test_the_ends_of_a_target_give_its_distributions(kind: str, tmp_path: Path) -> None:
     model = build(kind, seed=0)
     model.config.name_or_path = "ORG/MODEL"
     save_ends(model, tmp_path)

@@ -320,7 +320,7 @@ def test_positions_of_the_caller(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_forward_that_names_no_arguments(name: str) -> None:
-    """Someone's wrapper: the host gives it no positions, and neither must we."""
+    """Someone's wrapper: transformers gives it no positions, and neither must we."""
     model = noisy(target(name), 0.0)
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)

@@ -169,7 +169,7 @@ def exam(vocabulary: int = 11, steps: int = 3, batch: int = 2, length: int = 7, 
 
 
 def slow(given: dict[str, Any], objective: Any) -> tuple[Tensor, int]:
-    """Go through rows one by one, with whole laws; return the loss and the guesses that are right."""
+    """Go through rows one by one, with whole distributions; return the loss and the guesses that are right."""
     loss, right = torch.zeros(()), 0
     for step, row, column in (given["shares"] > 0).nonzero().tolist():
         target = given["target_head"] @ given["hidden"][row, column + 1 + step]
@@ -232,7 +232,7 @@ def test_a_batch_without_answers_costs_nothing_and_keeps_its_gradients() -> None
     assert loss == 0 and given["draft_head"].grad.abs().sum() == 0 == given["states"][0].grad.abs().sum()
 
 
-def test_each_objective_vanishes_where_the_laws_agree() -> None:
+def test_each_objective_vanishes_where_the_distributions_agree() -> None:
     logits = torch.randn(4, 9)
     for objective in ("kl", "tv", "lk", "reverse_kl"):
         assert objective_loss(objective, logits + 3, logits).abs().max() < 1e-6

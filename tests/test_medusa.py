@@ -52,7 +52,7 @@ def propose(draft: Any, target: Any, state: Tensor, limit: int = 8, sample: bool
         attention_mask=torch.ones_like(ids),
         features=state[:, None],
         config=SpeculationConfig(**config),
-        law=log_softmax,
+        log_probs=log_softmax,
         sample=sample,
     )
     return draft.drafter(request).propose(News(ids + 7, torch.ones(len(ids), dtype=torch.long), state[:, None]), limit)
@@ -172,26 +172,28 @@ def test_greedy_text_is_that_of_plain_generate(shape: str, batch: int) -> None:
 def test_a_dynamic_tree_is_the_most_probable_one() -> None:
     draft, target = load_draft(V1), load_target(V1)
     state = outputs(V1)["hidden_states"][:3]
-    laws = draft(features=state[:, None]).logits[:, 0].softmax(-1)  # (batch, heads, vocabulary)
+    distributions = draft(features=state[:, None]).logits[:, 0].softmax(-1)  # (batch, heads, vocabulary)
     proposal = propose(draft, target, state, limit=3, tree="dynamic", tree_top_k=12, tree_nodes=12)
     for row in range(3):
-        best = laws[row].topk(12).indices.tolist()
+        best = distributions[row].topk(12).indices.tolist()
         paths = [path for depth in (1, 2, 3) for path in itertools.product(*best[:depth])]
-        chance = {path: float(torch.stack([laws[row, i, t] for i, t in enumerate(path)]).prod()) for path in paths}
+        chance = {
+            path: float(torch.stack([distributions[row, i, t] for i, t in enumerate(path)]).prod()) for path in paths
+        }
         expected = sorted(chance, key=chance.__getitem__, reverse=True)[:12]
         assert sorted(paths_of(proposal, row)) == sorted(expected)
 
 
 @torch.no_grad()
-def test_drawn_guesses_carry_the_law_of_their_head() -> None:
+def test_drawn_guesses_carry_the_distribution_of_their_head() -> None:
     draft, target, state = load_draft(V1), load_target(V1), outputs(V1)["hidden_states"][:3]
-    laws = draft(features=state[:, None]).logits[:, 0].softmax(-1)
+    distributions = draft(features=state[:, None]).logits[:, 0].softmax(-1)
     for shape in ("chain", "sampled"):
         proposal = propose(draft, target, state, limit=4, sample=True, **SHAPES[shape])
         assert proposal.q is not None
         for node in range(proposal.q.shape[1]):
             if (proposal.parents == node).any():
-                torch.testing.assert_close(proposal.q[:, node], laws[:, proposal.depth[0, node]], **CLOSE)
+                torch.testing.assert_close(proposal.q[:, node], distributions[:, proposal.depth[0, node]], **CLOSE)
 
 
 @torch.no_grad()

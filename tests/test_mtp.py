@@ -50,13 +50,13 @@ def draft_once(case: str, draft: Any, guesses: int) -> tuple[list[int], Tensor]:
     hidden, ids = io["last_hidden"][None], io["input_ids"][None]
     length, seen = hidden.shape[1], []
 
-    def law(logits: Tensor) -> Tensor:
+    def distribution(logits: Tensor) -> Tensor:
         seen.append(logits[:, -1])
         return logits.log_softmax(-1)
 
     config = SpeculationConfig(num_speculative_tokens=guesses)
     mask = torch.ones(1, length, dtype=torch.long)
-    request = Request(target, ids[:, :length], mask, hidden, config, law, sample=False)
+    request = Request(target, ids[:, :length], mask, hidden, config, distribution, sample=False)
     news = News(ids[:, length : length + 1], torch.tensor([1]), hidden[:, -1:])
     with torch.no_grad():
         proposal = FeedbackDrafter(draft, request).propose(news, guesses)

@@ -54,13 +54,13 @@ def draft_behind(draft: Any, target: Any, ids: Tensor, features: Tensor, guesses
     """Guess a chain behind ``ids`` (1, length); also return the logits of each guess."""
     seen: list[Tensor] = []
 
-    def law(logits: Tensor) -> Tensor:
+    def distribution(logits: Tensor) -> Tensor:
         seen.append(logits[:, -1])
         return logits.log_softmax(-1)
 
     known = ids.shape[1] - 1
     config, mask = SpeculationConfig(num_speculative_tokens=guesses), torch.ones_like(ids[:, :known])
-    request = Request(target, ids[:, :known], mask, features[:, :known], config, law, sample=False)
+    request = Request(target, ids[:, :known], mask, features[:, :known], config, distribution, sample=False)
     news = News(ids[:, known:], torch.tensor([1]), features[:, known - 1 : known])
     proposal = draft.drafter(request).propose(news, guesses)
     return proposal.tokens[0, 1:].tolist(), torch.cat(seen)
@@ -158,12 +158,12 @@ def test_several_layers_read_what_they_would_read_anew_after_every_rejection() -
         ids[row, -length:], mask[row, -length:], read[row, -length:] = texts[row][:length], 1, features[row][:length]
     seen: list[Tensor] = []
 
-    def law(logits: Tensor) -> Tensor:
+    def distribution(logits: Tensor) -> Tensor:
         seen.append(logits)
         return logits.log_softmax(-1)
 
     config = SpeculationConfig(num_speculative_tokens=steps)
-    drafter = draft.drafter(Request(target, ids, mask, read, config, law, sample=False))
+    drafter = draft.drafter(Request(target, ids, mask, read, config, distribution, sample=False))
     rows = [0, 1, 2]
     for counts in ([1, 1, 1], [1, 3, 2], [4, 1, 2], [2, 3]):
         if len(counts) < len(rows):

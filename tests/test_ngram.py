@@ -27,7 +27,7 @@ def start(prompts: list[list[int]], speculator: NgramSpeculator | None = None, *
         attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
         features=None,
         config=SpeculationConfig(**config),
-        law=lambda logits: logits,
+        log_probs=lambda logits: logits,
         sample=False,
     )
     return (speculator or NgramSpeculator()).drafter(request)

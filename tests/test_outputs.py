@@ -277,7 +277,7 @@ class Watched(Speculator):
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("tree", [None, "dynamic", "sampled"])
 def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, sample: bool) -> None:
-    """Neither the target's logits nor the draft's law; 99 is the size of the vocabulary."""
+    """Neither the target's logits nor the draft's distribution; 99 is the size of the vocabulary."""
     config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_top_k=2, tree_nodes=6)
     watched = Watched()
     gc.collect()

@@ -167,14 +167,15 @@ def test_turns(name: str) -> None:
             assert torch.equal(again, expected)
 
 
-# --- The same law ----------------------------------------------------------------------------------------------------
+# --- The same distribution
+# ----------------------------------------------------------------------------------------------------
 
 VOCABULARY, NEW, ROWS, ROUNDS = 4, 4, 1500, 3
 TEMPERATURE = 1.5
 
 
-def law_of_texts(model: PreTrainedModel, prompt: Tensor, temperature: float) -> Tensor:
-    """Enumerate the law of all texts of NEW tokens behind a prompt (1, n), one token at a time."""
+def distribution_of_texts(model: PreTrainedModel, prompt: Tensor, temperature: float) -> Tensor:
+    """Enumerate the distribution of all texts of NEW tokens behind a prompt (1, n), one token at a time."""
     texts = torch.cartesian_prod(*[torch.arange(VOCABULARY)] * NEW)  # (texts, NEW)
     read = torch.cat([prompt[:, -1:].expand(len(texts), 1), texts[:, :-1]], dim=1)
     head = prompt[:, :-1].expand(len(texts), -1)
@@ -183,9 +184,9 @@ def law_of_texts(model: PreTrainedModel, prompt: Tensor, temperature: float) -> 
     return logs.sum((1, 2)).exp()
 
 
-def deviations(counts: Tensor, law: Tensor) -> float:
-    """Return how far ``counts`` are from ``law``, in standard deviations of a chi-square test."""
-    expected = law * counts.sum()
+def deviations(counts: Tensor, distribution: Tensor) -> float:
+    """Return how far ``counts`` are from ``distribution``, in standard deviations of a chi-square test."""
+    expected = distribution * counts.sum()
     rare = expected < 5
     pairs = torch.stack([counts.double(), expected])
     pairs = torch.cat([pairs[:, ~rare], pairs[:, rare].sum(1, keepdim=True)], dim=1)
@@ -195,7 +196,7 @@ def deviations(counts: Tensor, law: Tensor) -> float:
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])
 @torch.no_grad()
-def test_sampled_texts_have_the_targets_law(name: str) -> None:
+def test_sampled_texts_have_the_targets_distribution(name: str) -> None:
     model = build(name, vocab_size=VOCABULARY)
     prompt = prompts(1, (5,), VOCABULARY)["input_ids"]
     options = {"speculator": noisy(model, 0.3), "num_speculative_tokens": 3, "max_new_tokens": NEW}
@@ -205,8 +206,8 @@ def test_sampled_texts_have_the_targets_law(name: str) -> None:
         ids = model.generate(prompt.expand(ROWS, -1), do_sample=True, top_k=0, temperature=TEMPERATURE, **options)
         place = ids[:, 5:] @ VOCABULARY ** torch.arange(NEW - 1, -1, -1)
         counts += place.bincount(minlength=len(counts))
-    assert abs(deviations(counts, law_of_texts(model, prompt, TEMPERATURE))) < 4
-    assert deviations(counts, law_of_texts(model, prompt, TEMPERATURE * 0.75)) > 10
+    assert abs(deviations(counts, distribution_of_texts(model, prompt, TEMPERATURE))) < 4
+    assert deviations(counts, distribution_of_texts(model, prompt, TEMPERATURE * 0.75)) > 10
 
 
 # --- What a drafter sees ---------------------------------------------------------------------------------------------
@@ -357,7 +358,7 @@ def test_nothing_is_left_on_the_model(name: str, config: SpeculationConfig) -> N
     assert torch.equal(plain(model, 3), before)
     assert state_of(model) == state
     drafts = list(feature_drafts(model, plain(model, 8)))
-    state = state_of(model)  # the host leaves hooks of its own once it was asked for hidden states
+    state = state_of(model)  # transformers leaves hooks of its own once it was asked for hidden states
     for draft in drafts:
         speculative(model, 3, draft, config)
         assert torch.equal(plain(model, 3), before)

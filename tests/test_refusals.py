@@ -284,7 +284,7 @@ torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
 model, prompt = build("llama"), prompts(1)
 fully_shard(model)
-plain = model.generate(**prompt, max_new_tokens=5)  # the host keeps the processes in step
+plain = model.generate(**prompt, max_new_tokens=5)  # transformers keeps the processes in step
 try:
     model.generate(**prompt, max_new_tokens=5, speculator="ngram")
 except ValueError as error:

@@ -408,14 +408,14 @@ def test_a_draft_needs_its_target(tmp_path: Path) -> None:
 # -- the target -------------------------------------------------------------------------------------------------------
 
 
-WRAPPED = ["llama4_text", "modernbert-decoder"]  # where the host's get_decoder names something else
+WRAPPED = ["llama4_text", "modernbert-decoder"]  # where transformers' get_decoder names something else
 
 
 @pytest.mark.parametrize(
     "kind", ["llama", "gemma2", "gemma4_text", "cohere", "granite", "gpt2", "mixtral", "opt", "vl:llama4", *WRAPPED]
 )
 @torch.no_grad()
-def test_a_reader_gives_features_and_laws_of_the_model(kind: str) -> None:
+def test_a_reader_gives_features_and_distributions_of_the_model(kind: str) -> None:
     model = build(kind, seed=0)
     ids = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(1))
     layers = model.config.get_text_config().num_hidden_layers

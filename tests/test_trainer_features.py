@@ -1,4 +1,4 @@
-"""Features of the host's Trainer that DraftTrainer has to leave working."""
+"""Features of transformers' Trainer that DraftTrainer has to leave working."""
 
 from __future__ import annotations
 

@@ -53,35 +53,35 @@ Laws = Callable[[int, int], Tensor]  # (text read, depth) -> scores (vocabulary,
 def vanilla() -> tuple[Any, Any, Callable[[Tensor], Laws], int]:
     draft = noisy(target(), noise=0.1)
 
-    def laws(text: Tensor) -> Laws:
+    def distributions(text: Tensor) -> Laws:
         scores = draft(text[None]).logits[0]
         return lambda read, depth: scores[read - 1 + depth]
 
-    return target(), draft, laws, 0  # its first guesses stand right behind the prompt
+    return target(), draft, distributions, 0  # its first guesses stand right behind the prompt
 
 
 def medusa() -> tuple[Any, Any, Callable[[Tensor], Laws], int]:
     model, draft = load_target("medusa_v1_pt"), load_draft("medusa_v1_pt")
 
-    def laws(text: Tensor) -> Laws:
+    def distributions(text: Tensor) -> Laws:
         scores = draft(features=model(text[None], output_hidden_states=True).hidden_states[-1]).logits[0]
         return lambda read, depth: scores[read - 2, depth]  # of the state before the root
 
-    return model, draft, laws, 1
+    return model, draft, distributions, 1
 
 
 @pytest.mark.parametrize("make", [vanilla, medusa])
 @torch.no_grad()
 def test_accuracies_are_those_of_every_position(make: Any) -> None:
-    model, draft, laws_of, first = make()
+    model, draft, distributions_of, first = make()
     asked = [prompts(1, (length,), 70, seed=length)["input_ids"] for length in (5, 8)]
     tried, right = torch.zeros(DEPTH), torch.zeros(DEPTH, RANKS)
     for ids in asked:
         text = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0)[0]
-        laws = laws_of(text)
+        distributions = distributions_of(text)
         for read in range(ids.shape[1] + first, len(text)):
             for depth in range(min(DEPTH, len(text) - read - 1)):  # the last token is never guessed
-                guesses = laws(read, depth).topk(RANKS).indices
+                guesses = distributions(read, depth).topk(RANKS).indices
                 found = (guesses == text[read + depth]).nonzero().flatten().tolist()
                 tried[depth] += 1
                 right[depth, found] += 1

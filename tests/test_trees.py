@@ -1,4 +1,4 @@
-"""Trees that drafters grow, against slow twins that walk a table of laws by hand."""
+"""Trees that drafters grow, against slow twins that walk a table of distributions by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from twins import path_to, paths_of
 
-from hf_spec import SpeculationConfig
+from hf_spec import SpeculationConfig, sampling
 from hf_spec.decoding.verification import verify
-from hf_spec.drafts import trees
 from hf_spec.drafts.trees import bushy, grow
 from hf_spec.proposal import ABSENT, Proposal
 from hf_spec.sampling import draw_distinct
@@ -21,19 +20,19 @@ VOCABULARY = 6
 
 
 class TableDraft:
-    """A draft whose law after a path of guesses is a fixed random table, different in each row."""
+    """A draft whose distribution after a path of guesses is a fixed random table, different in each row."""
 
     def __init__(self, rows: int, seed: int = 0) -> None:
         self.rows, self.seed = rows, seed
         self.root = torch.arange(rows) % VOCABULARY
         self.paths: list[list[tuple[int, ...]]] = [[] for _ in range(rows)]  # of each node of the forest
 
-    def law(self, row: int, path: tuple[int, ...]) -> Tensor:
+    def log_probs(self, row: int, path: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % (1 << 31))
         return (2 * torch.randn(VOCABULARY, generator=generator)).log_softmax(-1)
 
     def first(self) -> Tensor:
-        return torch.stack([self.law(row, ()) for row in range(self.rows)])
+        return torch.stack([self.log_probs(row, ()) for row in range(self.rows)])
 
     def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         if ancestors is None:  # a chain
@@ -47,7 +46,7 @@ class TableDraft:
                 assert [self.paths[row][i][-1] for i in mine[:-1]] == list(self.paths[row][-1][:-1])
         new = tokens.shape[1]
         return torch.stack(
-            [torch.stack([self.law(row, p) for p in self.paths[row][-new:]]) for row in range(self.rows)]
+            [torch.stack([self.log_probs(row, p) for p in self.paths[row][-new:]]) for row in range(self.rows)]
         )
 
     def grow(self, limit: int, sample: bool = False, **config: object) -> Proposal:
@@ -60,20 +59,20 @@ def test_a_chosen_chain_is_greedy() -> None:
     for row in range(3):
         path: tuple[int, ...] = ()
         for _ in range(4):
-            path = (*path, int(draft.law(row, path).argmax()))
+            path = (*path, int(draft.log_probs(row, path).argmax()))
         assert tuple(proposal.tokens[row, 1:].tolist()) == path
     assert proposal.q is None
     assert proposal.is_chain
 
 
-def test_a_drawn_chain_carries_the_law_of_every_guess() -> None:
+def test_a_drawn_chain_carries_the_distribution_of_every_guess() -> None:
     draft = TableDraft(4)
     proposal = draft.grow(3, sample=True)
     assert proposal.q is not None
     for row in range(4):
         path: tuple[int, ...] = ()
         for depth, token in enumerate(proposal.tokens[row, 1:].tolist()):
-            torch.testing.assert_close(proposal.q[row, depth], draft.law(row, path).exp())
+            torch.testing.assert_close(proposal.q[row, depth], draft.log_probs(row, path).exp())
             path = (*path, token)
 
 
@@ -84,9 +83,9 @@ def test_a_chain_ends_after_a_guess_without_confidence() -> None:
     for row in range(16):
         path: tuple[int, ...] = ()
         for _ in range(5):
-            law = draft.law(row, path)
-            path = (*path, int(law.argmax()))
-            if law.max().exp() < 0.5:
+            log_probs = draft.log_probs(row, path)
+            path = (*path, int(log_probs.argmax()))
+            if log_probs.max().exp() < 0.5:
                 break
         assert paths_of(proposal, row) == [path[:end] for end in range(1, len(path) + 1)]
         lengths.add(len(path))
@@ -108,7 +107,7 @@ def _dynamic_by_hand(draft: TableDraft, row: int, top_k: int, nodes: int, depth:
     for _ in range(depth):
         found = {}
         for path in frontier:
-            values, tokens = draft.law(row, path).topk(top_k)
+            values, tokens = draft.log_probs(row, path).topk(top_k)
             found |= {
                 (*path, token): scores.get(path, 0.0) + value
                 for value, token in zip(values.tolist(), tokens.tolist(), strict=True)
@@ -122,13 +121,13 @@ def _dynamic_by_hand(draft: TableDraft, row: int, top_k: int, nodes: int, depth:
 def test_a_dynamic_tree_of_sure_guesses_keeps_every_parent(nodes: int) -> None:
     """Behind a guess of probability one a path is as probable as without it."""
 
-    def law(tokens: Tensor) -> Tensor:
+    def log_probs(tokens: Tensor) -> Tensor:
         logits = torch.zeros(*tokens.shape, VOCABULARY)
         return logits.scatter(-1, (tokens + 1)[..., None] % VOCABULARY, 40.0).log_softmax(-1)
 
     root = torch.zeros(1, dtype=torch.long)
     config = SpeculationConfig(tree="dynamic", tree_top_k=3, tree_nodes=nodes)
-    found = paths_of(grow(root, law(root), lambda tokens, *_: law(tokens), config, 6, sample=False), 0)
+    found = paths_of(grow(root, log_probs(root), lambda tokens, *_: log_probs(tokens), config, 6, sample=False), 0)
     sure = (1, 2, 3, 4, 5, 0)
     assert {sure[:end] for end in range(1, 1 + min(nodes, len(sure)))} <= set(found)
     assert all(path[:-1] in {(), *found} for path in found)
@@ -144,7 +143,7 @@ def test_a_static_tree_takes_the_ranks_it_names() -> None:
         for ranks in paths:
             path: tuple[int, ...] = ()
             for rank in ranks:
-                path = (*path, int(draft.law(row, path).topk(VOCABULARY).indices[rank]))
+                path = (*path, int(draft.log_probs(row, path).topk(VOCABULARY).indices[rank]))
             wanted.append(path)
         assert sorted(paths_of(proposal, row)) == sorted(wanted)
     assert proposal.max_depth == 3
@@ -162,7 +161,7 @@ def test_ranks_beyond_the_vocabulary_are_absent() -> None:
 
 
 @pytest.mark.parametrize("tree", ["sampled", [(0,), (2,), (2, 5), (0, 0), (0, 1), (0, 1, 3)]])
-def test_drawn_siblings_differ_and_carry_their_parents_law(tree: object) -> None:
+def test_drawn_siblings_differ_and_carry_their_parents_distribution(tree: object) -> None:
     draft = TableDraft(5)
     proposal = draft.grow(3, sample=True, tree=tree, tree_top_k=3, tree_nodes=14)
     assert proposal.q is not None
@@ -173,20 +172,20 @@ def test_drawn_siblings_differ_and_carry_their_parents_law(tree: object) -> None
             if node and parent != ABSENT:
                 assert parent < proposal.q.shape[1]
                 path = path_to(proposal, row, parent)
-                torch.testing.assert_close(proposal.q[row, parent], draft.law(row, path).exp())
+                torch.testing.assert_close(proposal.q[row, parent], draft.log_probs(row, path).exp())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_drawn_siblings_follow_the_law_without_replacement(
+def test_drawn_siblings_follow_the_distribution_without_replacement(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trees, "widest_float", lambda device: dtype)
-    law = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
+    monkeypatch.setattr(sampling, "widest_float", lambda device: dtype)
+    log_probs = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
     rounds = 60_000
     torch.manual_seed(0)
-    drawn = draw_distinct(law.expand(rounds, -1), 2)
+    drawn = draw_distinct(log_probs.expand(rounds, -1), 2)
     counts = Counter(map(tuple, drawn.tolist()))
-    p = law.exp().tolist()
+    p = log_probs.exp().tolist()
     statistic = 0.0
     for first, second in itertools.permutations(range(3), 2):
         expected = rounds * p[first] * p[second] / (1 - p[first])
@@ -207,11 +206,13 @@ def test_a_bushy_tree_spends_its_nodes_within_its_bounds(width: int, nodes: int,
 @pytest.mark.parametrize("tree", [None, "dynamic", "sampled", [(0,), (1,), (0, 0), (0, 1), (1, 0, 0)]])
 @pytest.mark.parametrize("sample", [False, True])
 def test_nothing_waits_for_the_device(tree: object, sample: bool) -> None:
-    """Tensors without data cannot be read, so that reading one on the host raises here."""
-    law = torch.empty(2, VOCABULARY, device="meta")
+    """Tensors without data cannot be read, so that reading one on the CPU raises here."""
+    log_probs = torch.empty(2, VOCABULARY, device="meta")
     config = SpeculationConfig(tree=tree)  # type: ignore[arg-type]
     root = torch.zeros(2, dtype=torch.long, device="meta")
-    proposal = grow(root, law, lambda new, *_: law[:, None].expand(-1, new.shape[1], -1), config, 3, sample)
+    proposal = grow(
+        root, log_probs, lambda new, *_: log_probs[:, None].expand(-1, new.shape[1], -1), config, 3, sample
+    )
     assert proposal.tokens.is_meta and proposal.tokens.shape[1] > 3
     if proposal.q is not None:
         assert verify(

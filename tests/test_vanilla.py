@@ -14,8 +14,8 @@ from hf_spec.drafts.vanilla.speculator import VanillaDrafter
 LENGTHS = (13, 9, 5)
 
 
-def law_behind(draft: PreTrainedModel, text: Tensor, mask: Tensor) -> Tensor:
-    """The draft's log-law behind a row of text (length,), without any cache."""
+def distribution_behind(draft: PreTrainedModel, text: Tensor, mask: Tensor) -> Tensor:
+    """The draft's log-probabilities behind a row of text (length,), without any cache."""
     padded = torch.nn.functional.pad(mask, (0, len(text) - len(mask)), value=1)[None]
     positions = (padded.cumsum(1) - 1).clamp(min=0)
     logits = draft(input_ids=text[None], attention_mask=padded, position_ids=positions, use_cache=False).logits
@@ -32,7 +32,7 @@ def start(
         attention_mask=prompt["attention_mask"],
         features=None,
         config=config,
-        law=lambda logits: logits.float().log_softmax(-1),
+        log_probs=lambda logits: logits.float().log_softmax(-1),
         sample=sample,
     )
     return VanillaSpeculator(draft).drafter(request), prompt
@@ -73,8 +73,8 @@ def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: object) 
             for node in range(1, proposal.tokens.shape[1]):
                 path = proposal.ancestors[row, node].nonzero()[:-1, 0]
                 before = torch.cat([text, proposal.tokens[row, path][1:]])
-                law = law_behind(draft, before, prompt["attention_mask"][row])
-                best = law.topk(3).indices.tolist()
+                distribution = distribution_behind(draft, before, prompt["attention_mask"][row])
+                best = distribution.topk(3).indices.tolist()
                 siblings = (proposal.parents[row, :node] == proposal.parents[row, node]).sum()
                 if tree is None or tree == "dynamic":  # siblings stand in the order of their probability
                     assert int(proposal.tokens[row, node]) == best[int(siblings)]
@@ -84,7 +84,7 @@ def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: object) 
 
 
 @torch.no_grad()
-def test_q_is_the_law_of_the_cached_draft() -> None:
+def test_q_is_the_distribution_of_the_cached_draft() -> None:
     draft = build("llama")
     drafter, prompt = start(draft, SpeculationConfig(), sample=True)
     generator = torch.Generator().manual_seed(2)
@@ -97,8 +97,8 @@ def test_q_is_the_law_of_the_cached_draft() -> None:
         for row, text in enumerate(texts):
             for depth in range(3):
                 before = torch.cat([text, proposal.tokens[row, 1 : 1 + depth]])
-                law = law_behind(draft, before, prompt["attention_mask"][row])
-                torch.testing.assert_close(proposal.q[row, depth], law.exp(), atol=1e-5, rtol=1e-4)
+                distribution = distribution_behind(draft, before, prompt["attention_mask"][row])
+                torch.testing.assert_close(proposal.q[row, depth], distribution.exp(), atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()

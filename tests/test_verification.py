@@ -1,7 +1,8 @@
-"""The rules keep the target's law: measured against laws that were enumerated exactly, beside rules that are wrong.
+"""The rules keep the target's distribution: measured against exact enumeration, beside rules that are wrong.
 
-``fixtures/law_*.safetensors`` hold laws ``p`` and ``q`` over tiny vocabularies and, computed by exact enumeration in
-float64, how often each rule accepts which guesses and emits which token: ``<rule>/law/len{m}[a_1, ..., a_m, y]``.
+``fixtures/distribution_*.safetensors`` hold distributions ``p`` and ``q`` over tiny vocabularies and, computed by
+exact enumeration in float64, how often each rule accepts which guesses and emits which token:
+``<rule>/distribution/len{m}[a_1, ..., a_m, y]``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_spec import sampling
 from hf_spec.decoding import verification
 from hf_spec.decoding.verification import Verdict, follow, match, reject, traverse, verify
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
@@ -32,12 +34,13 @@ ROUNDS = 120_000
 TOO_FAR = 4.0  # standard deviations
 
 
-# --- The bench: laws as tables, a round per row, and a chi-square test ----------------------------------------------
+# --- The bench: distributions as tables, a round per row, and a chi-square test
+# ----------------------------------------------
 
 
 @cache
 def tables(name: str) -> dict[str, Tensor]:
-    return load_file(FIXTURES / f"law_{name}.safetensors")
+    return load_file(FIXTURES / f"distribution_{name}.safetensors")
 
 
 def guesses(name: str) -> int:
@@ -49,26 +52,26 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def after(table: Tensor, text: Tensor) -> Tensor:
-    """Look up the law after each ``text`` (rounds, length): (rounds, vocabulary)."""
+    """Look up the distribution after each ``text`` (rounds, length): (rounds, vocabulary)."""
     return table[tuple(text.unbind(1))].expand(len(text), -1)
 
 
-def drawn(law: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Draw without replacement: the first to arrive, the second, ... of clocks that run as fast as the law says."""
-    return (law / torch.empty_like(law).exponential_(generator=generator)).topk(count).indices
+def drawn(distribution: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw without replacement: the first, the second, ... of clocks that run as fast as the distribution says."""
+    return (distribution / torch.empty_like(distribution).exponential_(generator=generator)).topk(count).indices
 
 
-def best(law: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    return law.topk(count).indices
+def best(distribution: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return distribution.topk(count).indices
 
 
-def drawn_with_replacement(law: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    return torch.multinomial(law, count, replacement=True, generator=generator)
+def drawn_with_replacement(distribution: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    return torch.multinomial(distribution, count, replacement=True, generator=generator)
 
 
 @cache
 def propose(name: str, pick: Pick = drawn) -> tuple[Proposal, Tensor]:
-    """Guess once per row, level by level, as a drafter would; give the proposals and the target's laws."""
+    """Guess once per row, level by level, as a drafter would; give the proposals and the target's distributions."""
     generator = seeded()
     case, depth, width = tables(name), guesses(name), 2 if name in TREES else 1
     texts = [torch.zeros(ROUNDS, 0, dtype=torch.long)]
@@ -77,9 +80,9 @@ def propose(name: str, pick: Pick = drawn) -> tuple[Proposal, Tensor]:
     for length in range(depth):
         children = []
         for parent in level:
-            law = after(case[f"q/len{length}"], texts[parent])
-            q.append(law)
-            for token in pick(law, width, generator).unbind(1):
+            distribution = after(case[f"q/len{length}"], texts[parent])
+            q.append(distribution)
+            for token in pick(distribution, width, generator).unbind(1):
                 children.append(len(texts))
                 texts.append(torch.cat([texts[parent], token[:, None]], dim=1))
                 parents.append(parent)
@@ -101,14 +104,14 @@ def verdict_of(name: str, rule: Rule) -> Verdict:
     return rule(*propose(name), seeded(1))
 
 
-def deviation(outcomes: Tensor, law: Tensor) -> float:
-    """Return how far ``outcomes`` (rounds,) are from ``law``, in standard deviations of a chi-square test."""
-    law = torch.where(law.flatten() < 1e-12, 0, law.flatten().double())
-    seen = torch.bincount(outcomes, minlength=len(law)).double()
-    expected = law * len(outcomes)
-    if seen[law == 0].any():
+def deviation(outcomes: Tensor, distribution: Tensor) -> float:
+    """Return how far ``outcomes`` (rounds,) are from ``distribution``, in standard deviations of a chi-square test."""
+    distribution = torch.where(distribution.flatten() < 1e-12, 0, distribution.flatten().double())
+    seen = torch.bincount(outcomes, minlength=len(distribution)).double()
+    expected = distribution * len(outcomes)
+    if seen[distribution == 0].any():
         return math.inf
-    rare = (expected < 5) & (law > 0)
+    rare = (expected < 5) & (distribution > 0)
     seen = torch.cat([seen[expected >= 5], seen[rare].sum()[None]])
     expected = torch.cat([expected[expected >= 5], expected[rare].sum()[None]])
     seen, expected = seen[expected > 0], expected[expected > 0]
@@ -126,18 +129,18 @@ def outcomes_of(verdict: Verdict, vocabulary: int) -> Tensor:
     return number
 
 
-def law_of(name: str, rule: str) -> Tensor:
-    return torch.cat([tables(name)[f"{rule}/law/len{m}"].flatten() for m in range(guesses(name) + 1)])
+def distribution_of(name: str, rule: str) -> Tensor:
+    return torch.cat([tables(name)[f"{rule}/distribution/len{m}"].flatten() for m in range(guesses(name) + 1)])
 
 
 def continued(name: str, verdict: Verdict, generator: torch.Generator) -> Tensor:
     """Go on drawing from the target until every row has ``guesses + 1`` tokens, and number the texts, (rounds,)."""
     text, number = verdict.tokens[:, :0], torch.zeros_like(verdict.counts)
     for j, token in enumerate(verdict.tokens.unbind(1)):
-        law = after(tables(name)[f"p/len{j}"], text)
-        own = torch.multinomial(law, 1, generator=generator)[:, 0]
+        distribution = after(tables(name)[f"p/len{j}"], text)
+        own = torch.multinomial(distribution, 1, generator=generator)[:, 0]
         text = torch.cat([text, torch.where(j < verdict.counts, token, own)[:, None]], dim=1)
-        number = number * law.shape[1] + text[:, -1]
+        number = number * distribution.shape[1] + text[:, -1]
     return number
 
 
@@ -147,25 +150,31 @@ def lossless(name: str, rule: Rule, pick: Pick = drawn) -> bool:
     return deviation(text, tables(name)["target_joint"]) < TOO_FAR
 
 
-# --- The law --------------------------------------------------------------------------------------------------------
+# --- The distribution
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "law", "rule"),
-    [(name, law, rule) for name in CHAINS for law, rule in (("token", reject), ("block", traverse))]
-    + [(name, law, rule) for name in TREES for law, rule in (("rrsw", reject), ("traversal", traverse))],
+    ("name", "distribution", "rule"),
+    [(name, distribution, rule) for name in CHAINS for distribution, rule in (("token", reject), ("block", traverse))]
+    + [
+        (name, distribution, rule)
+        for name in TREES
+        for distribution, rule in (("rrsw", reject), ("traversal", traverse))
+    ],
 )
-def test_drawn_guesses(name: str, law: str, rule: Rule) -> None:
+def test_drawn_guesses(name: str, distribution: str, rule: Rule) -> None:
     verdict = verdict_of(name, rule)
-    assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), law_of(name, law)) < TOO_FAR
+    assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), distribution_of(name, distribution)) < TOO_FAR
     assert deviation(continued(name, verdict, seeded(2)), tables(name)["target_joint"]) < TOO_FAR
 
 
-@pytest.mark.parametrize(("name", "law"), [("chain_v3_l3", "block"), ("tree_v4_k2_l2", "traversal")])
-def test_drawn_guesses_without_float64(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "widest_float", lambda device: torch.float32)
+@pytest.mark.parametrize(("name", "distribution"), [("chain_v3_l3", "block"), ("tree_v4_k2_l2", "traversal")])
+def test_drawn_guesses_without_float64(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sampling, verification):
+        monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
     verdict = traverse(*propose(name), seeded(1))
-    assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), law_of(name, law)) < TOO_FAR
+    assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), distribution_of(name, distribution)) < TOO_FAR
     assert not torch.equal(verdict.counts, verdict_of(name, traverse).counts)  # other coins
 
 
@@ -173,16 +182,16 @@ def test_drawn_guesses_without_float64(name: str, law: str, monkeypatch: pytest.
 def test_chosen_guesses(name: str) -> None:
     proposal, p = propose(name, best)
     verdict = verify(replace(proposal, q=None), p, "block", seeded(1))
-    assert deviation(outcomes_of(verdict, p.shape[-1]), law_of(name, "pointmass")) < TOO_FAR
+    assert deviation(outcomes_of(verdict, p.shape[-1]), distribution_of(name, "pointmass")) < TOO_FAR
     assert deviation(continued(name, verdict, seeded(2)), tables(name)["target_joint"]) < TOO_FAR
 
 
 @pytest.mark.parametrize("name", CHAINS + TREES)
 def test_traverse_accepts_more(name: str) -> None:
     simple, longer = ((verdict_of(name, rule).counts - 1).double().mean() for rule in (reject, traverse))
-    laws = ("token", "block") if name in CHAINS else ("rrsw", "traversal")
-    for accepted, law in zip((simple, longer), laws, strict=True):
-        assert accepted == pytest.approx(float(tables(name)[f"{law}/expected_accepted"]), abs=0.015)
+    distributions = ("token", "block") if name in CHAINS else ("rrsw", "traversal")
+    for accepted, distribution in zip((simple, longer), distributions, strict=True):
+        assert accepted == pytest.approx(float(tables(name)[f"{distribution}/expected_accepted"]), abs=0.015)
     assert longer > simple + 0.03
 
 
@@ -225,12 +234,12 @@ def test_siblings_drawn_with_replacement_are_fine(rule: Rule) -> None:
 # --- Irregular trees, another one in every row ----------------------------------------------------------------------
 
 
-def exact_law(tokens: list[int], parents: list[int], p: Tensor, q: Tensor, rule: Rule) -> Tensor:
+def exact_distribution(tokens: list[int], parents: list[int], p: Tensor, q: Tensor, rule: Rule) -> Tensor:
     """Enumerate how often each node is the last accepted one and which token follows: (nodes, vocabulary) float64.
 
     The slow twin: recursive as in the papers, one child at a time.
     """
-    law = torch.zeros_like(p, dtype=torch.float64)
+    distribution = torch.zeros_like(p, dtype=torch.float64)
 
     def visit(node: int, reach: Tensor, turn: Tensor) -> Tensor:
         """Spend ``turn``, the probability that it is this node's turn; return what of it goes on to the next path."""
@@ -247,12 +256,12 @@ def exact_law(tokens: list[int], parents: list[int], p: Tensor, q: Tensor, rule:
             left = rest / rest.sum() if rest.sum() > 0 else left
             guess = guess.index_fill(0, torch.tensor(tokens[child]), 0)
             guess = guess / guess.sum()
-        law[node] += weight * reach * left
+        distribution[node] += weight * reach * left
         return weight * (1 - reach)
 
     one = torch.ones((), dtype=torch.float64)
     visit(0, one, one)
-    return law
+    return distribution
 
 
 def ends_of(verdict: Verdict, vocabulary: int) -> Tensor:
@@ -263,14 +272,14 @@ def ends_of(verdict: Verdict, vocabulary: int) -> Tensor:
 def test_fixed_tree(rule: Rule, name: str) -> None:
     case = tables("fixed_tree_a")
     tokens, parents, p, q = case["tokens"], case["parents"], case["p"], case["q"]
-    law = case[f"{name}/out"]
-    assert torch.allclose(exact_law(tokens.tolist(), parents.tolist(), p, q, rule), law, atol=1e-12)
+    distribution = case[f"{name}/out"]
+    assert torch.allclose(exact_distribution(tokens.tolist(), parents.tolist(), p, q, rule), distribution, atol=1e-12)
 
     def rows(x: Tensor) -> Tensor:
         return x.expand(ROUNDS, *x.shape)
 
     verdict = rule(Proposal(rows(tokens), rows(parents), 3, rows(q.float())), rows(p.float()), seeded())
-    assert deviation(ends_of(verdict, p.shape[1]), law) < TOO_FAR
+    assert deviation(ends_of(verdict, p.shape[1]), distribution) < TOO_FAR
     chosen = verify(Proposal(rows(tokens), rows(parents), 3), rows(p.float()), "block", seeded())
     assert deviation(ends_of(chosen, p.shape[1]), case["pointmass/out"]) < TOO_FAR
 
@@ -302,7 +311,7 @@ def test_another_tree_in_every_row(rule: Rule) -> None:
     )
     verdict = rule(proposal, p.repeat_interleave(copies, dim=0), generator)
     for row, ends in enumerate(ends_of(verdict, vocabulary).split(copies)):
-        assert deviation(ends, exact_law(*trees[row], p[row], q[row], rule)) < TOO_FAR
+        assert deviation(ends, exact_distribution(*trees[row], p[row], q[row], rule)) < TOO_FAR
 
 
 # --- Wrong on purpose: the bench must see it ------------------------------------------------------------------------
@@ -314,7 +323,7 @@ def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: st
     rows, last = torch.arange(len(p)), proposal.max_depth
     reach, accepted = torch.ones(len(p)), torch.zeros(len(p), dtype=torch.long)
     stopped = torch.zeros(len(p), dtype=torch.bool)
-    laws = [p[:, 0] - proposal.q[:, 0]]
+    distributions = [p[:, 0] - proposal.q[:, 0]]
     for i in range(1, last + 1):
         token = proposal.tokens[:, i]
         reach = (reach * p[rows, i - 1, token] / proposal.q[rows, i - 1, token]).clamp(max=1)
@@ -322,14 +331,14 @@ def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: st
         if i < last:
             rest = (reach[:, None] * p[:, i] - proposal.q[:, i]).clamp(min=0)
             chance = (rest.sum(1) / (rest.sum(1) + 1 - reach)).nan_to_num(nan=1.0)
-            laws.append(p[:, i] - proposal.q[:, i] if mistake == "residual of the token rule" else rest)
+            distributions.append(p[:, i] - proposal.q[:, i] if mistake == "residual of the token rule" else rest)
         taken = torch.rand(len(p), generator=generator) <= chance
         if mistake == "stop at the first rejection":
             stopped |= ~taken
             taken = taken & ~stopped
         accepted = torch.where(taken, i, accepted)
-    law = torch.stack([*laws, p[:, last]], dim=1)[rows, accepted].clamp(min=0)
-    token = draw(torch.where(law.sum(1, keepdim=True) > 0, law, p[rows, accepted]), generator)
+    distribution = torch.stack([*distributions, p[:, last]], dim=1)[rows, accepted].clamp(min=0)
+    token = draw(torch.where(distribution.sum(1, keepdim=True) > 0, distribution, p[rows, accepted]), generator)
     tokens = torch.cat([proposal.tokens[:, 1:], token[:, None]], dim=1).scatter(1, accepted[:, None], token[:, None])
     return Verdict(torch.arange(last + 1).clamp(max=accepted[:, None]), tokens, accepted + 1)
 
@@ -337,7 +346,7 @@ def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: st
 def test_block_twin_is_right() -> None:
     proposal, p = propose("chain_v3_l3")
     verdict = block(proposal, p, seeded(1))
-    assert deviation(outcomes_of(verdict, p.shape[-1]), law_of("chain_v3_l3", "block")) < TOO_FAR
+    assert deviation(outcomes_of(verdict, p.shape[-1]), distribution_of("chain_v3_l3", "block")) < TOO_FAR
     assert lossless("chain_v3_l3", block)
 
 
@@ -353,7 +362,7 @@ def test_chosen_guesses_verified_as_if_drawn_are_seen(name: str, rule: Rule) -> 
 
 
 @pytest.mark.parametrize("shrinks", [True, False])
-def test_siblings_weighed_by_a_law_that_forgets_to_shrink_are_seen(shrinks: bool) -> None:
+def test_siblings_weighed_by_a_distribution_that_forgets_to_shrink_are_seen(shrinks: bool) -> None:
     def one_by_one(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
         """Verify the two children of the root as a chain of one guess each, the second against what is left."""
         assert proposal.q is not None
@@ -385,7 +394,9 @@ def test_guesses_dropped_after_they_were_drawn_are_seen() -> None:
 
 def test_one_rule_is_not_another() -> None:
     proposal, p = propose("chain_v3_l3")
-    assert deviation(outcomes_of(traverse(proposal, p, seeded(1)), 3), law_of("chain_v3_l3", "token")) > TOO_FAR
+    assert (
+        deviation(outcomes_of(traverse(proposal, p, seeded(1)), 3), distribution_of("chain_v3_l3", "token")) > TOO_FAR
+    )
 
 
 # --- Looking up ------------------------------------------------------------------------------------------------------
@@ -431,7 +442,7 @@ def test_follow_keeps_the_token_of_a_row_that_stopped() -> None:
 
 
 def chain_of(p: Tensor, q: Tensor, copies: int = 500) -> tuple[Proposal, Tensor]:
-    """Repeat one law of the target and one of the draft at every node of chains of three drawn guesses."""
+    """Repeat one distribution of the target and one of the draft at every node of chains of three drawn guesses."""
     tokens = torch.multinomial(q.expand(copies, -1), 3, replacement=True, generator=seeded())
     root = torch.zeros(copies, dtype=torch.long)
     return Proposal.chain(root, tokens, q=q.expand(copies, 3, -1)), p.expand(copies, 4, -1)
@@ -440,12 +451,12 @@ def chain_of(p: Tensor, q: Tensor, copies: int = 500) -> tuple[Proposal, Tensor]
 @pytest.mark.parametrize("rule", [reject, traverse])
 @pytest.mark.parametrize("is_chain", [True, False])
 class TestEdges:
-    def test_same_laws_accept_everything(self, rule: Rule, is_chain: bool) -> None:
-        law = torch.randn(50, generator=seeded()).softmax(-1)
-        proposal, p = chain_of(law, law)
+    def test_same_distributions_accept_everything(self, rule: Rule, is_chain: bool) -> None:
+        distribution = torch.randn(50, generator=seeded()).softmax(-1)
+        proposal, p = chain_of(distribution, distribution)
         assert (rule(replace(proposal, is_chain=is_chain), p, seeded()).counts == 4).all()
 
-    def test_disjoint_laws_accept_nothing(self, rule: Rule, is_chain: bool) -> None:
+    def test_disjoint_distributions_accept_nothing(self, rule: Rule, is_chain: bool) -> None:
         proposal, p = chain_of(torch.tensor([0.5, 0.5, 0, 0]), torch.tensor([0, 0, 0.3, 0.7]))
         verdict = rule(replace(proposal, is_chain=is_chain), p, seeded())
         assert (verdict.counts == 1).all() and (verdict.tokens[:, 0] <= 1).all() and (verdict.path == 0).all()
@@ -475,8 +486,8 @@ class TestEdges:
         self, rule: Rule, is_chain: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, 1 - 2**-53, dtype=dtype))
-        law = torch.tensor([0.3, 0.7, 0])
-        proposal, p = chain_of(law, law)
+        distribution = torch.tensor([0.3, 0.7, 0])
+        proposal, p = chain_of(distribution, distribution)
         verdict = rule(replace(proposal, is_chain=is_chain), p)
         assert (verdict.counts == 4).all() and (verdict.tokens[:, -1] == 1).all()
 
@@ -487,7 +498,7 @@ class TestEdges:
         assert torch.equal(once, again) and not torch.equal(once, other)
 
     def test_nothing_waits_for_the_device(self, rule: Rule, is_chain: bool) -> None:
-        """Tensors without data cannot be read, so a rule that reads one on the host raises here."""
+        """Tensors without data cannot be read, so a rule that reads one on the CPU raises here."""
         proposal, p = chain_of(torch.tensor([0.5, 0.5]), torch.tensor([0.5, 0.5]))
         assert proposal.q is not None
         there = Proposal(
@@ -499,7 +510,7 @@ class TestEdges:
     def test_on_a_gpu(self, rule: Rule, is_chain: bool) -> None:
         case = tables("fixed_tree_a")
         tokens, parents, p, q = (case[key].cuda() for key in ("tokens", "parents", "p", "q"))
-        if is_chain:  # the law of its first branch
+        if is_chain:  # the distribution of its first branch
             tokens, parents, p, q = tokens[[0, 1, 4, 7]], torch.arange(-1, 3).cuda(), p[[0, 1, 4, 7]], q[[0, 1, 4]]
         rows = [x.expand(ROUNDS, *x.shape) for x in (tokens, parents, q.float(), p.float())]
         generator = torch.Generator("cuda").manual_seed(0)
@@ -511,12 +522,12 @@ class TestEdges:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         q = torch.cat([q, q[:1]])[: len(p)]
-        law = exact_law(tokens.tolist(), parents.tolist(), p.cpu(), q.cpu(), rule)
-        assert deviation(ends_of(verdict, p.shape[1]).cpu(), law) < TOO_FAR
+        distribution = exact_distribution(tokens.tolist(), parents.tolist(), p.cpu(), q.cpu(), rule)
+        assert deviation(ends_of(verdict, p.shape[1]).cpu(), distribution) < TOO_FAR
 
 
 def test_siblings_that_were_never_drawn_are_passed_over() -> None:
-    """A one-hot draft has no second child to give: whatever stands there, repeated or not, must not bend the law."""
+    """A one-hot draft has no second child to give: whatever stands there must not bend the distribution."""
     rounds, p = 60_000, torch.tensor([0.5, 0.3, 0.2])
     tokens = torch.tensor([0, 1, 1, 2]).expand(rounds, -1)
     q = torch.tensor([0, 1.0, 0]).expand(rounds, 1, -1)
@@ -534,7 +545,7 @@ def test_tiny_q_does_not_overflow() -> None:
     assert verdict.counts.tolist() == [1] and verdict.tokens.tolist() == [[1, 1, 1, 1]]
 
 
-def test_laws_that_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_that_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding leaves nothing of ``p - q``, the next token comes from ``p`` and the path stays."""
     rounds = 2000
     p = torch.rand(rounds, 4, 5, generator=seeded()).index_fill(2, torch.tensor(0), 0)
@@ -574,7 +585,7 @@ def test_chosen_guesses_are_refused(rule: Rule) -> None:
 # --- One draw --------------------------------------------------------------------------------------------------------
 
 
-def test_draw_has_the_law() -> None:
+def test_draw_has_the_distribution() -> None:
     weights = torch.tensor([0, 3.0, 0, 1e-3, 2, 0.5, 0])  # need not sum to one
     tokens = draw(weights.expand(400, 500, -1), seeded())
     assert tokens.shape == (400, 500)
@@ -585,21 +596,21 @@ def test_draw_has_the_law() -> None:
 @pytest.mark.parametrize("coin", [0, 0.5, 1 - 2**-53])
 def test_draw_never_gives_the_impossible(coin: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, coin, dtype=dtype))
-    laws = torch.tensor([[0, 0, 1, 0], [0, 1e-38, 0, 0], [0, 1e-30, 1, 0], [0.5, 0, 0, 0.5]])
-    assert (laws.gather(1, draw(laws)[:, None]) > 0).all()
+    distributions = torch.tensor([[0, 0, 1, 0], [0, 1e-38, 0, 0], [0, 1e-30, 1, 0], [0.5, 0, 0, 0.5]])
+    assert (distributions.gather(1, draw(distributions)[:, None]) > 0).all()
 
 
 def test_draw_says_where_nothing_can_be_drawn() -> None:
-    laws = torch.tensor([[0.0, 0, 0], [torch.nan, torch.nan, torch.nan], [0.5, torch.nan, 0.5], [0, 1, 0]])
-    assert draw(laws, seeded()).tolist() == [-1, -1, -1, 1]
+    distributions = torch.tensor([[0.0, 0, 0], [torch.nan, torch.nan, torch.nan], [0.5, torch.nan, 0.5], [0, 1, 0]])
+    assert draw(distributions, seeded()).tolist() == [-1, -1, -1, 1]
 
 
 def test_draw_reaches_the_tail_of_a_large_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    law = torch.full((150_001,), 1e-9)
-    law[0] = 1  # in float32, 1 + 1e-9 is 1: a rounded sum would never move again
-    coin = float(law[:75_001].double().sum() / law.double().sum())
+    distribution = torch.full((150_001,), 1e-9)
+    distribution[0] = 1  # in float32, 1 + 1e-9 is 1: a rounded sum would never move again
+    coin = float(distribution[:75_001].double().sum() / distribution.double().sum())
     monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, coin, dtype=dtype))
-    assert abs(int(draw(law)) - 75_001) <= 1
+    assert abs(int(draw(distribution)) - 75_001) <= 1
 
 
 def test_match_is_follow_with_the_picks_known() -> None:

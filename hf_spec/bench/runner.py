@@ -277,7 +277,7 @@ def _constant_length(method: _Method) -> Iterator[None]:
 class ForwardClock:
     """Add up the time that ``models`` spend in ``forward`` inside a ``with`` block; ``calls`` counts them per model.
 
-    On CUDA by events on the device's own clock, so that the host does not wait for each forward and what it does
+    On CUDA by events on the device's own clock, so that the CPU does not wait for each forward and what it does
     beside them counts as it would without a clock.
     """
 

@@ -117,7 +117,7 @@ class _Probe(Speculator):
 
 
 class _ProbeDrafter(Drafter):
-    """Give the draft a law that makes the text its best guess; the laws of a chain are asked for by depth."""
+    """Give the draft a distribution that makes the text its best guess; a chain is asked for one by depth."""
 
     def __init__(self, probe: _Probe, request: Request) -> None:
         self._probe = probe
@@ -125,18 +125,18 @@ class _ProbeDrafter(Drafter):
         self._ahead: list[int] = []  # of the text, as far as it is to be guessed
         self._depth = 0
         self._counts = True  # a tree could hold the guesses so far, and what became text is the text
-        self._law = request.law
-        self._drafter = probe.inner.drafter(replace(request, law=self._lead))
+        self._log_probs = request.log_probs
+        self._drafter = probe.inner.drafter(replace(request, log_probs=self._lead))
 
     def _lead(self, logits: Tensor) -> Tensor:
-        laws = self._law(logits)
-        led = torch.full(laws.shape, -torch.inf, device=laws.device)
-        for law, one in zip(laws.flatten(0, -2), led.flatten(0, -2), strict=True):  # views
+        log_probs = self._log_probs(logits)
+        led = torch.full(log_probs.shape, -torch.inf, device=log_probs.device)
+        for own, one in zip(log_probs.flatten(0, -2), led.flatten(0, -2), strict=True):  # views
             if self._depth == len(self._ahead):
                 break
             token = self._ahead[self._depth]
             if self._counts:
-                rank = int((law > law[token]).sum()) if law[token] > -torch.inf else self._probe.ranks
+                rank = int((own > own[token]).sum()) if own[token] > -torch.inf else self._probe.ranks
                 self._probe.count(self._depth, rank)
                 self._counts = rank < self._probe.ranks
             one[token] = 0.0

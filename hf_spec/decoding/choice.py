@@ -1,4 +1,4 @@
-"""Choose what becomes text: the target's law, the verification rule, and the end of each row."""
+"""Choose what becomes text: the target's distribution, the verification rule, and the end of each row."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Chooser:
         self.record = record
 
     def choose(self, proposal: Proposal, scores: Scores) -> Choice:
-        """Emit what the target's law makes of ``proposal``: at least one token per row."""
+        """Emit what the target's distribution makes of ``proposal``: at least one token per row."""
         logits = scores.logits.to(proposal.tokens.device)
         return (self._together if self.lockstep else self._row_by_row)(proposal, logits, scores)
 

@@ -181,8 +181,8 @@ class Call:
         """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
         sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
-        law = self.processors.draft_law(only_best)
-        return self.speculator.drafter(Request(self.model, read, mask, features, self.config, law, sample))
+        distribution = self.processors.draft_distribution(only_best)
+        return self.speculator.drafter(Request(self.model, read, mask, features, self.config, distribution, sample))
 
     @property
     def _returns_cache(self) -> bool:
@@ -246,7 +246,7 @@ class DraftLength:
 
 
 def _prompt_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the mask of ``input_ids`` alone: the host's may begin earlier (a cache) or belong to embeddings."""
+    """Return the mask of ``input_ids`` alone: transformers' may begin earlier (a cache) or belong to embeddings."""
     length = input_ids.shape[1]
     if attention_mask is None or attention_mask.shape[1] < length:
         return torch.ones_like(input_ids)

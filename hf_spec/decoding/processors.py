@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
-from transformers.generation import logits_process as host
+from transformers.generation import logits_process
 
 from ..proposal import Proposal
 
@@ -28,36 +28,36 @@ P = TypeVar("P")
 
 MEMORYLESS: frozenset[type] = frozenset(
     {
-        host.BarkEosPrioritizerLogitsProcessor,
-        host.EpsilonLogitsWarper,
-        host.EtaLogitsWarper,
-        host.InfNanRemoveLogitsProcessor,
-        host.LogitNormalization,
-        host.MinPLogitsWarper,
-        host.SuppressTokensLogitsProcessor,
-        host.TemperatureLogitsWarper,
-        host.TopHLogitsWarper,
-        host.TopKLogitsWarper,
-        host.TopPLogitsWarper,
-        host.TypicalLogitsWarper,
+        logits_process.BarkEosPrioritizerLogitsProcessor,
+        logits_process.EpsilonLogitsWarper,
+        logits_process.EtaLogitsWarper,
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.LogitNormalization,
+        logits_process.MinPLogitsWarper,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.TemperatureLogitsWarper,
+        logits_process.TopHLogitsWarper,
+        logits_process.TopKLogitsWarper,
+        logits_process.TopPLogitsWarper,
+        logits_process.TypicalLogitsWarper,
     }
 )
 
 OF_THE_PREFIX: frozenset[type] = frozenset(
     {
-        host.AlternatingCodebooksLogitsProcessor,
-        host.ExponentialDecayLengthPenalty,
-        host.ForcedBOSTokenLogitsProcessor,
-        host.ForcedEOSTokenLogitsProcessor,
-        host.MinLengthLogitsProcessor,
-        host.MinNewTokensLengthLogitsProcessor,
-        host.NoBadWordsLogitsProcessor,
-        host.NoRepeatNGramLogitsProcessor,
-        host.PrefixConstrainedLogitsProcessor,  # its function is given the row and the prefix and told nothing else
-        host.RepetitionPenaltyLogitsProcessor,
-        host.SequenceBiasLogitsProcessor,
-        host.SuppressTokensAtBeginLogitsProcessor,
-        host.WatermarkLogitsProcessor,  # reseeds its generator from the prefix at every call
+        logits_process.AlternatingCodebooksLogitsProcessor,
+        logits_process.ExponentialDecayLengthPenalty,
+        logits_process.ForcedBOSTokenLogitsProcessor,
+        logits_process.ForcedEOSTokenLogitsProcessor,
+        logits_process.MinLengthLogitsProcessor,
+        logits_process.MinNewTokensLengthLogitsProcessor,
+        logits_process.NoBadWordsLogitsProcessor,
+        logits_process.NoRepeatNGramLogitsProcessor,
+        logits_process.PrefixConstrainedLogitsProcessor,  # its function is told the row and the prefix, nothing else
+        logits_process.RepetitionPenaltyLogitsProcessor,
+        logits_process.SequenceBiasLogitsProcessor,
+        logits_process.SuppressTokensAtBeginLogitsProcessor,
+        logits_process.WatermarkLogitsProcessor,  # reseeds its generator from the prefix at every call
     }
 )
 
@@ -98,8 +98,8 @@ class Processors:
         """Apply the memoryless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
         return _call(self._warpers, scores.new_empty((scores.shape[0], 0), dtype=torch.long), scores)
 
-    def draft_law(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
-        """Return the map from draft logits (..., vocab) to the float32 log-law (..., vocab) that guesses follow.
+    def draft_distribution(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
+        """Return the map from draft logits to float32 log-probabilities that guesses follow, both (..., vocab).
 
         The memoryless processors are applied once; the others would need the prefix of every guess, and leaving them
         out changes how often a guess is accepted but not what is accepted. ``only_best``: nobody looks at more than
@@ -109,11 +109,11 @@ class Processors:
         if only_best and not self._warpers:
             return lambda logits: logits
 
-        def law(logits: Tensor) -> Tensor:
+        def distribution(logits: Tensor) -> Tensor:
             scores = self.warp(logits.reshape(-1, logits.shape[-1]).float())  # (rows, vocab)
             return scores.log_softmax(-1).view(logits.shape)
 
-        return law
+        return distribution
 
     def scores_at(self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
         """Process float32 ``logits`` (pairs, vocab), each after a prefix of its own. Not for a list in lockstep.
@@ -207,10 +207,10 @@ class NodeScores:
     def _is_possible(self, scores: Tensor, reachable: Tensor, batch: Tensor, node: Tensor) -> Tensor:
         """Tell which pairs (batch, node) have a reachable parent that gives them a chance: (pairs,) bool."""
         parent = self._proposal.parents[batch, node]
-        law = scores[batch, parent]  # (pairs, vocab); the root has no parent and reads whatever stands at -1
-        own = law.gather(1, self._proposal.tokens[batch, node][:, None])[:, 0]
+        distribution = scores[batch, parent]  # (pairs, vocab); the root has no parent and reads whatever stands at -1
+        own = distribution.gather(1, self._proposal.tokens[batch, node][:, None])[:, 0]
         # A row of -inf alone gives nan here, which is not 0: greedy decoding goes on with token 0 there.
-        chance = torch.exp(own - law.amax(1))
+        chance = torch.exp(own - distribution.amax(1))
         return (parent < 0) | (reachable[batch, parent] & (chance != 0))
 
     def _score(self, batch: Tensor, node: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) ->
 
 
 def _is_of_the_prefix(processor: Any) -> bool:
-    if type(processor) is host.PrefixConstrainedLogitsProcessor:
+    if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         return bool(processor._num_beams == 1)  # it looks at all beams of a row together
     declared = _PURE in vars(type(processor)) or _PURE in getattr(processor, "__dict__", {})
     return declared or type(processor) in OF_THE_PREFIX
@@ -251,9 +251,11 @@ def _is_of_the_prefix(processor: Any) -> bool:
 
 def _bind(processor: Any, rows: list[int]) -> Any:
     """Return ``processor`` as it has to be called for some ``rows`` of the batch it was made for."""
-    if type(processor) is host.PrefixConstrainedLogitsProcessor:
+    if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         allowed = processor._prefix_allowed_tokens_fn
-        return host.PrefixConstrainedLogitsProcessor(lambda row, prefix: allowed(rows[row], prefix), 1)
-    if type(processor) is host.RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
-        return host.RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[rows])
+        return logits_process.PrefixConstrainedLogitsProcessor(lambda row, prefix: allowed(rows[row], prefix), 1)
+    if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor and isinstance(
+        processor.prompt_ignore_length, Tensor
+    ):
+        return logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[rows])
     return processor

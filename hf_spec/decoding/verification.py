@@ -1,10 +1,11 @@
-"""The lossless rules: which guesses become text, and which token follows, so that the text has the target's law.
+"""The lossless rules: which guesses become text and which token follows, so that the distribution is the target's.
 
 The exception is ``accept_typical``, which the user has to ask for by name.
 
-``p`` (batch, nodes, vocabulary) float32 is the target's law after the user's processors; ``p[:, i]`` is the law of the
-token after node i. ``q`` is the law the guesses were drawn from. Chosen guesses (no ``q``) are only looked up:
-``follow``. Drawn ones are weighed: ``reject`` goes from the root to the leaves, ``traverse`` back from the leaves.
+``p`` (batch, nodes, vocabulary) float32 is the target's distribution after the user's processors; ``p[:, i]`` is the
+distribution of the token after node i. ``q`` is the distribution the guesses were drawn from. Chosen guesses (no
+``q``) are only looked up: ``follow``. Drawn ones are weighed: ``reject`` goes from the root to the leaves,
+``traverse`` back from the leaves.
 
 Both weigh siblings alike: a rejected child takes ``q`` out of ``p``, and itself out of ``q``, for children are drawn
 without replacement. So every acceptance probability is known before the first coin is thrown, and a rule is a table of
@@ -85,8 +86,8 @@ def reject(proposal: Proposal, p: Tensor, generator: torch.Generator | None = No
     On chains this is speculative sampling (arXiv 2211.17192, 2302.01318); on trees, recursive rejection sampling of
     children drawn without replacement.
     """
-    accept, laws = _weigh(proposal, p, carry=False)
-    return _walk(proposal, _coins(accept, generator) < accept, laws, generator)
+    accept, distributions = _weigh(proposal, p, carry=False)
+    return _walk(proposal, _coins(accept, generator) < accept, distributions, generator)
 
 
 def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
@@ -95,10 +96,10 @@ def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = 
     Traversal verification (arXiv 2505.12398); on chains it equals block verification (arXiv 2403.10444). It accepts
     longer paths than ``reject`` on average.
     """
-    accept, laws = _weigh(proposal, p, carry=True)
+    accept, distributions = _weigh(proposal, p, carry=True)
     accepted = _coins(accept, generator) < accept
     leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
-    return _walk(proposal, leads_there, laws, generator)
+    return _walk(proposal, leads_there, distributions, generator)
 
 
 def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float) -> Verdict:
@@ -123,29 +124,29 @@ def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float
 
 
 def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
-    """Return how probably each node is accepted once it is its turn (batch, nodes), and the law of the token after it.
+    """Return how probably each node is accepted once it is its turn (batch, nodes), and what is drawn from behind it.
 
     ``carry`` makes it the whole path to the node (traversal) instead of the node alone. A guess that ``q`` gives no
     mass, a repeated sibling for example, was not drawn: it is passed over.
     """
     if proposal.q is None:
-        raise ValueError("these guesses were chosen, not drawn from a law q; verify them with follow()")
+        raise ValueError("these guesses were chosen, not drawn from a distribution q; verify them with follow()")
     return (_weigh_chain if proposal.is_chain else _weigh_tree)(proposal, p, proposal.q, carry)
 
 
 def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
-    laws, q = p.clone(), q.clone()  # what the next child is weighed against
+    distributions, q = p.clone(), q.clone()  # what the next child is weighed against
     accept, reach = proposal.present.to(p.dtype), torch.ones_like(p[..., 0])  # (batch, nodes)
     for row, parent, child in _turns(proposal):
         token = proposal.tokens[row, child]
-        law, guess = _normalised(laws[row, parent]), _normalised(q[row, parent])  # (..., vocabulary)
-        ratio, drawn = _ratio(law, guess, token, proposal.present[row, child])
+        distribution, guess = _normalised(distributions[row, parent]), _normalised(q[row, parent])  # (..., vocabulary)
+        ratio, drawn = _ratio(distribution, guess, token, proposal.present[row, child])
         accept[row, child] = (reach[row, parent] * ratio).clamp(max=1)
-        laws[row, parent], reach[row, parent] = _take_out(reach[row, parent], law, guess, drawn)
+        distributions[row, parent], reach[row, parent] = _take_out(reach[row, parent], distribution, guess, drawn)
         q[row, parent, token] = torch.where(drawn, 0, q[row, parent, token])
         if carry:
             reach[row, child] = accept[row, child]
-    return (reach if carry else accept), laws
+    return (reach if carry else accept), distributions
 
 
 def _turns(proposal: Proposal) -> list[tuple[Tensor, ...]]:
@@ -183,32 +184,32 @@ def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
     """Do as ``_weigh_tree`` for all guesses at once: four times faster where the vocabulary is small."""
-    law, guess = _normalised(p[:, :-1]), _normalised(q)  # (batch, guesses, vocabulary)
-    ratio, drawn = _ratio(law, guess, proposal.tokens[:, 1:], proposal.present[:, 1:])
+    distribution, guess = _normalised(p[:, :-1]), _normalised(q)  # (batch, guesses, vocabulary)
+    ratio, drawn = _ratio(distribution, guess, proposal.tokens[:, 1:], proposal.present[:, 1:])
     one = torch.ones_like(p[:, 0, 0])
     reach = [one]
     for step in ratio.unbind(1):
         reach.append(((reach[-1] if carry else one) * step).clamp(max=1))
     accept = torch.stack(reach, dim=1)  # (batch, nodes)
     before = accept[:, :-1] if carry else torch.ones_like(ratio)
-    rest, after = _take_out(before, law, guess, drawn)
-    laws = torch.cat([rest, p[:, -1:]], dim=1)
-    return (torch.cat([after, accept[:, -1:]], dim=1) if carry else accept), laws
+    rest, after = _take_out(before, distribution, guess, drawn)
+    distributions = torch.cat([rest, p[:, -1:]], dim=1)
+    return (torch.cat([after, accept[:, -1:]], dim=1) if carry else accept), distributions
 
 
-def _ratio(law: Tensor, guess: Tensor, token: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+def _ratio(distribution: Tensor, guess: Tensor, token: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """Return p / q of ``token`` (...), 0 where it was not drawn, and whether it was."""
     weight = guess.gather(-1, token[..., None])[..., 0]
     drawn = present & (weight > torch.finfo(weight.dtype).tiny)  # p / q of anything smaller could overflow
-    return torch.where(drawn, law.gather(-1, token[..., None])[..., 0] / weight, 0), drawn
+    return torch.where(drawn, distribution.gather(-1, token[..., None])[..., 0] / weight, 0), drawn
 
 
-def _take_out(before: Tensor, law: Tensor, guess: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the law and the acceptance of a node that has lost a child which was ``drawn`` (...) from ``guess``."""
-    rest = (before[..., None] * law).sub_(guess).relu_()
+def _take_out(before: Tensor, distribution: Tensor, guess: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Return distribution and acceptance of a node that has lost a child which was ``drawn`` (...) from ``guess``."""
+    rest = (before[..., None] * distribution).sub_(guess).relu_()
     mass = rest.sum(-1)
     after = (mass / (mass + (1 - before))).nan_to_num(nan=1.0)
-    return torch.where((drawn & (mass > 0))[..., None], rest, law), torch.where(drawn, after, before)
+    return torch.where((drawn & (mass > 0))[..., None], rest, distribution), torch.where(drawn, after, before)
 
 
 def _normalised(weights: Tensor) -> Tensor:
@@ -220,14 +221,14 @@ def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.rand(like.shape, dtype=widest_float(like.device), device=like.device, generator=generator)
 
 
-def _walk(proposal: Proposal, allowed: Tensor, laws: Tensor, generator: torch.Generator | None) -> Verdict:
+def _walk(proposal: Proposal, allowed: Tensor, distributions: Tensor, generator: torch.Generator | None) -> Verdict:
     """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; draw a token there."""
     node = torch.zeros_like(proposal.root)
     for _ in range(proposal.max_depth):
         found, child = ((proposal.parents == node[:, None]) & allowed).max(dim=1)
         node = torch.where(found, child, node)
     rows = torch.arange(node.shape[0], device=node.device)
-    return _verdict(proposal, node, draw(laws[rows, node], generator))
+    return _verdict(proposal, node, draw(distributions[rows, node], generator))
 
 
 def _verdict(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verdict:

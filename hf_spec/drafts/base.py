@@ -28,10 +28,10 @@ class Request:
     ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be
     empty (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the
     speculator asked for; their last position is the prompt's, but the target may have read more than ``input_ids``
-    (embeddings) or less (a cache handed in). ``law`` turns draft logits (..., vocabulary of the target) into the
-    log-law that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied once; where
-    only chains of best guesses are wanted, into any scores of that order.
-    ``sample``: draw the guesses; choose them otherwise.
+    (embeddings) or less (a cache handed in). ``log_probs`` turns draft logits (..., vocabulary of the target) into the
+    log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
+    once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
+    choose them otherwise.
     """
 
     target: PreTrainedModel
@@ -39,9 +39,14 @@ class Request:
     attention_mask: Tensor
     features: Tensor | None
     config: SpeculationConfig
-    law: Callable[[Tensor], Tensor]
+    log_probs: Callable[[Tensor], Tensor]
     sample: bool
     generator: torch.Generator | None = None
+
+    @property
+    def law(self) -> Callable[[Tensor], Tensor]:
+        """Return ``log_probs`` by the name it had in version 0.1.0."""
+        return self.log_probs
 
 
 @dataclass(frozen=True)

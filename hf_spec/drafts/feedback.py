@@ -9,12 +9,12 @@ depth is one step in which a node reads its own token beside the hidden state of
 The forest is forgotten when the target has spoken, because its nodes were read beside guesses of features.
 
 A draft may have several *readers*, layers of its own for the first depths (DeepSeek-V3 with two MTP layers, arXiv
-2412.19437, section 2.2). Reader k stands beside what reader k - 1 made of the token before, and gives the law of depth
-k + 1; the last one is fed its own output from there on::
+2412.19437, section 2.2). Reader k stands beside what reader k - 1 made of the token before, and gives the distribution
+of depth k + 1; the last one is fed its own output from there on::
 
-    reader 0   x1|g0  x2|g1  x3|g2 │                     law behind the root x3: a
-    reader 1          x2|h1  x3|h2 │ a|h3                law behind a: b           (h: reader 0, i: reader 1)
-                                     b|ia  c|ib ...      laws behind b, c, ...
+    reader 0   x1|g0  x2|g1  x3|g2 │                     distribution behind the root x3: a
+    reader 1          x2|h1  x3|h2 │ a|h3                distribution behind a: b           (h: reader 0, i: reader 1)
+                                     b|ia  c|ib ...      distributions behind b, c, ...
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ class FeedbackDrafter(Drafter):
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
         last = counts[:, None] - 1
         beside = {"features": self._own(news.features)}
-        laws = []
+        logits_by_reader = []
         for number, reader in enumerate(self._readers):
             logits, hidden = reader.read(tokens, counts.tolist(), **beside)
-            laws.append(logits.gather(1, last[:, :, None].expand(-1, -1, logits.shape[-1])))
+            logits_by_reader.append(logits.gather(1, last[:, :, None].expand(-1, -1, logits.shape[-1])))
             before = torch.cat([self._hidden[number][:, :1], hidden[:, :-1]], dim=1)
             beside = {"hidden_states": before}
             self._hidden[number] = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
         self._depth = 0
         root = tokens.gather(1, last)[:, 0]
-        law = self._law(laws[0])[:, 0]
-        proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
+        log_probs = self._log_probs(logits_by_reader[0])[:, 0]
+        proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
@@ -91,21 +91,21 @@ class FeedbackDrafter(Drafter):
         first = min(self._depth, last)
         index = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])
         fed = self._hidden[self._depth - 1 if self._depth <= last else last]
-        law: Tensor | None = None
+        log_probs: Tensor | None = None
         for number in range(first, last + 1):
             logits, hidden = self._readers[number].run(tokens, ancestors, hidden_states=fed.gather(1, index))
-            law = self._law(logits) if law is None else law
+            log_probs = self._log_probs(logits) if log_probs is None else log_probs
             fed = self._hidden[number]
             self._hidden[number] = torch.cat([fed, hidden], dim=1)
         for number in range(first):  # never asked again, but the nodes keep their numbers
             self._hidden[number] = torch.cat([self._hidden[number], hidden], dim=1)
-        assert law is not None
-        return law
+        assert log_probs is not None
+        return log_probs
 
-    def _law(self, logits: Tensor) -> Tensor:
-        """Turn logits over the draft vocabulary into the log-law of guesses over the target's."""
+    def _log_probs(self, logits: Tensor) -> Tensor:
+        """Turn logits over the draft vocabulary into the log-probabilities of guesses over the target's."""
         logits = self._draft.over_target(logits)
-        return self._request.law(logits.to(self._request.input_ids.device)).to(self._device)
+        return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
 
     def _own(self, features: Tensor) -> Tensor:
         return features.to(self._device, self._draft.dtype)

@@ -62,7 +62,7 @@ class DraftModel(PreTrainedModel, Speculator):
     def __init__(self, config: SpeculatorConfig, draft_vocab_size: int) -> None:
         super().__init__(config)
         layers = config.layers
-        layers._attn_implementation = config._attn_implementation  # the host sets these where a sub-model is built
+        layers._attn_implementation = config._attn_implementation  # transformers sets these where a sub-model is built
         layers._experts_implementation = config._experts_implementation
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()) and layers.model_type == "llama":
             self._supports_flash_attn = False  # llama's attention does not tell the kernel about windows

@@ -22,8 +22,8 @@ from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
 from ..sampling import best, draw_distinct
 
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
-# (batch, new, forest), to their log-laws, (batch, new, vocabulary). Parents are forest numbers, -1 follows the text.
-# No ancestors: the nodes continue a chain.
+# (batch, new, forest), to their log-probabilities, (batch, new, vocabulary). Parents are forest numbers, -1 follows
+# the text. No ancestors: the nodes continue a chain.
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -41,7 +41,7 @@ class Forest:
         return cls(step, torch.zeros((like.shape[0], 0, 0), dtype=torch.bool, device=like.device))
 
     def look_behind(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Add nodes (batch, new) and return their log-laws (batch, new, vocabulary)."""
+        """Add nodes (batch, new) and return their log-probabilities (batch, new, vocabulary)."""
         batch, new = tokens.shape
         own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, new, new)
         if self.size:
@@ -55,39 +55,39 @@ class Forest:
         return self.step(tokens, parents, rows)
 
 
-def grow(root: Tensor, law: Tensor, step: Step, config: SpeculationConfig, limit: int, sample: bool) -> Proposal:
+def grow(root: Tensor, log_probs: Tensor, step: Step, config: SpeculationConfig, limit: int, sample: bool) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
-    ``root`` (batch,) is the last token of the text and ``law`` (batch, vocabulary) the log-law behind it; ``limit``
+    ``root`` (batch,) is the last token of the text, ``log_probs`` (batch, vocabulary) say what follows it; ``limit``
     bounds the depth; ``sample`` draws the guesses where it would choose the best ones.
     """
     if limit == 0:
         return Proposal.nothing(root)
     if config.tree is None:
-        return _chain(root, law, step, limit, sample, config.min_confidence)
+        return _chain(root, log_probs, step, limit, sample, config.min_confidence)
     if config.tree == "dynamic":
-        return _dynamic(root, law, step, limit, config.tree_top_k, config.tree_nodes)
+        return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
     if config.tree == "sampled":
-        return _static(root, law, step, bushy(config.tree_top_k, config.tree_nodes, limit), sample)
-    return _static(root, law, step, [path[:limit] for path in config.tree], sample)
+        return _static(root, log_probs, step, bushy(config.tree_top_k, config.tree_nodes, limit), sample)
+    return _static(root, log_probs, step, [path[:limit] for path in config.tree], sample)
 
 
-def _chain(root: Tensor, law: Tensor, step: Step, limit: int, sample: bool, min_confidence: float) -> Proposal:
+def _chain(root: Tensor, log_probs: Tensor, step: Step, limit: int, sample: bool, min_confidence: float) -> Proposal:
     guesses: list[Tensor] = []
-    laws: list[Tensor] = []
+    by_depth: list[Tensor] = []
     counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
     for depth in range(limit):
         if depth:
-            law = step(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None], None)[:, 0]
-        guess = draw_distinct(law, 1)[:, 0] if sample else law.argmax(-1)
+            log_probs = step(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None], None)[:, 0]
+        guess = draw_distinct(log_probs, 1)[:, 0] if sample else log_probs.argmax(-1)
         guesses.append(guess)
-        laws.append(law)
+        by_depth.append(log_probs)
         if min_confidence > 0:  # asked once the guess is in, so that leaving out the next one tells nothing about it
             counts += going
-            going = going & (law.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
+            going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
             if not bool(going.any()):
                 break
-    q = torch.stack(laws, dim=1).exp() if sample else None  # (batch, k, vocabulary)
+    q = torch.stack(by_depth, dim=1).exp() if sample else None  # (batch, k, vocabulary)
     return Proposal.chain(root, torch.stack(guesses, dim=1), counts if min_confidence > 0 else None, q)
 
 
@@ -123,44 +123,44 @@ def _lay_out(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[
     return parents, levels
 
 
-def _static(root: Tensor, law: Tensor, step: Step, paths: Sequence[Sequence[int]], sample: bool) -> Proposal:
+def _static(root: Tensor, log_probs: Tensor, step: Step, paths: Sequence[Sequence[int]], sample: bool) -> Proposal:
     """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
     parents, levels = _lay_out(tuple(map(tuple, _without_gaps(paths) if sample else paths)), root.device)
     forest = Forest.empty(step, root)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
     above = torch.full_like(tokens, NO_PARENT)
-    q = law.new_zeros((len(root), max(parents) + 1, law.shape[-1])) if sample else None
-    laws = law[:, None]
+    q = log_probs.new_zeros((len(root), max(parents) + 1, log_probs.shape[-1])) if sample else None
+    log_probs = log_probs[:, None]
     for depth, level in enumerate(levels):
         if depth:
-            laws = forest.look_behind(tokens[:, level.nodes], level.above.expand(len(root), -1))
+            log_probs = forest.look_behind(tokens[:, level.nodes], level.above.expand(len(root), -1))
         if q is not None:
-            q[:, level.nodes] = laws.exp()
-        ordered = (draw_distinct if sample else best)(laws, level.most)  # (batch, n, most)
+            q[:, level.nodes] = log_probs.exp()
+        ordered = (draw_distinct if sample else best)(log_probs, level.most)  # (batch, n, most)
         rank = level.rank.clamp(max=ordered.shape[2] - 1)  # a vocabulary may be tiny
-        possible = (laws.gather(2, ordered) > -torch.inf)[:, level.place, rank] & (rank == level.rank)
+        possible = (log_probs.gather(2, ordered) > -torch.inf)[:, level.place, rank] & (rank == level.rank)
         parent = level.nodes[level.place]
         tokens[:, level.children] = ordered[:, level.place, rank]
         above[:, level.children] = torch.where(possible & (above[:, parent] != ABSENT), parent, ABSENT)
     return Proposal(tokens, above, max(map(len, paths)), q, shape=tuple(parents))
 
 
-def _dynamic(root: Tensor, law: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:
+def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:
     """Grow the tree of the most probable texts: EAGLE-2 (arXiv 2406.16858), sections 4.1 and 4.2.
 
     At each depth the ``top_k`` most probable paths are followed, each by its ``top_k`` best tokens; of all guesses the
     ``nodes`` on the most probable paths are kept, in the order in which they were made.
     """
-    top_k = min(top_k, law.shape[-1])
+    top_k = min(top_k, log_probs.shape[-1])
     forest = Forest.empty(step, root)
-    score, token = law.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
+    score, token = log_probs.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
     frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its numbers among all guesses
     above = torch.full_like(token, NO_PARENT)  # its parents in the forest
     all_tokens, all_scores, all_parents = [token], [score], [torch.full_like(token, NO_PARENT)]
     for depth in range(1, limit):
-        laws = forest.look_behind(token, above)  # (batch, k, vocabulary)
-        best_laws, best_tokens = laws.topk(top_k)  # (batch, k, k)
-        scores = best_laws + score[:, :, None]
+        log_probs = forest.look_behind(token, above)  # (batch, k, vocabulary)
+        best_log_probs, best_tokens = log_probs.topk(top_k)  # (batch, k, k)
+        scores = best_log_probs + score[:, :, None]
         all_tokens.append(best_tokens.flatten(1))
         all_scores.append(scores.flatten(1))
         all_parents.append(frontier.repeat_interleave(top_k, dim=1))

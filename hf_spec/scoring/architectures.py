@@ -50,7 +50,7 @@ def why_one_row(model: PreTrainedModel) -> str | None:
 
 
 def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> str | None:
-    """Say why ``model`` with the host's ``cache`` cannot be scored over slots, or return ``None`` if it can."""
+    """Say why ``model`` with transformers' ``cache`` cannot be scored over slots, or return ``None`` if it can."""
     name = type(model).__name__
     if (reason := REFUSED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
         return f"{name} is not supported: {reason}"

@@ -46,19 +46,19 @@ GROWTH = 256  # slots added at least when a buffer is full
 class Rows:
     """Say how far each row has come: shared by all layers of a cache.
 
-    ``lengths`` (batch,) counts the committed slots; ``host_lengths`` is the same on the host, so that no layer asks
+    ``lengths`` (batch,) counts the committed slots; ``host_lengths`` is the same on the CPU, so that no layer asks
     the accelerator; ``shortest`` and ``longest`` are their extremes; ``open`` counts the nodes of the open forest, the
     same in every row.
     """
 
-    def __init__(self, lengths: Tensor, host_lengths: list[int]) -> None:
+    def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
         self.open = 0
-        self.set(lengths, host_lengths)
+        self.set(lengths, cpu_lengths)
 
-    def set(self, lengths: Tensor, host_lengths: list[int]) -> None:
+    def set(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
         """Let the rows have these lengths."""
-        self.lengths, self.host_lengths = lengths, host_lengths
-        self.shortest, self.longest = min(host_lengths, default=0), max(host_lengths, default=0)
+        self.lengths, self.cpu_lengths = lengths, cpu_lengths
+        self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
@@ -257,13 +257,13 @@ def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class SlotCache(Cache):
-    """Stand in for the host's ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
+    """Stand in for transformers' ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
 
     def __init__(self, layers: list[Any], rows: Rows) -> None:
         super().__init__(layers=layers)
         self.rows = rows
         self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
-        self._batch = list(range(len(rows.host_lengths)))
+        self._batch = list(range(len(rows.cpu_lengths)))
         windows = {layer.window for layer in layers if isinstance(layer, SlotLayer)}
         self.attends = bool(windows)  # whether any layer keeps slots, as opposed to a recurrent state alone
         # How many columns a query sees at most, itself included, if all layers agree on it.
@@ -297,7 +297,7 @@ class SlotCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Tell which layers keep a state alone: the host looks for the first other one to size its masks."""
+        """Tell which layers keep a state alone: transformers looks for the first other one to size its masks."""
         return [not isinstance(layer, SlotLayer) for layer in self.layers]
 
     @property
@@ -338,7 +338,7 @@ class SlotCache(Cache):
             source, target = self.rows.lengths[:, None] + path, self.rows.lengths[:, None] + steps
             for buffer in self._buffers():
                 buffer.move(row, source, target)
-        lengths = [length + count for length, count in zip(self.rows.host_lengths, counts, strict=True)]
+        lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
         self.rows.set(self.rows.lengths + taken, lengths)
         self.rows.open = 0
 
@@ -347,15 +347,15 @@ class SlotCache(Cache):
         kept = rows.tolist()
         if keep_finished:
             for row in set(range(len(self._batch))) - set(kept):
-                self._retired[self._batch[row]] = (self.rows.host_lengths[row], self._row(row))
+                self._retired[self._batch[row]] = (self.rows.cpu_lengths[row], self._row(row))
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
                 layer.keep_rows(rows)
         self._batch = [self._batch[row] for row in kept]
-        self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.host_lengths[row] for row in kept])
+        self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
 
     def release(self, cache: DynamicCache, longest: int) -> None:
-        """Write up to ``longest`` columns of every row back into the host's ``cache``; shorter rows end in zeros."""
+        """Write at most ``longest`` columns of every row into transformers' ``cache``; shorter rows end in zeros."""
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
         lengths = [min(length, longest) for _, (length, _) in sorted(self._retired.items())]
         for index, (slots, layer) in enumerate(zip(self.layers, getattr(cache, "layers", ()), strict=True)):
@@ -368,7 +368,7 @@ class SlotCache(Cache):
 
     def _row(self, row: int) -> list[dict[str, Tensor]]:
         """Copy the committed slots of one row, layer by layer."""
-        length = self.rows.host_lengths[row]
+        length = self.rows.cpu_lengths[row]
         return [
             {
                 name: buffer.by_slot[row, max(0, layer.first - buffer.start) : length - buffer.start].clone()
@@ -433,7 +433,7 @@ def _adopt_layer(layer: Any, rows: Rows) -> Any:
             if (states := getattr(layer, name, None)) is not None:
                 buffer.adopt(states, layer.get_seq_length() - states.shape[buffer.dim])
         if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
-            slots._indexer_positions = positions.expand(-1, len(rows.host_lengths), -1)
+            slots._indexer_positions = positions.expand(-1, len(rows.cpu_lengths), -1)
     return slots
 
 

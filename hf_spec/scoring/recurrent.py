@@ -84,7 +84,7 @@ def reads_blocks(model: PreTrainedModel) -> bool:
 
 
 class RecurrentRunner(TargetRunner):
-    """What both ways share: the host's cache can be given back for a single row only."""
+    """What both ways share: transformers' cache can be given back for a single row only."""
 
     _batch_is_whole = True
 
@@ -101,13 +101,13 @@ class RecurrentRunner(TargetRunner):
         """Do nothing: several rows get no cache back."""
 
     def release(self, committed: int) -> DynamicCache | None:
-        """Give the host's cache back with all the text of a single row.
+        """Give transformers' cache back with all the text of a single row.
 
         ``None`` for a larger batch: its rows end at different lengths, and a state cannot be padded. ``None`` too for
         states that are in no cache of transformers, as ``generate`` itself does.
         """
         cache = self.slots.cache
-        if len(cache.rows.host_lengths) != 1 or not self._batch_is_whole or not isinstance(cache.shown, Cache):
+        if len(cache.rows.cpu_lengths) != 1 or not self._batch_is_whole or not isinstance(cache.shown, Cache):
             return None
         return self.slots.release(committed)
 
@@ -127,7 +127,7 @@ class LazyRunner(RecurrentRunner):
         """Keep what a row's carried tokens and guesses have room for in a block of ``2 * limit + 1`` columns.
 
         A row with a long carry so guesses less, until a whole block is text and its state is saved. The room is known
-        before the guesses are, so that leaving some out changes no law.
+        before the guesses are, so that leaving some out changes no distribution.
 
         Errors: a ValueError if the proposal is a tree.
         """
@@ -181,7 +181,7 @@ class LazyRunner(RecurrentRunner):
         self._states.keep_rows(rows)
 
     def release(self, committed: int) -> DynamicCache | None:
-        """Give the host's cache back with all the text of a single row, reading what it carries; else ``None``."""
+        """Give transformers' cache back with all the text of a single row, reading what it carries; else ``None``."""
         if len(self._carried) == 1 and self._carried[0]:
             self._block, self._carried = self._carried, [[]]
             self._read(self._block)
@@ -323,7 +323,7 @@ class Branches:
 
 
 class Live:
-    """States as the host's layers hold them, in dicts: kernels write in place, some models put a new tensor there.
+    """States as transformers' layers hold them, in dicts: kernels write in place, some models put a new tensor there.
 
     ``number`` picks one where a layer has several.
     """

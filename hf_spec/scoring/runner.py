@@ -63,7 +63,7 @@ class Scores:
 
 @dataclass
 class _PrefillRecord:
-    """What the forwards of a prefill, which the host may run in chunks, leave behind."""
+    """What the forwards of a prefill, which transformers may run in chunks, leave behind."""
 
     position: Tensor | None = None
     features: list[Tensor] = field(default_factory=list)
@@ -72,7 +72,7 @@ class _PrefillRecord:
 class TargetRunner:
     """Hold one model's text for one ``generate`` call and score guesses that may follow it.
 
-    ``feature_layers`` name hidden states as the host does, ``hidden_states[i]`` being what layer i is given; the
+    ``feature_layers`` name hidden states as transformers does, ``hidden_states[i]`` being what layer i is given; the
     number of layers itself is what the last layer gives, before the final norm, and -1 is the same after it.
     """
 
@@ -94,7 +94,7 @@ class TargetRunner:
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
-        """Read the prompt the host's way and score its last token; the features cover the whole prompt."""
+        """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
         if asked := self.asked_hidden_states:
             model_kwargs["output_hidden_states"] = asked
         if self.feature_layers and model_kwargs.get("logits_to_keep") == 1:
@@ -185,7 +185,7 @@ class TargetRunner:
 
     @property
     def asked_hidden_states(self) -> bool | list[int]:
-        """Return what the host is asked for: all hidden states, or those in front of these layers."""
+        """Return what transformers is asked for: all hidden states, or those in front of these layers."""
         return self.wants_hidden_states or [layer for layer in self.feature_layers if 0 <= layer < self._num_layers]
 
     def _features(self, outputs: Any, last: dict[int, Tensor]) -> Tensor | None:
@@ -285,7 +285,7 @@ class TargetRunner:
         self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
 
     def release(self, committed: int) -> DynamicCache | None:
-        """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
+        """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
         return self.slots.release(committed)
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
@@ -320,7 +320,7 @@ class TargetRunner:
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
-        batch = len(self.slots.cache.rows.host_lengths)
+        batch = len(self.slots.cache.rows.cpu_lengths)
         self.slots.keep_rows(rows, keep_finished)
         position = self._first_position
         if position is not None and position.shape[-2] == batch:
@@ -341,7 +341,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache | None:
-    """Make the empty cache that the host would make for ``model``; ``None`` if the model makes one of its own kind."""
+    """Make the empty cache that transformers would make for ``model``; ``None`` if it makes one of its own kind."""
     if keeps_own_states(model):
         return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -417,7 +417,7 @@ def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: 
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the module that gives the last hidden states; of some models the host's ``get_decoder`` names another."""
+    """Return the module that gives the last hidden states; transformers' ``get_decoder`` may name another."""
     found = model.get_decoder()
     if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
         return model.base_model

@@ -1,6 +1,6 @@
 """Score a forest of tokens over slots: who sees whom, for any model that asks transformers for its masks.
 
-The host's mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
+transformers' mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
 about *logical* columns, where a guess stands as far behind the text as it is deep, and then hides what a node must not
 see. Windows, chunks and patterns by layer come out right without knowing any model.
 """
@@ -82,11 +82,12 @@ class Block:
         """Let the model's own ``inner(batch, head, query, key)`` judge logical columns, then hide what is hidden."""
 
         def function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            if key.ndim == 0:  # the host maps over single indices
+            if key.ndim == 0:  # transformers maps over single indices
                 seen = self.visible[batch, query, key]
                 return seen & inner(batch, head, self.query[batch, query], self.column[batch, key])
             visible = self.visible[:, None, :, first:]  # (batch, 1, nodes, columns)
-            # What is causal is implied: history and ancestors are never later. Typed for single indices by the host.
+            # What is causal is implied: history and ancestors are never later. Typed for single indices by
+            # transformers.
             if inner is causal_mask_function:  # type: ignore[comparison-overlap]
                 return visible
             return visible & inner(batch, head, self.query[:, None, :, None], self.column[:, None, None, first:])
@@ -98,7 +99,7 @@ _block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
 
 
 def _hook_masks(implementation: str) -> None:
-    """Wrap the host's mask function once; without an open block the wrapper passes every call through."""
+    """Wrap transformers' mask function once; without an open block the wrapper passes every call through."""
     original = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     if getattr(original, "_hf_spec", False):
         return
@@ -123,7 +124,7 @@ def _hook_masks(implementation: str) -> None:
 
 
 def unhook_masks() -> None:
-    """Give the host back its own mask functions."""
+    """Give transformers back its own mask functions."""
     for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
         if getattr(function, "_hf_spec", False):
             AttentionMaskInterface.register(name, function._hf_spec_original)
@@ -140,7 +141,7 @@ class Slots:
         self, cache: DynamicCache, batch: int, device: torch.device, padding: Tensor | None, open: int = 0
     ) -> None:
         self.cache = SlotCache.adopt(cache, batch, device, open)
-        self._host_cache = cache
+        self._transformers_cache = cache
         self._prompt = self.cache.rows.longest + min(open, 1)
         if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
             before = max(0, self._prompt - padding.shape[1])
@@ -229,9 +230,9 @@ class Slots:
     @property
     def cache_is_the_users(self) -> bool:
         """Tell whether the user handed the cache in, and so expects the text in it."""
-        return bool(getattr(self._host_cache, "_is_user_defined", False))
+        return bool(getattr(self._transformers_cache, "_is_user_defined", False))
 
     def release(self, committed: int) -> DynamicCache:
-        """Give the host's cache back with the prompt and at most ``committed`` tokens of every row."""
-        self.cache.release(self._host_cache, self._prompt + committed)
-        return self._host_cache
+        """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
+        self.cache.release(self._transformers_cache, self._prompt + committed)
+        return self._transformers_cache

@@ -19,7 +19,8 @@ class DraftTrainingArguments(TrainingArguments):
         unroll_steps: steps of the training-time test. Of drafts that are not fed their own output, Medusa heads have
             as many as there are heads, and language models one.
         step_decay: step k weighs ``step_decay ** k``.
-        objective: ``"kl"`` (from the target's law), ``"ce"`` (its best token), ``"tv"`` (total variation, one minus
+        objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation, one
+        minus
             the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows), ``"reverse_kl"``.
         normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents.
         outside_vocabulary: ``"drop"`` leaves positions whose best target token the draft cannot guess out of the loss
@@ -70,7 +71,9 @@ class DraftTrainingArguments(TrainingArguments):
         if self.eval_prompts < 0:
             raise ValueError(f"eval_prompts is {self.eval_prompts!r}; set 0 for none")
         if self.label_smoothing_factor:
-            raise ValueError("label_smoothing_factor has no say here: the objective compares laws; leave it 0")
+            raise ValueError(
+                "label_smoothing_factor has no say here: the objective compares distributions; leave it 0"
+            )
         if "acceptance" in (self.metric_for_best_model or "") and not self.eval_prompts:
             raise ValueError(
                 f"{self.metric_for_best_model} is measured by generation: set eval_prompts to more than 0"

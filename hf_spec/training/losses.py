@@ -1,7 +1,7 @@
 """What a draft is taught, and how well it does: objectives, the positions that count, and both in chunks.
 
 Everything is aligned to *rows*: row i of step k has read token i+1+k last and guesses token i+2+k, where the target's
-law is that of its position i+1+k. ``answers`` marks the tokens that a draft will have to guess.
+distribution is that of its position i+1+k. ``answers`` marks the tokens that a draft will have to guess.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LK_DECAY = 3.0  # how fast the hybrid goes over from KL to total variation
 def objective_loss(objective: Objective, draft: Tensor, target: Tensor) -> Tensor:
     """Return the loss (...) of ``draft`` logits against ``target`` logits, both (..., draft vocabulary).
 
-    ``"kl"``: from the target's law to the draft's (EAGLE-3's soft cross-entropy, less a constant). ``"ce"``: the
-    target's best token. ``"tv"``: total variation, one minus the acceptance rate of a sampled guess. ``"lk"``: KL
+    ``"kl"``: from the target's distribution to the draft's (EAGLE-3's soft cross-entropy, less a constant). ``"ce"``:
+    the target's best token. ``"tv"``: total variation, one minus the acceptance rate of a sampled guess. ``"lk"``: KL
     while acceptance is low, total variation when it is high, mixed by exp(-3 acceptance). ``"reverse_kl"``: from the
-    draft's law to the target's.
+    draft's distribution to the target's.
     """
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}; choose one of {get_args(Objective)}")
@@ -35,16 +35,16 @@ def objective_loss(objective: Objective, draft: Tensor, target: Tensor) -> Tenso
     return _apart(objective, draft.float().log_softmax(-1), p, p.exp())
 
 
-def _apart(objective: Objective, q: Tensor, p: Tensor, law: Tensor) -> Tensor:
-    """Do the same for log-probabilities; ``law`` is ``p.exp()``, which all steps share."""
+def _apart(objective: Objective, q: Tensor, p: Tensor, distribution: Tensor) -> Tensor:
+    """Do the same for log-probabilities; ``distribution`` is ``p.exp()``, which all steps share."""
     if objective == "ce":
         return -q.gather(-1, p.argmax(-1, keepdim=True))[..., 0]
     if objective == "reverse_kl":
         return cast(Tensor, torch.linalg.vecdot(q.exp(), q - p))
-    kl: Tensor = torch.linalg.vecdot(law, p - q)
+    kl: Tensor = torch.linalg.vecdot(distribution, p - q)
     if objective == "kl":
         return kl
-    tv = 1 - torch.minimum(law, q.exp()).sum(-1)
+    tv = 1 - torch.minimum(distribution, q.exp()).sum(-1)
     if objective == "tv":
         return tv
     share = (-LK_DECAY * (1 - tv.detach())).exp()
@@ -126,7 +126,7 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class Law:
+class Distribution:
     """Hold what the target says at some rows; all but the last two are (rows, draft vocabulary).
 
     ``p`` are log-probabilities within the draft vocabulary and ``within`` their exponentials, ``whole`` are the same
@@ -143,7 +143,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Examiner:
-    """Compare a draft's laws with the target's, ``chunk`` rows of a step at a time.
+    """Compare a draft's distributions with the target's, ``chunk`` rows of a step at a time.
 
     ``draft_head(step, states)`` gives logits over the draft vocabulary and ``target_head(hidden)`` over the target's;
     ``target_ids`` (draft vocabulary,) maps one to the other, ``None`` if they are the same. ``outside`` says what
@@ -166,7 +166,7 @@ class Examiner:
         ``states`` (batch, length - 1, hidden) of each step are what the draft's head reads, ``hidden`` (batch, length,
         target hidden) the target's last hidden states, ``shares`` (steps, batch, length - 1) the weights of the rows.
         """
-        # Shifted by its step, every row stands at the position of the target whose law it guesses.
+        # Shifted by its step, every row stands at the position of the target whose distribution it guesses.
         wanted = _shift(shares, 1).flatten(1)  # (steps, batch * rows)
         column = (wanted > 0).any(0).nonzero()[:, 0]
         if not len(column):  # the loss is zero, but every process of a distributed run needs a gradient
@@ -188,7 +188,7 @@ class Examiner:
         return loss, Marks(losses, by_row("right"), by_row("overlap"), by_row("inside"))
 
     @torch.no_grad()
-    def law(self, hidden: Tensor) -> Law:
+    def distribution(self, hidden: Tensor) -> Distribution:
         """Return what the target says at a few rows, of last hidden states (rows, target hidden)."""
         logits = self.target_head(hidden).float()  # (rows, vocabulary)
         best, mass = logits.argmax(-1), logits.logsumexp(-1)
@@ -201,16 +201,20 @@ class Examiner:
             best, mass = self.target_ids[logits.argmax(-1)], logits.logsumexp(-1)
         p = logits.log_softmax(-1)  # (rows, draft vocabulary)
         within = p.exp()
-        return Law(p, within, within if self.target_ids is None else (logits - mass[:, None]).exp(), best, inside)
+        return Distribution(
+            p, within, within if self.target_ids is None else (logits - mass[:, None]).exp(), best, inside
+        )
 
-    def mark_step(self, law: Law, step: int, states: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def mark_step(
+        self, distribution: Distribution, step: int, states: Tensor, shares: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss of a few rows of a step, with gradients by autograd, and what is right and overlaps."""
         q = self.draft_head(step, states).float().log_softmax(-1)  # (rows, draft vocabulary)
-        loss = (_apart(self.objective, q, law.p, law.within) * shares * law.inside).sum()
+        loss = (_apart(self.objective, q, distribution.p, distribution.within) * shares * distribution.inside).sum()
         with torch.no_grad():
             first = q.max(-1).indices
-            right = (first if self.target_ids is None else self.target_ids[first]) == law.best
-            return loss, right, torch.minimum(law.whole, q.exp()).sum(-1)
+            right = (first if self.target_ids is None else self.target_ids[first]) == distribution.best
+            return loss, right, torch.minimum(distribution.whole, q.exp()).sum(-1)
 
 
 def _shift(by_step: Tensor, direction: int) -> Tensor:
@@ -230,12 +234,12 @@ class _InChunks(torch.autograd.Function):
         gradients, trained = [torch.zeros_like(tensor) for tensor in given], given[steps:]
         for start in range(0, len(exam.hidden), examiner.chunk):
             rows = slice(start, start + examiner.chunk)
-            law, seen = examiner.law(exam.hidden[rows]), []
+            distribution, seen = examiner.distribution(exam.hidden[rows]), []
             for step in range(steps):  # one by one: logits of other steps are gone, or not there yet
                 source = exam.sources[step][rows]
                 with torch.set_grad_enabled(learns):
                     part = given[step][source].detach().requires_grad_(learns)
-                    loss, *mark = examiner.mark_step(law, step, part, exam.shares[step, rows] / scale)
+                    loss, *mark = examiner.mark_step(distribution, step, part, exam.shares[step, rows] / scale)
                 seen.append((loss.detach() * scale, *mark))
                 if learns:
                     gradients[step][source], *found = torch.autograd.grad(loss, [part, *trained], allow_unused=True)
@@ -243,7 +247,7 @@ class _InChunks(torch.autograd.Function):
                         if more is not None:  # a head of another step
                             gradient += more
             losses, right, overlap = (torch.stack(column) for column in zip(*seen, strict=True))
-            marks.append(Marks(losses, right, overlap, law.inside.expand(steps, -1)))
+            marks.append(Marks(losses, right, overlap, distribution.inside.expand(steps, -1)))
             total += losses.sum()
         ctx.scale = scale
         ctx.save_for_backward(*gradients)

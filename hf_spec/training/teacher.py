@@ -1,4 +1,4 @@
-"""Read texts with a language model: its features, its last hidden state, and its laws a few rows at a time."""
+"""Read texts with a language model: its features, its last hidden state, its distributions a few rows at a time."""
 
 from __future__ import annotations
 

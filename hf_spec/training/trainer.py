@@ -154,7 +154,7 @@ class DraftTrainer(Trainer):
                 raise ValueError("without its layers the target can read no text: cache the features of every dataset")
 
     def _forget_use_cache(self) -> None:
-        """Undo what the host writes into any model's config: a draft has no such option."""
+        """Undo what transformers writes into any model's config: a draft has no such option."""
         if isinstance(draft := self.draft, DraftModel):
             draft.config.__dict__.pop("use_cache", None)
 
@@ -293,7 +293,7 @@ class DraftTrainer(Trainer):
             return output
         tally = self._tallies[False]
         figures = tally.figures(self._over_processes)
-        if tally.sums is not None:  # over all rows, where the host averages batches
+        if tally.sums is not None:  # over all rows, where transformers averages batches
             figures["loss"] = tally.loss(self._step_weights(torch.device("cpu")), self._over_processes)
         figures |= self._measured(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
@@ -346,7 +346,7 @@ class DraftTrainer(Trainer):
             self._write_card(output_dir or cast(str, self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write what hf_spec knows about the draft; the host's card knows of no target."""
+        """Write what hf_spec knows about the draft; transformers' card knows of no target."""
         if self.is_world_process_zero():
             self._write_card(cast(str, self.args.output_dir))
 

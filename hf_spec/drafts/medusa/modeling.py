@@ -5,7 +5,7 @@ same state, so all heads speak at once, and none knows what the ones before it g
 
     state at t ─┬─ target's own head   t + 1   root
                 ├─ head 0              t + 2   depth 1
-                └─ head 1              t + 3   depth 2, the same law behind every guess of depth 1
+                └─ head 1              t + 3   depth 2, the same distribution behind every guess of depth 1
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MedusaDraftModel(DraftModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]
-        # The host does not hand over modules without weights of their own, such as the block around this one.
+        # transformers does not hand over modules without weights of their own, such as the block around this one.
         if isinstance(module, nn.Linear) and module.bias is not None:
             init.zeros_(module.weight)
 
@@ -102,12 +102,12 @@ class MedusaDraftModel(DraftModel):
 
 
 class MedusaDrafter(Drafter):
-    """Look up the law of a node's depth: there is nothing to remember."""
+    """Look up the distribution of a node's depth: there is nothing to remember."""
 
     def __init__(self, draft: MedusaDraftModel, request: Request) -> None:
         self._draft = draft
         self._request = request
-        self._laws: Tensor  # (batch, heads, vocabulary) behind a guess of depth 0, 1, ...
+        self._log_probs: Tensor  # (batch, heads, vocabulary) behind a guess of depth 0, 1, ...
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Let all heads read the state before the root, then combine what they say."""
@@ -115,13 +115,13 @@ class MedusaDrafter(Drafter):
         rows = torch.arange(len(news.counts), device=news.features.device)
         state = news.features[rows, news.counts.to(news.features.device) - 1]  # (batch, hidden)
         logits = self._draft(features=state[:, None].to(self._draft.device, self._draft.dtype)).logits[:, 0]
-        self._laws = self._request.law(self._draft.over_target(logits).to(news.tokens.device))
-        limit = min(limit, self._laws.shape[1])
-        return grow(news.root, self._laws[:, 0], self._step, self._request.config, limit, self._request.sample)
+        self._log_probs = self._request.log_probs(self._draft.over_target(logits).to(news.tokens.device))
+        limit = min(limit, self._log_probs.shape[1])
+        return grow(news.root, self._log_probs[:, 0], self._step, self._request.config, limit, self._request.sample)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
-        return self._laws[torch.arange(len(depth), device=depth.device)[:, None], depth]
+        return self._log_probs[torch.arange(len(depth), device=depth.device)[:, None], depth]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only: nothing is kept of any."""

@@ -36,7 +36,7 @@ from .configuration import MTPSpeculatorConfig
 # Families whose layers are fed what they give before their last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
 
-# The mask of the running forward, on its way past the host to where masks are made; every thread has its own.
+# The mask of the running forward, on its way past transformers to where masks are made; every thread has its own.
 _padding: ContextVar[Tensor | None] = ContextVar("hf_spec_mtp_padding", default=None)
 
 
@@ -81,7 +81,7 @@ class TargetMtp(MtpModel, Speculator):
 
     @staticmethod
     def get_mtp_weights_regex(main_model: PreTrainedModel) -> re.Pattern[str]:
-        """Recognise MTP layers behind any number of decoder layers: the host knows those of published sizes."""
+        """Recognise MTP layers behind any number of decoder layers: transformers knows those of published sizes."""
         config = main_model.config.get_text_config(decoder=True)
         first = config.num_hidden_layers
         patterns = list(getattr(main_model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -126,7 +126,7 @@ class TargetMtp(MtpModel, Speculator):
     def create_masks_for_mtp_layer(
         self, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
     ) -> dict[str, Any]:
-        """Mask as the host does, and the padding too, which it never has."""
+        """Mask as transformers does, and the padding too, which it never has."""
         config = self.config.per_layer_config[layer_idx] if self.config.is_heterogeneous else self.config
         kinds = getattr(self.config, "layer_types", None)
         mask = MASKS[kinds[layer_idx] if kinds else "full_attention"](

@@ -1,7 +1,7 @@
 """Guess by looking back: what followed the last few tokens when they last occurred?
 
-No weights, and no law: guesses are looked up, so they are chosen, never drawn (``Proposal.q`` is None). Known as
-prompt lookup decoding; with a corpus to look in besides the text it becomes retrieval (REST, arXiv 2311.08252).
+No weights, and no distribution: guesses are looked up, so they are chosen, never drawn (``Proposal.q`` is None). Known
+as prompt lookup decoding; with a corpus to look in besides the text it becomes retrieval (REST, arXiv 2311.08252).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NgramSpeculator(Speculator):
     The longest of the last ``max_ngram`` to ``min_ngram`` tokens that occurred before decides. A chain copies one
     continuation; ``tree="dynamic"`` merges up to ``tree_top_k`` different ones into a tree of at most ``tree_nodes``
     guesses, those of longer matches first; in a static tree, rank r at a node is its r-th child in that merged tree.
-    There is no law behind these guesses: ``draft_sampling`` and ``min_confidence`` do not apply.
+    There is no distribution behind these guesses: ``draft_sampling`` and ``min_confidence`` do not apply.
 
     Args:
         max_ngram: longest match that is tried.
@@ -66,7 +66,7 @@ class NgramSpeculator(Speculator):
         """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
         if config is not None and config.tree == "sampled":
             raise ValueError(
-                "tree='sampled' draws its guesses from a draft's law, and n-gram guesses are looked up: "
+                "tree='sampled' draws its guesses from a draft's distribution, and n-gram guesses are looked up: "
                 "use tree='dynamic', a list of paths, or None for a chain"
             )
         vocabulary = target.config.get_text_config(decoder=True).vocab_size
@@ -107,7 +107,7 @@ class TextIndex:
 
 
 class NgramDrafter(Drafter):
-    """Look up guesses for one ``generate`` call; every row has an index of its own text. Lives on the host."""
+    """Look up guesses for one ``generate`` call; every row has an index of its own text. Lives on the CPU."""
 
     def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
         config, tree = request.config, request.config.tree

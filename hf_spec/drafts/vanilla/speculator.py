@@ -89,9 +89,9 @@ class VanillaDrafter(Drafter):
         if not self._reads:
             logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
             return Proposal.nothing(root).to(news.tokens.device)
-        law = self._law(self._read(tokens, counts))
+        log_probs = self._log_probs(self._read(tokens, counts))
         self._open = []
-        proposal = grow(root, law, self._step, self._request.config, limit, self._request.sample)
+        proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
     @property
@@ -101,14 +101,14 @@ class VanillaDrafter(Drafter):
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         self._open.append((tokens, parents))
-        return self._law(self._runner.extend(tokens, ancestors).logits)
+        return self._log_probs(self._runner.extend(tokens, ancestors).logits)
 
-    def _law(self, logits: Tensor) -> Tensor:
-        """Turn draft logits (..., vocabulary) into the log-law of guesses over the target's vocabulary."""
+    def _log_probs(self, logits: Tensor) -> Tensor:
+        """Turn draft logits (..., vocabulary) into the log-probabilities of guesses over the target's vocabulary."""
         if (missing := self._vocabulary - logits.shape[-1]) != 0:
             logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
         # The processors keep tensors where the prompt is, which may be another device than the draft's.
-        return self._request.law(logits.to(self._request.input_ids.device)).to(self._device)
+        return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).

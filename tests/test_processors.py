@@ -289,17 +289,21 @@ def test_plain_call_is_in_float32() -> None:
     assert got.dtype == torch.float32 and torch.equal(got, processors(input_ids, scores.float()))
 
 
-def test_draft_law_applies_the_warpers_once_and_nothing_else() -> None:
+def test_draft_distribution_applies_the_warpers_once_and_nothing_else() -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(2, 3, VOCAB)
     before = logits.clone()
-    law = Processors(LogitsProcessorList([*make("temperature", "ngram_2", "top_k"), Overwrite()])).draft_law()
+    distribution = Processors(
+        LogitsProcessorList([*make("temperature", "ngram_2", "top_k"), Overwrite()])
+    ).draft_distribution()
     once = logits / 0.6
     once = once.masked_fill(once < once.topk(7).values[..., -1:], -float("inf")).log_softmax(-1)
-    assert torch.allclose(law(logits), once) and torch.equal(logits, before)
-    assert not torch.allclose(law(once), once), "the temperature was lost"
-    assert law(logits[0, 0].to(torch.bfloat16)).dtype == torch.float32
-    assert torch.allclose(Processors(LogitsProcessorList()).draft_law()(logits).exp().sum(-1), torch.ones(2, 3))
+    assert torch.allclose(distribution(logits), once) and torch.equal(logits, before)
+    assert not torch.allclose(distribution(once), once), "the temperature was lost"
+    assert distribution(logits[0, 0].to(torch.bfloat16)).dtype == torch.float32
+    assert torch.allclose(
+        Processors(LogitsProcessorList()).draft_distribution()(logits).exp().sum(-1), torch.ones(2, 3)
+    )
 
 
 def lockstep(processor: object) -> bool:

@@ -1,4 +1,4 @@
-"""Sampled text follows the target's law: whole calls of ``generate`` against an exact enumeration."""
+"""Sampled text follows the target's distribution: whole calls of ``generate`` against an exact enumeration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 VOCAB = 5
-DEPTH = 4  # tokens whose joint law is checked
+DEPTH = 4  # tokens whose joint distribution is checked
 TEXTS = 10_000  # drawn in one call after each of two prompts
 PROMPTS = torch.tensor([[3, 1, 4, 1, 4], [0, 0, 2, 4, 2]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
@@ -53,8 +53,8 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def law() -> Tensor:
-    """Enumerate the law of the first tokens after both prompts: (prompts, token, ..., token)."""
+def distribution() -> Tensor:
+    """Enumerate the distribution of the first tokens after both prompts: (prompts, token, ..., token)."""
     warpers = LogitsProcessorList(
         [
             TemperatureLogitsWarper(WARPERS["temperature"]),
@@ -111,18 +111,18 @@ NGRAM = {
 
 @pytest.mark.parametrize("case", VANILLA)
 def test_vanilla(case: str) -> None:
-    assert deviation(sample(guesser(), VANILLA[case]), law()) < TOO_FAR
+    assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 
 def test_many_rounds() -> None:
     found = [sample(guesser(), VANILLA["chain, block"], seed) for seed in range(6)]
-    assert deviation(torch.cat(found), law()) < TOO_FAR
+    assert deviation(torch.cat(found), distribution()) < TOO_FAR
 
 
 @pytest.mark.parametrize("case", NGRAM)
 def test_ngram(case: str) -> None:
     speculator = NgramSpeculator(max_ngram=2, corpus=[[4, 2, 4, 1, 3, 4, 2, 2, 0, 1, 1, 3]])
-    assert deviation(sample(speculator, NGRAM[case]), law()) < TOO_FAR
+    assert deviation(sample(speculator, NGRAM[case]), distribution()) < TOO_FAR
 
 
 @pytest.mark.parametrize("case", ["chain, block", "drawn tree, block", "drawn tree, token", "drawn static tree"])
@@ -131,7 +131,7 @@ def test_eagle3_that_knows_fewer_tokens(case: str) -> None:
     flags = {"draft_vocab_size": 3, "eagle_aux_hidden_state_layer_ids": [0, 1]}
     eagle = Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(model().config, **flags)).eval()
     eagle.set_vocabulary(torch.tensor([1, 2, 4]))
-    assert deviation(sample(eagle, VANILLA[case]), law()) < TOO_FAR
+    assert deviation(sample(eagle, VANILLA[case]), distribution()) < TOO_FAR
 
 
 class Lying(Speculator):
@@ -156,12 +156,12 @@ class Lying(Speculator):
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_a_lie_is_found_out(rule: Any) -> None:
     config = SpeculationConfig(num_speculative_tokens=1, verification=rule)
-    assert deviation(sample(Lying(), config), law()) > 3 * TOO_FAR
+    assert deviation(sample(Lying(), config), distribution()) > 3 * TOO_FAR
 
 
-def test_another_law_is_found_out() -> None:
-    """A slightly different law: the test is sharp enough to tell."""
-    assert deviation(sample(guesser(), VANILLA["chain, block"], repetition_penalty=1.15), law()) > TOO_FAR
+def test_another_distribution_is_found_out() -> None:
+    """A slightly different distribution: the test is sharp enough to tell."""
+    assert deviation(sample(guesser(), VANILLA["chain, block"], repetition_penalty=1.15), distribution()) > TOO_FAR
 
 
 # --- The same text from the same seed --------------------------------------------------------------------------------
