@@ -19,7 +19,7 @@ from test_training_data import MARKED, tokenizer
 
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.training import DraftTrainer, FeatureCache, cache_features
-from hf_spec.training.ends import load_ends, save_ends
+from hf_spec.training.embeddings_and_head import load_ends, save_ends
 from hf_spec.training.teacher import Reader
 
 LAYERS = (1, 4, 6)

@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from ..scoring.runner import input_device
 from .data import COLUMNS, DraftCollator, check_rows
-from .ends import fingerprint, has_body, load_ends, save_ends
+from .embeddings_and_head import fingerprint, has_body, load_ends, save_ends
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)

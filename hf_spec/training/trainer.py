@@ -23,12 +23,12 @@ from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving
 from .data import DraftCollator, check_rows
-from .ends import has_body
+from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
 from .kinds import Text, Unrolled, count_steps, unrolled
 from .losses import Examiner, Marks, row_shares, taught_rows
-from .tally import Tally
+from .running_sums import Tally
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)
