@@ -47,7 +47,7 @@ def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]
     from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
     from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
     from hf_spec.training.kinds import Text, unrolled
-    from hf_spec.training.losses import Examiner, row_shares, taught_rows
+    from hf_spec.training.losses import ChunkedLoss, counted_positions, position_weights
 
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layers(vocabulary, width),
@@ -64,9 +64,9 @@ def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]
     def loss() -> torch.Tensor:
         draft.zero_grad()
         made = unrolled(draft, Text(ids, None, features), STEPS)
-        shares, divisor = row_shares(taught_rows(torch.ones_like(ids), STEPS), "token")
-        shares = shares * (DECAY ** torch.arange(STEPS) / divisor)[:, None, None]
-        return Examiner(made.head, target_head).mark(made.states, hidden, shares, made.trained)[0]
+        weights, divisor = position_weights(counted_positions(torch.ones_like(ids), STEPS), "token")
+        weights = weights * (DECAY ** torch.arange(STEPS) / divisor)[:, None, None]
+        return ChunkedLoss(made.head, target_head).compute(made.states, hidden, weights, made.trained)[0]
 
     return loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -14,12 +15,13 @@ import pytest
 import torch
 from architectures import build
 from golden import in_another_process, tiny_target
+from safetensors.torch import load_file
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from test_training_data import MARKED, tokenizer
 
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.training import DraftTrainer, FeatureCache, cache_features
-from hf_spec.training.embeddings_and_head import load_ends, save_ends
+from hf_spec.training.embeddings_and_head import load_embeddings_and_head, save_embeddings_and_head
 from hf_spec.training.teacher import Reader
 
 LAYERS = (1, 4, 6)
@@ -134,21 +136,21 @@ KINDS = "llama gemma2 gemma3_text cohere granite gpt2 phi mixtral opt bert vl:qw
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_the_ends_of_a_target_give_its_distributions(kind: str, tmp_path: Path) -> None:
+def test_embeddings_and_output_layer_give_the_targets_distributions(kind: str, tmp_path: Path) -> None:
     model = build(kind, seed=0)
     model.config.name_or_path = "ORG/MODEL"
-    save_ends(model, tmp_path)
-    ends, ids = load_ends(tmp_path), torch.arange(5, 12)[None]
+    save_embeddings_and_head(model, tmp_path)
+    kept, ids = load_embeddings_and_head(tmp_path), torch.arange(5, 12)[None]
     _, hidden = Reader(model).read(ids)
-    assert torch.equal(Reader(ends).logits(hidden[0]), Reader(model).logits(hidden[0]))
-    assert torch.equal(ends.get_input_embeddings()(ids), model.get_input_embeddings()(ids))
-    assert sum(parameter.numel() for parameter in ends.parameters()) < model.num_parameters() / 2
-    assert ends.config.name_or_path == "ORG/MODEL"
+    assert torch.equal(Reader(kept).logits(hidden[0]), Reader(model).logits(hidden[0]))
+    assert torch.equal(kept.get_input_embeddings()(ids), model.get_input_embeddings()(ids))
+    assert sum(parameter.numel() for parameter in kept.parameters()) < model.num_parameters() / 2
+    assert kept.config.name_or_path == "ORG/MODEL"
     with pytest.raises(ValueError, match="has no layers"):
-        ends.generate(ids, max_new_tokens=1)
+        kept.generate(ids, max_new_tokens=1)
 
 
-def test_a_target_whose_ends_do_not_suffice_must_be_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_target_whose_logits_take_more_must_be_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("transformers").propagate = True
     target = sharp_target()
     target.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
@@ -175,6 +177,22 @@ def test_states_are_those_of_a_target_with_its_adapter(tmp_path: Path) -> None:
         trained(medusa, sharp_target(), cache, tmp_path)
     with pytest.raises(ValueError, match="load the whole target"):
         cached(tmp_path / "head", target=adapted("lm_head")).load_target()
+
+
+def test_names_on_disk_stay_as_they_were_first_written(tmp_path: Path) -> None:
+    made = cached(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index.keys() == {"format", "made_from", "count", "shards"} and index["format"] == 1
+    assert index["made_from"].keys() == {
+        *("shard_size", "ends", "config", "body", "tokenizer", "dataset", "layers", "dtype")
+    }
+    assert {path.name for path in (tmp_path / "target").iterdir()} >= {"config.json", "ends.safetensors"}
+    states = {f"states.{layer}" for layer in (-1, *LAYERS)}
+    assert load_file(tmp_path / "features-00000.safetensors").keys() == {
+        *("input_ids", "loss_mask", "rows", "lengths", "checksums"),
+        *states,
+    }
+    assert len(made) == len(rows())
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -302,7 +320,7 @@ def test_a_killed_call_goes_on_behind_its_finished_shards(call: int, whole: int,
         FeatureCache(folder)
     times = {name: (folder / name).stat().st_mtime_ns for name in list(expected)[:whole]}
     with pytest.raises(ValueError, match=r"has no layers to finish the cache .* load the whole one"):
-        cached(folder, target=load_ends(tmp_path / "uninterrupted" / "target"))
+        cached(folder, target=load_embeddings_and_head(tmp_path / "uninterrupted" / "target"))
     assert files(cached(folder)) == expected
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
 

@@ -19,16 +19,16 @@ class DraftTrainingArguments(TrainingArguments):
         unroll_steps: steps of the training-time test. Of drafts that are not fed their own output, Medusa heads have
             as many as there are heads, and language models one.
         step_decay: step k weighs ``step_decay ** k``.
-        objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation, one
-        minus
-            the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows), ``"reverse_kl"``.
+        objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation,
+            one minus the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows),
+            ``"reverse_kl"``.
         normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents.
         outside_vocabulary: ``"drop"`` leaves positions whose best target token the draft cannot guess out of the loss
             and counts them wrong; ``"keep"`` compares within the draft vocabulary, as the speculators library does.
         feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
             (EAGLE-1: 1.0, beside 0.1 cross-entropy).
         freeze_lm_head: do not train the draft's own output layer, as the speculators library does.
-        logit_rows: rows whose logits exist at once. Fewer need less memory, more are faster.
+        logit_rows: positions of the text whose logits exist at once. Fewer need less memory, more are faster.
         eval_prompts: held-out prompts that ``evaluate()`` generates from; 0 for none.
         eval_prompt_length: length of a prompt taken from plain text, which does not say where an answer begins.
         eval_max_new_tokens: how far it generates.
@@ -92,12 +92,12 @@ class DraftTrainingArguments(TrainingArguments):
         super().__post_init__()  # type: ignore[no-untyped-call]
         if is_deepspeed_zero3_enabled():
             raise ValueError(
-                "ZeRO-3 gathers the weights of a layer for that layer's own forward only, and a lesson needs them "
+                "ZeRO-3 gathers the weights of a layer for that layer's own forward only, and training needs them "
                 "longer: take ZeRO-1 or 2, or FSDP"
             )
 
     def check_without_target(self) -> None:
-        """Raise a ValueError if something is asked for that takes the whole target while there are only its ends."""
+        """Raise a ValueError if what is asked for takes more of the target than embeddings and output layer."""
         if "acceptance" in (self.metric_for_best_model or ""):
             raise ValueError(
                 f"{self.metric_for_best_model} is measured by generation, for which the target needs its layers: pass "

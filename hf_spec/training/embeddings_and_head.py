@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..scoring.runner import decoder_of
 from .teacher import Reader
 
+# Names on disk are as they were first written: "ends" means embeddings and output layer.
 WEIGHTS = "ends.safetensors"
 SAMPLE = 64  # values of each weight that a fingerprint looks at
 PASSING = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")  # changes no forward
@@ -26,24 +27,24 @@ PASSING = ("transformers_version", "_name_or_path", "architectures", "dtype", "u
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Return digests of what ``model`` computes with: its config, its embeddings and output layer, and its body.
 
-    Of each weight only some values are looked at. A model without a body has only the digest of its ``ends``.
+    Only some values of each weight are looked at. A model without a body has no digest of config and body.
     """
-    ends = _ends(model)
-    found = {"ends": _digest(ends)}
+    outside = _embeddings_and_head(model)
+    found = {"ends": _digest(outside)}
     if has_body(model):
         config = json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)
-        body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in ends}
+        body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in outside}
         found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
     return found
 
 
 def has_body(model: Any) -> bool:
     """Tell whether ``model`` has more weights than embeddings and an output layer, so that it can read a text."""
-    ends = {id(tensor) for tensor in _ends(model).values()}
-    return any(id(parameter) not in ends for parameter in decoder_of(model).parameters())
+    outside = {id(tensor) for tensor in _embeddings_and_head(model).values()}
+    return any(id(parameter) not in outside for parameter in decoder_of(model).parameters())
 
 
-def save_ends(model: PreTrainedModel, directory: Path) -> None:
+def save_embeddings_and_head(model: PreTrainedModel, directory: Path) -> None:
     """Write the config, the embeddings and all that stands behind the body of ``model``.
 
     Errors: a ValueError if that is not enough to work out the logits of a last hidden state.
@@ -55,12 +56,12 @@ def save_ends(model: PreTrainedModel, directory: Path) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _ends(model).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _embeddings_and_head(model).items()}
     content = save(tensors, {"name_or_path": config.name_or_path or ""})
     (directory / WEIGHTS).write_bytes(content)  # an OSError if the disk is full
     hidden = torch.randn(4, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0))
     try:
-        found, expected = (_logits(one, hidden) for one in (load_ends(directory), model))
+        found, expected = (_logits(one, hidden) for one in (load_embeddings_and_head(directory), model))
     except Exception as error:  # whatever an unforeseen architecture needs besides
         raise ValueError(f"the logits of {type(model).__name__} take more than its output layer ({error})") from error
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
@@ -72,8 +73,8 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
     return Reader(model).logits(hidden.to(model.get_output_embeddings().weight)).float().cpu()
 
 
-def load_ends(directory: Path) -> Any:
-    """Load what ``save_ends`` wrote as a model with nothing else: it embeds and gives logits, but reads no text."""
+def load_embeddings_and_head(directory: Path) -> Any:
+    """Load what ``save_embeddings_and_head`` wrote, as a model that embeds and gives logits but reads no text."""
     config = AutoConfig.from_pretrained(directory)
     kind = getattr(transformers, config.architectures[0], None)
     if kind is None:
@@ -83,7 +84,7 @@ def load_ends(directory: Path) -> Any:
     with safe_open(directory / WEIGHTS, framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         config.name_or_path = file.metadata()["name_or_path"]  # where it was loaded from, for drafts and their cards
-    wanted = _ends(model)
+    wanted = _embeddings_and_head(model)
     if found.keys() != wanted.keys():
         raise ValueError(f"the embeddings and the output layer are other modules than {kind.__name__} has")
     real = {
@@ -104,8 +105,8 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _ends(model: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones stand once."""
+def _embeddings_and_head(model: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones once."""
     body = decoder_of(model) if model.base_model is model else model.base_model
     inside = {*body.modules()} - {*model.get_input_embeddings().modules()}
     found: dict[str, Tensor] = {}

@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from ..scoring.runner import input_device
 from .data import COLUMNS, DraftCollator, check_rows
-from .embeddings_and_head import fingerprint, has_body, load_ends, save_ends
+from .embeddings_and_head import fingerprint, has_body, load_embeddings_and_head, save_embeddings_and_head
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)
@@ -123,7 +123,7 @@ def _begin(directory: Path, target: PreTrainedModel, size: int) -> None:
     if (free := shutil.disk_usage(directory).free) < size:
         logger.warning(f"the features need {size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in {directory}")
     try:
-        save_ends(target, directory / "target")
+        save_embeddings_and_head(target, directory / "target")
     except ValueError as error:
         shutil.rmtree(directory / "target", ignore_errors=True)
         logger.warning(f"{error}, so training from this cache needs the whole target")
@@ -195,7 +195,7 @@ class FeatureCache(Dataset[dict[str, Any]]):
         """
         if not (self.directory / "target").exists():
             raise ValueError(f"{self.directory} has no embeddings and no output layer: load the whole target instead")
-        return load_ends(self.directory / "target")
+        return load_embeddings_and_head(self.directory / "target")
 
 
 def _refuse(directory: Path, differences: list[str]) -> None:

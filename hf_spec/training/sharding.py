@@ -1,7 +1,7 @@
-"""Shard a draft by FSDP: as a whole, for a lesson needs its weights from the first layer to the loss.
+"""Shard a draft by FSDP: as a whole, for one forward of training needs all weights, from the first layer to the loss.
 
-What FSDP wraps by itself it gathers for its own forward only, and a lesson reads the output layer's weights outside
-of that, where it works out its gradient chunk by chunk.
+FSDP gathers the weights of a module that it wraps for that module's own forward only. Training reads the output
+layer's weights outside of it, where it works out their gradient chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def set_up(plugin: Any) -> None:
     plugin.cpu_ram_efficient_loading = False  # each process has made the draft; that way knows no buffers like d2t
 
 
-def hide_ends(model: Any) -> None:
+def hide_embeddings_and_head(model: Any) -> None:
     """Keep accelerate from wrapping embeddings and output layer, which it asks ``model`` for."""
     model.get_input_embeddings = model.get_output_embeddings = lambda: None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
 from .kinds import Text, Unrolled, count_steps, unrolled
-from .losses import Examiner, Marks, row_shares, taught_rows
-from .running_sums import Tally
+from .losses import ChunkedLoss, StepMetrics, counted_positions, position_weights
+from .running_sums import RunningSums
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)
@@ -56,7 +57,7 @@ class DraftTrainer(Trainer):
     this one, or if training is spread over several devices by threads (start one process per device instead).
     """
 
-    loss_is_scaled_for_ga = True  # by the rows of all batches of a step, see _get_num_items_in_batch
+    loss_is_scaled_for_ga = True  # by the positions of all batches of a step, see _get_num_items_in_batch
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class DraftTrainer(Trainer):
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
         self._peft_config = peft_config
-        self._tallies = {True: Tally(), False: Tally()}  # of training, and not
+        self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
         kwargs.setdefault("data_collator", DraftCollator())
         held_out = kwargs.get("eval_dataset")
         self._data = [kwargs.get("train_dataset"), *(held_out.values() if isinstance(held_out, dict) else [held_out])]
@@ -138,10 +139,10 @@ class DraftTrainer(Trainer):
         self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
         for data in self._data:
             self._admit(data)
-        _make_teachable(draft)
+        _let_forward_compute_a_loss(draft)
         self._steps = count_steps(draft, args.unroll_steps)
         if sharding.is_asked_for(args):
-            sharding.hide_ends(model)
+            sharding.hide_embeddings_and_head(model)
         return model
 
     def _admit(self, data: Any) -> None:
@@ -180,23 +181,27 @@ class DraftTrainer(Trainer):
         layers, hidden = self._states(inputs)
         features = torch.cat([layer.to(hidden.device) for layer in layers], dim=-1) if layers else None
         text = Text(inputs["input_ids"], inputs.get("document_ids"), features)
-        lesson = functools.partial(self._lesson, text, inputs["loss_mask"], hidden, divisor)
+        batch_loss = functools.partial(self._batch_loss, text, inputs["loss_mask"], hidden, divisor)
         # Through the wrapped model, so that whatever wraps it sees one forward.
-        loss, marks, rows = model(lesson=lesson)
-        self._tallies[model.training].add(marks, self._divisor(inputs), rows)
+        loss, metrics, counted = model(batch_loss=batch_loss)
+        self._sums[model.training].add(metrics, self._divisor(inputs), counted)
         return (loss * scale, {}) if return_outputs else loss * scale
 
-    def _lesson(
+    def _batch_loss(
         self, text: Text, answers: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
-    ) -> tuple[Tensor, Marks, Tensor]:
-        """Teach one batch; return loss, marks (losses not weighted by step) and the rows that count."""
+    ) -> tuple[Tensor, StepMetrics, Tensor]:
+        """Return a batch's loss, metrics (losses not weighted by step), and the positions that count.
+
+        ``answers`` (batch, length) marks the tokens to guess, ``hidden`` (batch, length, target hidden) are the
+        target's last hidden states, ``divisor`` (steps,) is what the positions' weights are divided by.
+        """
         args = self.settings
         made = unrolled(draft, text, self._steps, bool(args.activation_checkpointing))
-        rows = taught_rows(answers, self._steps, text.document_ids)
-        shares, _ = row_shares(rows, args.normalizer, text.document_ids)  # type: ignore[arg-type]
-        factor = self._step_weights(shares.device) / divisor.clamp(min=1)  # (steps,)
-        shares = shares * factor[:, None, None]
-        examiner = Examiner(
+        counted = counted_positions(answers, self._steps, text.document_ids)
+        weights, _ = position_weights(counted, args.normalizer, text.document_ids)  # type: ignore[arg-type]
+        factor = self._step_weights(weights.device) / divisor.clamp(min=1)  # (steps,)
+        weights = weights * factor[:, None, None]
+        chunked_loss = ChunkedLoss(
             made.head,
             self._target_logits,
             draft.target_ids if isinstance(draft, DraftModel) else None,
@@ -204,10 +209,10 @@ class DraftTrainer(Trainer):
             args.outside_vocabulary,  # type: ignore[arg-type]
             args.logit_rows,
         )
-        loss, marks = examiner.mark(made.states, hidden, shares, made.trained)
+        loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained)
         if args.feature_loss_weight:
-            loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, shares)
-        return loss, Marks(marks.losses / factor, marks.right, marks.overlap, marks.inside), rows
+            loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, weights)
+        return loss, dataclasses.replace(metrics, losses=metrics.losses / factor), counted
 
     def _states(self, inputs: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
         """Return what the target makes of a batch: each layer that the draft reads, and the last hidden states."""
@@ -230,11 +235,11 @@ class DraftTrainer(Trainer):
 
     def _divisor(self, inputs: dict[str, Any]) -> Tensor:
         documents = inputs.get("document_ids")
-        rows = taught_rows(inputs["loss_mask"], self._steps, documents)
-        return row_shares(rows, self.settings.normalizer, documents)[1]  # type: ignore[arg-type]
+        counted = counted_positions(inputs["loss_mask"], self._steps, documents)
+        return position_weights(counted, self.settings.normalizer, documents)[1]  # type: ignore[arg-type]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        """Count what the shares of each step are divided by, (steps,): over accumulated batches and processes."""
+        """Count what the weights of each step are divided by, (steps,): over accumulated batches and processes."""
         if not batch_samples:
             return None
         counts = torch.stack([self._divisor(batch) for batch in batch_samples]).sum(0).to(device)
@@ -257,8 +262,8 @@ class DraftTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs |= self._tallies[True].figures()
-            self._tallies[True] = Tally()
+            logs |= self._sums[True].averages()
+            self._sums[True] = RunningSums()
         super().log(logs, start_time)
 
     def prediction_step(
@@ -287,14 +292,14 @@ class DraftTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        self._tallies[False] = Tally()
+        self._sums[False] = RunningSums()
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
         if output.metrics is None:
             return output
-        tally = self._tallies[False]
-        figures = tally.figures(self._over_processes)
-        if tally.sums is not None:  # over all rows, where transformers averages batches
-            figures["loss"] = tally.loss(self._step_weights(torch.device("cpu")), self._over_processes)
+        sums = self._sums[False]
+        figures = sums.averages(self._over_processes)
+        if sums.sums is not None:  # over all positions, where transformers averages batches
+            figures["loss"] = sums.loss(self._step_weights(torch.device("cpu")), self._over_processes)
         figures |= self._measured(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
@@ -366,28 +371,32 @@ class DraftTrainer(Trainer):
         Path(directory, "README.md").write_text(card, encoding="utf-8")
 
 
-def _make_teachable(draft: Any) -> None:
-    """Let ``draft(lesson=...)`` run a whole lesson with the draft inside one call, as its wrappers expect."""
+def _let_forward_compute_a_loss(draft: Any) -> None:
+    """Let ``draft(batch_loss=function)`` return ``function(draft)``.
+
+    What wraps a draft for training expects all that is done with it for a batch inside one call of ``forward``.
+    """
     plain = type(draft).forward
 
     @functools.wraps(plain)
-    def forward(self: Any, *args: Any, lesson: Any = None, **kwargs: Any) -> Any:
-        return plain(self, *args, **kwargs) if lesson is None else lesson(self)
+    def forward(self: Any, *args: Any, batch_loss: Any = None, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs) if batch_loss is None else batch_loss(self)
 
     draft.forward = MethodType(forward, draft)
     if isinstance(draft, DraftModel):  # its steps are recomputed as a whole, see unrolling.outputs
         draft.activation_checkpointing_enable = lambda **kwargs: None  # type: ignore[method-assign]
 
 
-def _feature_loss(made: Unrolled, hidden: Tensor, shares: Tensor) -> Tensor:
+def _feature_loss(made: Unrolled, hidden: Tensor, weights: Tensor) -> Tensor:
     """Compare the draft's guesses at the target's last hidden state with ``hidden`` (batch, length, hidden)."""
     if not made.guesses or made.guesses[0].shape[-1] != hidden.shape[-1]:
         raise ValueError(
             "feature_loss_weight needs a draft that is fed guesses of the target's last hidden state, as EAGLE-1 is; "
             "set it to 0"
         )
-    loss = shares.new_zeros(())
-    for step, (guess, share) in enumerate(zip(made.guesses, shares, strict=True)):
+    loss = weights.new_zeros(())
+    for step, (guess, weight) in enumerate(zip(made.guesses, weights, strict=True)):
         true = hidden[:, 1:].roll(-step, dims=1)
-        loss = loss + (functional.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1) * share).sum()
+        distance = functional.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1)
+        loss = loss + (distance * weight).sum()
     return loss
