@@ -86,21 +86,37 @@ class FeedbackDrafter(Drafter):
         return proposal.to(news.tokens.device)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        """Read new nodes, one level deeper than the last ones: log-probabilities (batch, new, vocabulary)."""
         self._depth += 1
-        last = len(self._readers) - 1
-        first = min(self._depth, last)
-        index = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])
-        fed = self._hidden[self._depth - 1 if self._depth <= last else last]
-        log_probs: Tensor | None = None
-        for number in range(first, last + 1):
-            logits, hidden = self._readers[number].run(tokens, ancestors, hidden_states=fed.gather(1, index))
-            log_probs = self._log_probs(logits) if log_probs is None else log_probs
-            fed = self._hidden[number]
-            self._hidden[number] = torch.cat([fed, hidden], dim=1)
-        for number in range(first):  # never asked again, but the nodes keep their numbers
-            self._hidden[number] = torch.cat([self._hidden[number], hidden], dim=1)
-        assert log_probs is not None
-        return log_probs
+        parent = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])  # the root's state stands first
+        several = self._depth < len(self._readers)
+        logits, new = (self._read_by_several if several else self._read_by_last)(tokens, parent, ancestors)
+        self._hidden = [torch.cat([old, hidden], dim=1) for old, hidden in zip(self._hidden, new, strict=True)]
+        return self._log_probs(logits)
+
+    def _read_by_last(self, tokens: Tensor, parent: Tensor, ancestors: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Let the last reader, which may be the only one, read nodes beside what it made of their parents itself.
+
+        Return logits (batch, new, draft vocabulary) and for each reader hidden states (batch, new, hidden).
+        """
+        logits, hidden = self._readers[-1].run(tokens, ancestors, hidden_states=self._hidden[-1].gather(1, parent))
+        return logits, [hidden] * len(self._readers)  # the others are not asked again, but nodes keep their numbers
+
+    def _read_by_several(
+        self, tokens: Tensor, parent: Tensor, ancestors: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Let reader ``depth`` and all later ones read nodes, each beside what the reader before made of the parents.
+
+        The first of them says what follows; the later ones will be asked at the next depths. Return as
+        ``_read_by_last`` does.
+        """
+        first = self._depth
+        said = [
+            reader.run(tokens, ancestors, hidden_states=self._hidden[number - 1].gather(1, parent))
+            for number, reader in enumerate(self._readers[first:], start=first)
+        ]
+        logits, hidden = said[0]
+        return logits, [hidden] * first + [states for _, states in said]  # those before are not asked again
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         """Turn logits over the draft vocabulary into the log-probabilities of guesses over the target's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -110,16 +111,20 @@ def _lay_out(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[
     children: dict[int, list[int]] = defaultdict(list)
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
-    number = {NO_PARENT: NO_PARENT, 0: NO_PARENT}  # node of the proposal -> node of the forest
+    # Only nodes with children are looked behind: they are numbered 0, 1, 2, ... in the forest as they come. The root
+    # is text, so that its children have no parent there.
+    forest_number = {NO_PARENT: NO_PARENT, 0: NO_PARENT}
+    next_number = itertools.count()
     level, levels = [0], []
     put = functools.partial(torch.tensor, device=device)
     while level:
         below = [(place, child) for place, node in enumerate(level) for child in children[node]]
         place, child, rank = zip(*((place, child, ranks[child]) for place, child in below), strict=True)
-        above = [number[parents[node]] for node in level]
+        above = [forest_number[parents[node]] for node in level]
         levels.append(_Level(put(level), put(above), put(child), put(place), put(rank), max(rank) + 1))
         level = [child for _, child in below if child in children]
-        number |= {node: len(number) - 2 + i for i, node in enumerate(level)}
+        for node in level:
+            forest_number[node] = next(next_number)
     return parents, levels
 
 
@@ -173,9 +178,10 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
 
 
 def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, depth: int) -> Proposal:
-    """Keep the best ``nodes`` of all guesses (batch, guesses): a tree, since a path never gains by getting longer.
+    """Keep the best ``nodes`` of all guesses (batch, guesses); they are a tree.
 
-    It may lose nothing either, behind a guess that the draft is sure of: of equals the first, so the parent, is kept.
+    A path never becomes more probable by getting longer, so a parent scores at least as much as its child. A child of
+    probability 1 ties with its parent; the stable sort keeps the parent first.
     """
     nodes = min(nodes, tokens.shape[1])
     order = scores.sort(dim=1, descending=True, stable=True).indices
