@@ -111,6 +111,10 @@ def test_generation_accepts_what_the_original_code_accepted(case: str, rule: str
     assert out.speculation.steps == int(((accepted + 1).cumsum(0) < emitted).sum()) + 1
 
 
+def typical(threshold: float, alpha: float) -> SpeculationConfig:
+    return SpeculationConfig(acceptance="typical", typical_threshold=threshold, typical_alpha=alpha)
+
+
 @pytest.mark.parametrize(("case", "number"), [(case, i) for case in MEDUSA for i in range(len(POSTERIOR[case]))])
 def test_typical_acceptance_decides_as_the_original_code(case: str, number: int) -> None:
     io, (temperature, threshold, alpha) = outputs(case), POSTERIOR[case][number]
@@ -123,7 +127,7 @@ def test_typical_acceptance_decides_as_the_original_code(case: str, number: int)
     tokens = torch.cat([torch.zeros(batch, 1, dtype=torch.long), candidates.flatten(1)], 1)
     top = torch.zeros(batch, 1, vocabulary).scatter(2, candidates[:, None, :, 0], 1 / paths)
     p = torch.cat([top, (logits / temperature).softmax(-1).flatten(1, 2)], 1)
-    verdict = accept_typical(Proposal(tokens, tree, depth), p, threshold, alpha)
+    verdict = accept_typical(Proposal(tokens, tree, depth), p, typical(threshold, alpha))
     chosen = (verdict.path[:, 1] - 1) // depth
     assert torch.stack([chosen, verdict.counts - 2], 1).tolist() == io["post/decisions"][1 + number].tolist()
     last = verdict.path[:, -1]
@@ -134,9 +138,9 @@ def test_typical_acceptance_decides_as_the_original_code(case: str, number: int)
 def test_typical_acceptance_never_takes_what_is_impossible_or_absent() -> None:
     p = torch.tensor([[[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]])
     tokens = torch.tensor([[0, 0, 1, 1]])
-    verdict = accept_typical(Proposal(tokens, torch.tensor([[-1, 0, 1, 2]]), 3), p, 0.0, 0.0)
+    verdict = accept_typical(Proposal(tokens, torch.tensor([[-1, 0, 1, 2]]), 3), p, typical(0.0, 0.0))
     assert verdict.counts.tolist() == [1]  # p = 0 is never above a threshold of 0
-    verdict = accept_typical(Proposal(tokens, torch.tensor([[-1, -2, 0, -2]]), 1), p, 0.09, 0.3)
+    verdict = accept_typical(Proposal(tokens, torch.tensor([[-1, -2, 0, -2]]), 1), p, typical(0.09, 0.3))
     assert (verdict.counts.tolist(), verdict.tokens.tolist()) == ([2], [[1, 0]])
 
 

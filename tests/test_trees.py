@@ -11,7 +11,7 @@ from torch import Tensor
 from twins import path_to, paths_of
 
 from hf_spec import SpeculationConfig, sampling
-from hf_spec.decoding.verification import verify
+from hf_spec.decoding.verification import traverse
 from hf_spec.drafts.trees import bushy, grow
 from hf_spec.proposal import ABSENT, Proposal
 from hf_spec.sampling import draw_distinct
@@ -215,6 +215,4 @@ def test_nothing_waits_for_the_device(tree: object, sample: bool) -> None:
     )
     assert proposal.tokens.is_meta and proposal.tokens.shape[1] > 3
     if proposal.q is not None:
-        assert verify(
-            proposal, torch.empty(2, proposal.tokens.shape[1], VOCABULARY, device="meta"), "block"
-        ).path.is_meta
+        assert traverse(proposal, torch.empty(2, proposal.tokens.shape[1], VOCABULARY, device="meta")).path.is_meta

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hf_spec import sampling
+from hf_spec import SpeculationConfig, sampling
+from hf_spec.configuration import AcceptanceRule, VerificationRule
 from hf_spec.decoding import verification
-from hf_spec.decoding.verification import Verdict, follow, match, reject, traverse, verify
+from hf_spec.decoding.verification import RULES, Verdict, follow, match, reject, rule_for, traverse
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 from hf_spec.sampling import draw
 
@@ -97,6 +99,12 @@ def propose(name: str, pick: Pick = drawn) -> tuple[Proposal, Tensor]:
         is_chain=width == 1,
     )
     return proposal, p.float()
+
+
+def looked_up(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+    """Draw from the target after each node, and go on where that was guessed: what chosen guesses get."""
+    rows = torch.arange(len(p))
+    return follow(proposal, lambda node: draw(p[rows, node], generator))
 
 
 @cache
@@ -181,7 +189,7 @@ def test_drawn_guesses_without_float64(name: str, distribution: str, monkeypatch
 @pytest.mark.parametrize("name", CHAINS + TREES)
 def test_chosen_guesses(name: str) -> None:
     proposal, p = propose(name, best)
-    verdict = verify(replace(proposal, q=None), p, "block", seeded(1))
+    verdict = looked_up(replace(proposal, q=None), p, seeded(1))
     assert deviation(outcomes_of(verdict, p.shape[-1]), distribution_of(name, "pointmass")) < TOO_FAR
     assert deviation(continued(name, verdict, seeded(2)), tables(name)["target_joint"]) < TOO_FAR
 
@@ -280,7 +288,7 @@ def test_fixed_tree(rule: Rule, name: str) -> None:
 
     verdict = rule(Proposal(rows(tokens), rows(parents), 3, rows(q.float())), rows(p.float()), seeded())
     assert deviation(ends_of(verdict, p.shape[1]), distribution) < TOO_FAR
-    chosen = verify(Proposal(rows(tokens), rows(parents), 3), rows(p.float()), "block", seeded())
+    chosen = looked_up(Proposal(rows(tokens), rows(parents), 3), rows(p.float()), seeded())
     assert deviation(ends_of(chosen, p.shape[1]), case["pointmass/out"]) < TOO_FAR
 
 
@@ -559,20 +567,28 @@ def test_distributions_that_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) 
     assert (other.counts >= one.counts).all() and set(one.counts.tolist()) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_no_guesses(rule: str) -> None:
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_no_guesses(rule: Rule) -> None:
     p = torch.tensor([0.2, 0.8]).expand(20_000, 1, -1)
     nothing = Proposal.nothing(torch.zeros(20_000, dtype=torch.long))
-    for proposal in (nothing, replace(nothing, q=p[:, :0])):
-        verdict = verify(proposal, p, rule, seeded())
+    for verdict in (looked_up(nothing, p, seeded()), rule(replace(nothing, q=p[:, :0]), p, seeded())):
         assert verdict.tokens.shape == verdict.path.shape == (20_000, 1) and (verdict.counts == 1).all()
         assert deviation(verdict.tokens[:, 0], p[0, 0]) < TOO_FAR
 
 
-def test_verify_picks_the_rule() -> None:
-    proposal, p = propose("chain_v3_l3")
-    assert torch.equal(verify(proposal, p, "token", seeded(1)).path, reject(proposal, p, seeded(1)).path)
-    assert torch.equal(verify(proposal, p, "block", seeded(1)).path, traverse(proposal, p, seeded(1)).path)
+def test_every_rule_that_a_config_can_name_is_in_the_table() -> None:
+    assert set(RULES) == {*get_args(VerificationRule), *get_args(AcceptanceRule)} - {"lossless"}
+    assert rule_for(SpeculationConfig(verification="token")).weigh is reject
+    assert rule_for(SpeculationConfig(verification="block")).weigh is traverse
+    assert rule_for(SpeculationConfig(acceptance="typical")) is RULES["typical"]
+
+
+@pytest.mark.parametrize("name", ["verification", "acceptance"])
+def test_an_unknown_rule_is_an_error(name: str) -> None:
+    config = SpeculationConfig()
+    object.__setattr__(config, name, "blok")  # past its own checks, as a new name without an entry would be
+    with pytest.raises(ValueError, match=r"'blok'.*'block'"):
+        rule_for(config)
 
 
 @pytest.mark.parametrize("rule", [reject, traverse])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from ..scoring.runner import Scores
 from .outputs import Record
 from .processors import NodeScores, Processors
 from .text import Text
-from .verification import Verdict, accept_typical, follow, match, verify
+from .verification import Verdict, follow, match, rule_for
 
 
 @dataclass(frozen=True)
@@ -52,20 +51,20 @@ class Chooser:
     def __init__(
         self, processors: Processors, text: Text, sample: bool, config: SpeculationConfig, record: Record
     ) -> None:
-        self.processors = processors
-        self.text = text
-        self.sample = sample
+        self.processors, self.text, self.record = processors, text, record
+        self.sample, self.config = sample, config
+        self.rule = rule_for(config)
         stops, several = text.stops, len(text.rows) > 1
-        exact = sample and config.verification == "exact"
-        self.lockstep = processors.lockstep or stops.lockstep or exact or (stops.waits and several)
-        self.rule: Literal["token", "block"] = "token" if config.verification == "token" else "block"
-        self.typical = (config.typical_threshold, config.typical_alpha) if config.acceptance == "typical" else None
-        if self.typical and sample and self.lockstep:
+        token_by_token = self.rule.weigh is None and self.rule.accept is None
+        self.lockstep = (
+            processors.lockstep or stops.lockstep or (sample and token_by_token) or (stops.waits and several)
+        )
+        if sample and self.rule.accept is not None and self.lockstep:
             raise ValueError(
-                "acceptance='typical' weighs whole paths, but a processor or stopping criterion of this call has to "
-                "see the text token by token; declare a processor with hf_spec.pure or use acceptance='lossless'"
+                f"acceptance={config.acceptance!r} weighs whole paths, but a processor or stopping criterion of this "
+                "call has to see the text token by token; declare a processor with hf_spec.pure or use "
+                "acceptance='lossless'"
             )
-        self.record = record
 
     def choose(self, proposal: Proposal, scores: Scores) -> Choice:
         """Emit what the target's distribution makes of ``proposal``: at least one token per row."""
@@ -75,7 +74,7 @@ class Chooser:
     @property
     def samples_row_by_row(self) -> bool:
         """Tell whether drawn guesses help: in lockstep the target's own draws decide, and the best guess is best."""
-        return self.sample and not self.lockstep and self.typical is None
+        return self.sample and not self.lockstep and self.rule.weigh is not None
 
     # -- rows advance by different amounts ----------------------------------------------------------------------------
 
@@ -106,10 +105,10 @@ class Chooser:
         )
 
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
-        if self.sample and self.typical is not None:
-            return accept_typical(proposal, nodes.every().softmax(-1), *self.typical)
-        if self.sample and proposal.q is not None:
-            return verify(proposal, nodes.every().softmax(-1), self.rule)
+        if self.sample and self.rule.accept is not None:
+            return self.rule.accept(proposal, nodes.every().softmax(-1), self.config)
+        if self.sample and self.rule.weigh is not None and proposal.q is not None:
+            return self.rule.weigh(proposal, nodes.every().softmax(-1))
         if self.sample:
             return follow(proposal, lambda node: draw(nodes.at(node).softmax(-1)))
         if not self.processors.memoryless:  # costly: ask only at the nodes on the way

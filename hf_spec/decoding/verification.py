@@ -21,11 +21,11 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..sampling import draw, widest_float
 
@@ -42,16 +42,6 @@ class Verdict:
     path: Tensor
     tokens: Tensor
     counts: Tensor
-
-
-def verify(
-    proposal: Proposal, p: Tensor, rule: Literal["token", "block"], generator: torch.Generator | None = None
-) -> Verdict:
-    """Verify by the best rule for how the guesses were made: drawn guesses by ``rule``, chosen ones by a look-up."""
-    if proposal.q is None:
-        rows = torch.arange(p.shape[0], device=p.device)
-        return follow(proposal, lambda node: draw(p[rows, node], generator))
-    return (reject if rule == "token" else traverse)(proposal, p, generator)
 
 
 def follow(proposal: Proposal, choose: Callable[[Tensor], Tensor]) -> Verdict:
@@ -102,15 +92,16 @@ def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = 
     return _walk(proposal, leads_there, distributions, generator)
 
 
-def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float) -> Verdict:
+def accept_typical(proposal: Proposal, p: Tensor, config: SpeculationConfig) -> Verdict:
     """Accept the longest path of guesses that are typical of the target, and emit its best token. NOT lossless.
 
-    A guess is typical if p(guess) > min(threshold, alpha * exp(-entropy of p)); of paths equally long the most
-    probable one is taken. Nothing is drawn. Source: Medusa (arXiv 2401.10774, section 3.3.1), its code for the 1e-5.
+    A guess is typical if p(guess) > min(``typical_threshold``, ``typical_alpha`` * exp(-entropy of p)); of paths
+    equally long the most probable one is taken. Nothing is drawn. Source: Medusa (arXiv 2401.10774, section 3.3.1),
+    its code for the 1e-5.
     """
     rows = torch.arange(p.shape[0], device=p.device)
     entropy = -(p * (p + 1e-5).log()).sum(-1)  # (batch, nodes)
-    least = (alpha * (-entropy).exp()).clamp(max=threshold)
+    least = (config.typical_alpha * (-entropy).exp()).clamp(max=config.typical_threshold)
     above = proposal.parents.clamp(min=0)
     weight = p[rows[:, None], above, proposal.tokens]  # p of each guess
     rejected = (weight <= least.gather(1, above)) | ~proposal.present
@@ -121,6 +112,37 @@ def accept_typical(proposal: Proposal, p: Tensor, threshold: float, alpha: float
     longest = depth == depth.amax(1, keepdim=True)
     node = likelihood.masked_fill(~longest, -torch.inf).argmax(1)
     return _verdict(proposal, node, p[rows, node].argmax(-1))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How guesses are verified when sampling.
+
+    ``weigh`` decides about guesses that were drawn, given p; chosen ones are looked up by ``follow``. ``accept`` is a
+    lossy rule for guesses of any origin, with parameters from the config. A rule with neither emits token by token,
+    with the random draws of plain ``generate``, and all rows advance together.
+    """
+
+    weigh: Callable[[Proposal, Tensor], Verdict] | None = None
+    accept: Callable[[Proposal, Tensor, SpeculationConfig], Verdict] | None = None
+
+
+# By the names of SpeculationConfig.verification, and of SpeculationConfig.acceptance where that is not "lossless".
+RULES: dict[str, Rule] = {
+    "auto": Rule(weigh=traverse),
+    "block": Rule(weigh=traverse),
+    "token": Rule(weigh=reject),
+    "exact": Rule(),
+    "typical": Rule(accept=accept_typical),
+}
+
+
+def rule_for(config: SpeculationConfig) -> Rule:
+    """Return the rule that ``config`` asks for; a ValueError lists the known ones."""
+    name = config.verification if config.acceptance == "lossless" else config.acceptance
+    if name not in RULES:
+        raise ValueError(f"no rule of verification is called {name!r}; there are {sorted(RULES)}")
+    return RULES[name]
 
 
 def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
@@ -205,7 +227,12 @@ def _ratio(distribution: Tensor, guess: Tensor, token: Tensor, present: Tensor) 
 
 
 def _take_out(before: Tensor, distribution: Tensor, guess: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Return distribution and acceptance of a node that has lost a child which was ``drawn`` (...) from ``guess``."""
+    """Return distribution and acceptance of a node that has lost a child which was ``drawn`` (...) from ``guess``.
+
+    With p the ``distribution``, q the ``guess`` and w the acceptance ``before``: p' = norm(max(w p - q, 0)), not yet
+    divided by its mass, and w' = mass / (mass + 1 - w). Source: arXiv 2505.12398; on a chain w' is the h of Algorithm
+    2 in arXiv 2403.10444.
+    """
     rest = (before[..., None] * distribution).sub_(guess).relu_()
     mass = rest.sum(-1)
     after = (mass / (mass + (1 - before))).nan_to_num(nan=1.0)
