@@ -6,7 +6,8 @@ from .checkpoints.auto import AutoDraftModel
 from .checkpoints.conversion import convert, inspect
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculationConfig, SpeculatorConfig
-from .decoding.loop import SpeculativeDecoding, SpeculativeOutput
+from .decoding.loop import SpeculativeDecoding
+from .decoding.outputs import SpeculativeOutput
 from .decoding.processors import pure
 from .drafts.base import Drafter, News, Request, Speculator
 from .drafts.eagle.configuration import EagleSpeculatorConfig

@@ -32,7 +32,8 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
     if speculator is None:
         _defaults.pop(model, None)
     else:
-        as_speculator(speculator, model).check(model, config)
+        found = as_speculator(speculator, model)
+        found.check(model, found.settings(config))
         _defaults[model] = (speculator, config)
 
 
@@ -87,8 +88,7 @@ def _speculative(plain: Any) -> Any:
             speculator, speculation_config, streamer=kwargs.pop("streamer", None), tokenizer=tokenizer
         )
         if num_speculative_tokens is not None:
-            config = decoding.config or speculator.defaults()
-            decoding.config = config.merge(num_speculative_tokens=num_speculative_tokens)
+            decoding.config = speculator.settings(decoding.config, num_speculative_tokens=num_speculative_tokens)
         return plain(self, **_with_stop_strings(self, kwargs, tokenizer) | {"custom_generate": decoding})
 
     generate._hf_spec_original = plain  # type: ignore[attr-defined]

@@ -72,6 +72,36 @@ def test_static_tree_and_automatic_length(model: PreTrainedModel) -> None:
     assert torch.equal(greedy(model, inputs, speculator=draft(), speculation_config=confident), plain)
 
 
+class Shallow(Oracle):
+    """Be always right, two tokens deep unless asked for more."""
+
+    def defaults(self) -> SpeculationConfig:
+        return SpeculationConfig(num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "depth"),
+    [
+        (None, {}, 2),
+        (SpeculationConfig(), {}, 2),
+        (SpeculationConfig(tree="dynamic"), {}, 2),
+        (SpeculationConfig(num_speculative_tokens=4), {}, 4),
+        (SpeculationConfig(num_speculative_tokens=4), {"num_speculative_tokens": 1}, 1),
+        (SpeculationConfig(tree=[(0,), (0, 0), (0, 0, 0)]), {}, 3),
+    ],
+)
+def test_what_a_config_leaves_open_is_the_drafts_to_say(
+    model: PreTrainedModel, config: SpeculationConfig | None, changes: dict[str, Any], depth: int
+) -> None:
+    inputs = prompts(1)
+    oracle = Shallow(greedy(model, inputs), wrong=1000)
+    given = {"speculator": oracle, "speculation_config": config, **changes}
+    out = greedy(model, inputs, **given, return_dict_in_generate=True)
+    assert len(out.speculation.acceptance_by_position) == depth
+    static = config is not None and isinstance(config.tree, list)
+    assert oracle.settings(config, **changes).num_speculative_tokens == (None if static else depth)
+
+
 def test_num_speculative_tokens_is_a_shorthand(model: PreTrainedModel) -> None:
     inputs = prompts(1)
     oracle = Oracle(greedy(model, inputs), wrong=1000)

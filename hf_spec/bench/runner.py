@@ -152,7 +152,7 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
     for one in contenders:
         speculator = as_speculator(one.speculator, target)
         speculator.check(target)
-        config = one.config or speculator.defaults()
+        config = speculator.settings(one.config)
         weights: nn.Module | None = speculator if isinstance(speculator, nn.Module) else None
         rival, length = None, config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)

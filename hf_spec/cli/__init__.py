@@ -105,8 +105,7 @@ def _demo(args: argparse.Namespace) -> int:
     for name in demo.MODELS[1:]:
         speculator = load_speculator(str(demo.path(name)), target, "float32")
         contenders += [
-            _contender(name.removeprefix("draft-"), speculator, speculator.defaults().merge(**shape))
-            for shape in DEMO_SHAPES
+            _contender(name.removeprefix("draft-"), speculator, speculator.settings(**shape)) for shape in DEMO_SHAPES
         ]
     prompts = [Prompt((story,), chat=False) for story in STORIES]
     settings = BenchSettings(max_new_tokens=args.max_new_tokens, baselines=False)
@@ -340,7 +339,7 @@ def _configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> 
     """Add the options that are given to what the draft itself wants."""
     options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_top_k", "tree_nodes")}
     changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
-    return speculator.defaults().merge(**changes | ({"tree": None} if tree == "chain" else {}))
+    return speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
 
 
 def _contender(name: str, speculator: Speculator, config: SpeculationConfig) -> Contender:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..checkpoints.resolve import as_speculator
 from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -21,7 +19,7 @@ from ..scoring.recurrent import runner_for
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from .choice import Choice, Chooser
-from .outputs import Record
+from .outputs import Record, SpeculativeOutput
 from .processors import Processors
 from .refusals import refuse_call
 from .stopping import Stops
@@ -29,13 +27,6 @@ from .text import Text
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went."""
-
-    speculation: SpeculationStats | None = None
 
 
 class SpeculativeDecoding:
@@ -72,7 +63,7 @@ class SpeculativeDecoding:
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
-        config = self.config or speculator.defaults()
+        config = speculator.settings(self.config)
         text = Text(input_ids, Stops(stopping_criteria), generation_config._pad_token_tensor, self.streamer)
         refuse_call(model, generation_config, model_kwargs, config, text)
         speculator.check(model, config)
@@ -100,14 +91,19 @@ class Call:
         model_kwargs: dict[str, Any],
         tokenizer: Any,
     ) -> None:
-        self.model, self.speculator, self.config, self.text = model, speculator, config, text
+        # What the user passed.
+        self.model, self.speculator, self.config = model, speculator, config
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
-        self.rows = self.reading = text.rows  # in the loop, and in the next forward
+        # What grows: the text, and beside it what is returned about it.
+        self.text = text
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
+        # Who takes part in a step: how deep to guess, the drafter that guesses (made once the prompt is read), the
+        # target that scores the guesses, and the chooser that makes text of them.
+        self.length = DraftLength(config)
+        self.drafter: Drafter
         self.processors = Processors(logits_processor)
         self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
-        self.length = DraftLength(config)
         self.target = runner_for(
             model,
             model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
@@ -115,8 +111,10 @@ class Call:
             self.record.hidden_states,
             one_chain=config.tree is None,
         )
-        self.drafter: Drafter
-        self.features: Tensor | None = None  # of the nodes that were scored last
+        # Where the loop stands: rows that were still growing in the last step; the rows of the next forward, which may
+        # read the ends of others too; and features of the nodes that were scored last, (rows, nodes, widths).
+        self.rows = self.reading = text.rows
+        self.features: Tensor | None = None
 
     def read_prompt(self, input_ids: Tensor) -> Choice:
         """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
@@ -147,7 +145,15 @@ class Call:
         return self._step(choice.news(self.features, going_on), self.target.score)
 
     def _leave_behind(self, going_on: list[int], device: torch.device) -> None:
-        """Drop the other rows; a cache that is handed back first gets the last token of those that ended early."""
+        """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
+
+        Plain ``generate`` pads a row that is done for as long as others grow, and so reads its last token, too. With
+        ``max_length=9``, where only row 1 goes on::
+
+            row 0   6 tokens, ended by EOS   early: its last token is read beside row 1's next guesses, then it goes
+            row 1   7 tokens                 goes on
+            row 2   9 tokens                 goes now: nothing can follow, so plain generate does not read its end
+        """
         staying = sorted(going_on + self._ended_early()) if self._returns_cache else going_on
         if len(staying) < len(self.rows):
             self.target.keep_rows(torch.tensor(staying, device=device), keep_finished=self._returns_cache)
@@ -157,7 +163,10 @@ class Call:
         self.drafter.keep_rows(torch.tensor(going_on, device=device))
 
     def _ended_early(self) -> list[int]:
-        """List those of the loop's rows that are done but may be followed by more of other rows."""
+        """List the places in ``self.rows`` of rows that are done while others get longer: row 0 in the picture above.
+
+        Once no row grows, these are the rows that are shorter than the longest one.
+        """
         text = self.text
         end = text.stops.max_length if text.rows else text.length
         done = [i for i, row in enumerate(self.rows) if row not in text.rows]

@@ -1,13 +1,24 @@
-"""What ``return_dict_in_generate`` returns per emitted token, collected row by row."""
+"""What ``generate(..., return_dict_in_generate=True)`` returns, collected row by row."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ..metrics import SpeculationStats
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went."""
+
+    speculation: SpeculationStats | None = None
 
 
 class Record:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -96,6 +96,16 @@ class Speculator(ABC):
     def defaults(self) -> SpeculationConfig:
         """Return the settings used where the user chose none."""
         return SpeculationConfig()
+
+    def settings(self, config: SpeculationConfig | None = None, **changes: Any) -> SpeculationConfig:
+        """Return the settings of a call: ``config``, or else this draft's ``defaults``, with some ``changes``.
+
+        A ``num_speculative_tokens`` that is still ``None`` becomes the draft's, except in a static tree, which is as
+        deep as its paths.
+        """
+        config = (self.defaults() if config is None else config).merge(**changes)
+        has_depth = config.num_speculative_tokens is not None or not isinstance(config.tree, str | None)
+        return config if has_depth else config.merge(num_speculative_tokens=self.defaults().num_speculative_tokens)
 
     @abstractmethod
     def drafter(self, request: Request) -> Drafter:

@@ -32,7 +32,7 @@ def measure(
     ``temperature`` ``None`` is greedy. The state of random numbers is as before afterwards.
     """
     speculator = as_speculator(draft, target)
-    config = speculator.defaults().merge(self_check=False)
+    config = speculator.settings(self_check=False)
     if num_speculative_tokens is not None:
         config = config.merge(num_speculative_tokens=num_speculative_tokens)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
