@@ -46,8 +46,9 @@ def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]
     """Return what computes the loss of a step."""
     from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
     from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
-    from hf_spec.training.kinds import Text, unrolled
+    from hf_spec.drafts.unrolling import UnrollInput
     from hf_spec.training.losses import ChunkedLoss, counted_positions, position_weights
+    from hf_spec.training.unrolling import unrolled
 
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layers(vocabulary, width),
@@ -63,7 +64,7 @@ def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]
 
     def loss() -> torch.Tensor:
         draft.zero_grad()
-        made = unrolled(draft, Text(ids, None, features), STEPS)
+        made = unrolled(draft, UnrollInput(ids, None, features), STEPS)
         weights, divisor = position_weights(counted_positions(torch.ones_like(ids), STEPS), "token")
         weights = weights * (DECAY ** torch.arange(STEPS) / divisor)[:, None, None]
         return ChunkedLoss(made.head, target_head).compute(made.states, hidden, weights, made.trained)[0]

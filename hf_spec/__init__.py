@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .checkpoints.auto import AutoDraftModel
-from .checkpoints.conversion import convert, inspect
+from .checkpoints.conversion import convert
+from .checkpoints.inspection import inspect
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculationConfig, SpeculatorConfig
 from .decoding.loop import SpeculativeDecoding
@@ -18,7 +19,8 @@ from .drafts.medusa.configuration import MedusaSpeculatorConfig
 from .drafts.medusa.modeling import MedusaDraftModel
 from .drafts.modeling import DraftModel, DraftOutput
 from .drafts.mtp.configuration import MTPSpeculatorConfig
-from .drafts.mtp.modeling import MTPDraftModel, TargetMtp
+from .drafts.mtp.modeling import MTPDraftModel
+from .drafts.mtp.target import TargetMtp
 from .drafts.ngram.speculator import NgramSpeculator
 from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import install, set_speculator, uninstall

@@ -201,6 +201,16 @@ class SpeculatorConfig(PreTrainedConfig):
             )
         return config
 
+    @property
+    def shape(self) -> str:
+        """Say in a few words what the draft is made of."""
+        return f"{self.layers.num_hidden_layers} {self.layers.model_type} layer(s)"
+
+    def describe(self) -> dict[str, str]:
+        """Return what a person wants to know of the config, by a word for each line."""
+        layers = self.layers
+        return {"positions": f"{layers.max_position_embeddings}, rope {layers.rope_parameters}"}
+
     def check_target(self, target: PreTrainedConfig) -> None:
         """Raise a ValueError that names field, value and cure if this draft cannot serve a target with this config."""
         have, need = self.layers.vocab_size, target.get_text_config().vocab_size

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from .checkpoints.auto import register_auto_classes
+from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator, base_model
 from .configuration import SpeculationConfig
 from .decoding.loop import SpeculativeDecoding

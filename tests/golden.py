@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_spec.checkpoints.auto import AutoDraftModel, register_auto_classes
+from hf_spec.checkpoints.auto import AutoDraftModel
+from hf_spec.checkpoints.kinds import register_auto_classes
 
 register_auto_classes()
 GOLDENS = Path(__file__).parent / "fixtures" / "goldens"

@@ -15,9 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
-from hf_spec.checkpoints.auto import AutoDraftModel, aux_layer_ids, read_checkpoint
-from hf_spec.checkpoints.conversion import Layout, convert, export, inspect
+from hf_spec.checkpoints.auto import AutoDraftModel
+from hf_spec.checkpoints.conversion import convert, export
+from hf_spec.checkpoints.files import read_checkpoint
+from hf_spec.checkpoints.inspection import inspect
+from hf_spec.checkpoints.kinds import find_format
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.formats import aux_layer_ids
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 PLAIN = "sp_eagle3_llama_ff"
@@ -184,9 +188,9 @@ def test_the_rules_of_vllm_can_be_broken(tmp_path: Path) -> None:
     ],
 )
 def test_every_format_is_recognised(case: str, layout: str, feature_layers: tuple[int, ...]) -> None:
-    assert read_checkpoint(GOLDENS / case / "checkpoint").layout == layout
+    assert find_format(read_checkpoint(GOLDENS / case / "checkpoint")).name == layout
     names = read_checkpoint(GOLDENS / case / "checkpoint", only_names=True)
-    assert names.layout == layout
+    assert find_format(names).name == layout
     assert not any(tensor.device.type == "cpu" and tensor.numel() for tensor in names.tensors.values())
     assert load_draft(case).feature_layers(tiny_target(num_hidden_layers=8)) == feature_layers
 
@@ -228,7 +232,7 @@ def test_a_modelopt_export(tmp_path: Path) -> None:
     edit_weights(path, rename)
     edit_config(path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True})
     draft = AutoDraftModel.from_pretrained(path, dtype=torch.float32)
-    assert read_checkpoint(path).layout == "modelopt"
+    assert find_format(read_checkpoint(path)).name == "modelopt"
     assert draft.config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
     twin = load_draft("specforge_eagle3_plain")
     assert torch.equal(logits(draft, "specforge_eagle3_plain"), logits(twin, "specforge_eagle3_plain"))
@@ -492,7 +496,7 @@ EXPRESSIBLE["sglang"] = EXPRESSIBLE["eagle3"] | {"sp_eagle3_llama_ft_fullvocab",
 
 @pytest.mark.parametrize("to", ["speculators", "eagle3", "sglang"])
 @pytest.mark.parametrize("case", ALL)
-def test_conversion_keeps_the_draft_or_refuses(case: str, to: Layout, tmp_path: Path) -> None:
+def test_conversion_keeps_the_draft_or_refuses(case: str, to: str, tmp_path: Path) -> None:
     source, out = GOLDENS / case / "checkpoint", tmp_path / "out"
     if case not in EXPRESSIBLE[to]:
         with pytest.raises(ValueError, match=r"cannot express|has no"):

@@ -11,8 +11,8 @@ from golden import GOLDENS, SPECULATORS, load_draft, outputs
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hf_spec.drafts.unrolling import outputs as unroll_outputs
 from hf_spec.training.losses import ChunkedLoss, counted_positions, position_weights
-from hf_spec.training.unrolling import outputs as unroll_outputs
 
 SLIDING = "sp_eagle3_qwen3_sliding_bf16"  # its window stays where training began, ours moves as in serving
 CASES = [case for case in SPECULATORS if case != SLIDING and "e2e" not in case]

@@ -16,8 +16,10 @@ from transformers import AutoModel
 from twins import paths_of
 
 from hf_spec import News, Proposal, Request, SpeculationConfig
-from hf_spec.checkpoints.auto import AutoDraftModel, read_checkpoint
-from hf_spec.checkpoints.conversion import convert, inspect
+from hf_spec.checkpoints.auto import AutoDraftModel
+from hf_spec.checkpoints.conversion import convert
+from hf_spec.checkpoints.files import read_checkpoint
+from hf_spec.checkpoints.inspection import inspect
 from hf_spec.decoding.verification import accept_typical
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.medusa.modeling import MEDUSA_TREE, MedusaDraftModel

@@ -19,11 +19,13 @@ from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForC
 
 from hf_spec import News, Request, SpeculationConfig, as_speculator
 from hf_spec.checkpoints.auto import AutoDraftModel
-from hf_spec.checkpoints.conversion import convert, export, inspect
+from hf_spec.checkpoints.conversion import convert, export
+from hf_spec.checkpoints.inspection import inspect
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
-from hf_spec.drafts.mtp.modeling import MTPDraftModel, TargetMtp
+from hf_spec.drafts.mtp.modeling import MTPDraftModel
+from hf_spec.drafts.mtp.target import TargetMtp
 from hf_spec.drafts.vanilla.speculator import VanillaSpeculator
 from hf_spec.scoring.runner import TargetRunner
 from hf_spec.training import new_draft

@@ -19,7 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import as_speculator, demo
 from hf_spec.checkpoints.conversion import export
-from hf_spec.drafts.mtp.modeling import MTPDraftModel, TargetMtp
+from hf_spec.drafts.mtp.modeling import MTPDraftModel
+from hf_spec.drafts.mtp.target import TargetMtp
 from hf_spec.training import DraftTrainer, unroll
 from hf_spec.training.recipe import read_recipe, train
 

@@ -19,10 +19,10 @@ from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.medusa.modeling import MedusaDraftModel
 from hf_spec.drafts.mtp.configuration import MTP_FLAGS, MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
+from hf_spec.drafts.unrolling import UnrollInput, _ByBlocks, _Reach
+from hf_spec.drafts.unrolling import outputs as outputs_of_steps
 from hf_spec.training import unroll
-from hf_spec.training.kinds import Text, unrolled
-from hf_spec.training.unrolling import _ByBlocks, _Reach
-from hf_spec.training.unrolling import outputs as outputs_of_steps
+from hf_spec.training.unrolling import unrolled
 
 FLAGS = ("norm_before_residual", "norm_output", "norm_before_lm_head", "norm_before_fc")
 STEPS = 4
@@ -160,7 +160,7 @@ def test_medusa_heads_are_the_steps(flags: dict[str, Any]) -> None:
     draft = rougher(MedusaDraftModel(MedusaSpeculatorConfig.for_target(target.config, num_heads=3, **flags)).eval())
     draft.bind(target)
     ids, features = batch(draft)
-    made = unrolled(draft, Text(ids, torch.tensor([[0] * 4 + [1] * 5]).expand_as(ids), features), 3)
+    made = unrolled(draft, UnrollInput(ids, torch.tensor([[0] * 4 + [1] * 5]).expand_as(ids), features), 3)
     assert len(made.states) == 3
     for start, step in itertools.product(range(8), range(3)):
         expected = draft(features=features[:, start : start + 1]).logits[:, 0, step]
@@ -187,7 +187,7 @@ def test_other_projects_unroll_to_the_same_logits(case: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 256])
 def test_blocks_attend_as_one_dense_softmax_does(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_spec.training.unrolling.BLOCK", size)
+    monkeypatch.setattr("hf_spec.drafts.unrolling.BLOCK", size)
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (2, 2, 3, 7, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 4)}
     given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes.values()]
@@ -217,7 +217,7 @@ def test_blocks_and_recomputing_change_neither_logits_nor_gradients(
     numbers = torch.tensor([[0] * 5 + [1] * 6, [3] * 11])
     found = []
     for size, recompute in [(256, False), (3, False), (256, True), (3, True)]:
-        monkeypatch.setattr("hf_spec.training.unrolling.BLOCK", size)
+        monkeypatch.setattr("hf_spec.drafts.unrolling.BLOCK", size)
         draft.zero_grad()
         logits = [out.logits for out in outputs_of_steps(draft, ids, features, STEPS, numbers, recompute=recompute)]
         sum(step.logsumexp(-1).sum() for step in logits).backward()

@@ -9,11 +9,15 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..drafts.base import Speculator
-from ..drafts.mtp.modeling import MTPDraftModel, TargetMtp
+from ..drafts.files import Checkpoint
+from ..drafts.mtp.modeling import MTPDraftModel
+from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.speculator import NgramSpeculator
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..scoring.runner import input_device
-from .auto import AutoDraftModel, Checkpoint, load, read_checkpoint
+from .auto import AutoDraftModel, load
+from .files import read_checkpoint
+from .kinds import find_format
 
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
@@ -56,10 +60,10 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
 
 def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
     try:
-        layout = checkpoint.layout
+        found = find_format(checkpoint)
     except ValueError:  # none of the formats of drafts
         return False
-    if layout != "mtp":
+    if found.name != "mtp":
         return True
     # The layer stands beside a whole model. If it cannot be this target's, that model is the draft.
     config = checkpoint.config.get("text_config") or checkpoint.config
@@ -74,7 +78,7 @@ def _own_layers(target: PreTrainedModel) -> Speculator:
     if path:
         with contextlib.suppress(OSError):  # a model that was only named
             found = read_checkpoint(path, inside_target=True)
-    if found is None or not found.tensors or found.layout != "mtp":
+    if found is None or not found.tensors or find_format(found).name != "mtp":
         raise ValueError(
             f"{type(target).__name__} has no multi-token-prediction layers: its config sets no num_mtp_layers, and "
             f"{path or 'a model made in memory'!r} holds no mtp.* tensors. Use another speculator, for example 'ngram'"

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ from ..bench import (
     run_bench,
     search_tree,
 )
-from ..checkpoints.conversion import Layout, convert, inspect
+from ..checkpoints.conversion import convert
+from ..checkpoints.inspection import inspect
+from ..checkpoints.kinds import layouts
 from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.base import Speculator
 from ..metrics import RowStats, _pieces
@@ -314,7 +316,7 @@ def _add_convert(commands: Any) -> None:
     add = command(commands, _convert, "convert", "write a draft checkpoint in the layout of another project")
     add("draft", help="directory or Hub id, of any format")
     add("out", help="directory to write, which must not exist")
-    add("--to", choices=get_args(Layout), default="speculators", help="layout (%(default)s)")
+    add("--to", choices=layouts(), default="speculators", help="layout (%(default)s)")
     add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +20,10 @@ from transformers.utils.generic import ModelOutput
 
 from ..configuration import SpeculationConfig, SpeculatorConfig
 from .base import Speculator
+from .files import Checkpoint, Files, Format
+
+if TYPE_CHECKING:
+    from .unrolling import Unrolled, UnrollInput
 
 LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 NORMS: dict[str, type[nn.Module]] = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNorm}
@@ -43,9 +49,17 @@ class DraftModel(PreTrainedModel, Speculator):
 
     A draft without its own ``embed_tokens`` or ``lm_head`` (``config.shared_with_target``) uses those of the target
     that ``bind`` is given. They are never registered, moved, trained or saved with the draft.
+
+    A kind of draft is a subclass in a folder of its own. Beside its config and its ``forward`` it says whose files it
+    reads (``formats``) and in which layouts of others it is written (``layouts``), who serves it (``engines``,
+    ``vllm_method``) and how it is unrolled in training (``unroll``).
     """
 
+    config_class: Any
     config: Any
+    formats: ClassVar[tuple[Format, ...]] = ()
+    layouts: ClassVar[Mapping[str, Callable[[Any], Files]]] = {}
+    vllm_method: ClassVar[str | None] = None  # of its --speculative-config
     supports_gradient_checkpointing = False  # it drops the cache, which the later steps of training read
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -204,6 +218,42 @@ class DraftModel(PreTrainedModel, Speculator):
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         self.config.check_target(target.config)
 
+    @classmethod
+    def engines(
+        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
+    ) -> dict[str, list[str]]:
+        """List by engine what is in its way to serve such a draft; of nobody else's kind nobody serves any.
+
+        With ``checkpoint`` in ``layout``: nothing if the engine reads these files as they were meant. Without: what it
+        cannot serve whatever layout the draft is converted to.
+        """
+        kind = cls.config_class.speculators_model_type
+        return {engine: [f"does not know drafts of kind {kind!r}"] for engine in ("vLLM", "SGLang", "llama.cpp")}
+
+    @classmethod
+    def use_in_vllm(cls, config: Any, target: str, path: str) -> str:
+        """Say in Markdown how vLLM serves the draft at ``path`` for ``target``."""
+        if cls.vllm_method is None:
+            return f"vLLM does not serve drafts of this kind ({config.speculators_model_type})."
+        return vllm_command(cls.vllm_method, target, path, config.num_speculative_tokens)
+
+    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
+        """Draft ``steps`` guesses from every position of a text at once, as training needs it.
+
+        ``recompute`` keeps of a step only what it is given and what it gives. A draft that is fed its own output needs
+        nothing but its ``forward`` for this.
+        """
+        from .unrolling import unroll_with_feedback  # compiles kernels, which only training needs
+
+        return unroll_with_feedback(self, given, steps, recompute)
+
+    def unroll_steps(self, wanted: int) -> int:
+        """Return how many steps are trained where ``wanted`` are asked for."""
+        return wanted
+
+    def sort_features(self) -> None:
+        """Read the same hidden states in ascending order from now on: readers of other projects sort them."""
+
     def defaults(self) -> SpeculationConfig:
         return SpeculationConfig(num_speculative_tokens=self.config.num_speculative_tokens)
 
@@ -299,3 +349,9 @@ def only_one(features: Tensor | None, hidden_states: Tensor | None) -> Tensor:
     if hidden_states is not None and features is None:
         return hidden_states
     raise ValueError("pass either features (first step) or hidden_states (later steps), and not both")
+
+
+def vllm_command(method: str, target: str, path: str, num_speculative_tokens: int) -> str:
+    """Return the command, in Markdown, by which vLLM serves ``target`` with the draft at ``path``."""
+    setting = json.dumps({"method": method, "model": path, "num_speculative_tokens": num_speculative_tokens})
+    return f"In vLLM:\n\n```sh\nvllm serve {target} --speculative-config '{setting}'\n```"

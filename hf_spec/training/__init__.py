@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ..drafts.unrolling import unroll
 from .arguments import DraftTrainingArguments
 from .data import DraftCollator, prepare_dataset
 from .evaluation import measure
 from .features import FeatureCache, cache_features
 from .regenerate import regenerate
 from .trainer import DraftTrainer
-from .unrolling import unroll
 from .vocabulary import count_tokens, most_frequent, new_draft
 
 __all__ = [

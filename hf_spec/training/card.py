@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
-from ..drafts.modeling import DraftModel
+from ..drafts.modeling import DraftModel, vllm_command
 from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
-
-METHODS = {"eagle3": "eagle3", "independent": "draft_model"}  # of vLLM 0.33's --speculative-config, by kind
 
 
 def model_card(
@@ -81,22 +78,15 @@ def _usage(draft: Any, kind: str, target: str, here: str, base: str | None) -> s
         f"draft = {loaded}",
         *("target.generate(**inputs, speculator=draft)", "```"),
     ]
-    return "\n".join(lines) + "\n\n" + _usage_in_vllm(draft, kind, target, here, base)
+    return "\n".join(lines) + "\n\n" + _usage_in_vllm(draft, target, here, base)
 
 
-def _usage_in_vllm(draft: Any, kind: str, target: str, here: str, base: str | None) -> str:
+def _usage_in_vllm(draft: Any, target: str, here: str, base: str | None) -> str:
     if base is not None:
         return "vLLM reads no adapters of drafts: save `draft.merge_and_unload()` first."
-    if kind == "mtp":
-        return (
-            "vLLM serves an MTP layer within the target's checkpoint, by the method `mtp`: "
-            f"`hf-spec convert {here} layer --to native` writes it as such."
-        )
-    if kind not in METHODS:
-        return f"vLLM does not serve drafts of this kind ({kind})."
-    count = draft.config.num_speculative_tokens if isinstance(draft, DraftModel) else 5
-    setting = json.dumps({"method": METHODS[kind], "model": here, "num_speculative_tokens": count})
-    return f"In vLLM:\n\n```sh\nvllm serve {target} --speculative-config '{setting}'\n```"
+    if isinstance(draft, DraftModel):
+        return draft.use_in_vllm(draft.config, target, here)
+    return vllm_command("draft_model", target, here, 5)
 
 
 def _measured(history: list[dict[str, float]], best_step: int | None) -> str:

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoints.conversion import unserved
 from ..configuration import max_positions
 from ..drafts.modeling import DraftModel
 
@@ -41,7 +40,7 @@ def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:
     if not isinstance(draft, DraftModel):
         return []
     config = draft.config
-    warnings = [f"{engine} {'; '.join(found)}" for engine, found in unserved(config).items() if found]
+    warnings = [f"{engine} {'; '.join(found)}" for engine, found in draft.engines(config).items() if found]
     if config.transformer_layer_config is not None:
         have, need = config.layers.max_position_embeddings, max_positions(target.config)
         if have < need:

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..drafts.unrolling import positions
 from ..scoring.runner import TargetRunner, decoder_of, input_device
-from .unrolling import positions
 
 _known: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()  # see Reader._keeps_apart
 

@@ -17,7 +17,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..drafts.modeling import DraftModel
-from ..drafts.mtp.modeling import TargetMtp
+from ..drafts.mtp.target import TargetMtp
+from ..drafts.unrolling import Unrolled, UnrollInput
 from ..metrics import Counts
 from . import sharding
 from .arguments import DraftTrainingArguments
@@ -27,10 +28,10 @@ from .data import DraftCollator, check_rows
 from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
-from .kinds import Text, Unrolled, count_steps, unrolled
 from .losses import ChunkedLoss, StepMetrics, counted_positions, position_weights
 from .running_sums import RunningSums
 from .teacher import Reader, bare
+from .unrolling import count_steps, unrolled
 
 logger = logging.get_logger(__name__)
 
@@ -180,7 +181,7 @@ class DraftTrainer(Trainer):
             scale = float(self.accelerator.num_processes)  # gradients are averaged over processes
         layers, hidden = self._states(inputs)
         features = torch.cat([layer.to(hidden.device) for layer in layers], dim=-1) if layers else None
-        text = Text(inputs["input_ids"], inputs.get("document_ids"), features)
+        text = UnrollInput(inputs["input_ids"], inputs.get("document_ids"), features)
         batch_loss = functools.partial(self._batch_loss, text, inputs["loss_mask"], hidden, divisor)
         # Through the wrapped model, so that whatever wraps it sees one forward.
         loss, metrics, counted = model(batch_loss=batch_loss)
@@ -188,7 +189,7 @@ class DraftTrainer(Trainer):
         return (loss * scale, {}) if return_outputs else loss * scale
 
     def _batch_loss(
-        self, text: Text, answers: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
+        self, text: UnrollInput, answers: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
     ) -> tuple[Tensor, StepMetrics, Tensor]:
         """Return a batch's loss, metrics (losses not weighted by step), and the positions that count.
 

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..feedback import FeedbackDrafter
+from ..files import Checkpoint
 from ..modeling import LAYERS, DraftModel, DraftOutput, only_one
 from .configuration import EagleSpeculatorConfig
+from .formats import FORMATS, in_the_way, unserved
 
 if TYPE_CHECKING:
     from ..base import Drafter, Request
@@ -25,6 +27,7 @@ class EagleDraftModel(DraftModel):
     """Guess with an EAGLE-1 or EAGLE-2 draft."""
 
     config_class = EagleSpeculatorConfig
+    formats = FORMATS
 
     def __init__(self, config: EagleSpeculatorConfig) -> None:
         super().__init__(config, config.layers.vocab_size)
@@ -57,3 +60,9 @@ class EagleDraftModel(DraftModel):
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
         return FeedbackDrafter(self, request)
+
+    @classmethod
+    def engines(
+        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
+    ) -> dict[str, list[str]]:
+        return unserved() if checkpoint is None else in_the_way(checkpoint, layout)

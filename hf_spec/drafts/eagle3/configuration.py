@@ -64,6 +64,15 @@ class Eagle3SpeculatorConfig(SpeculatorConfig):
             return (2, num_target_layers // 2, num_target_layers - 3)
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
+    def describe(self) -> dict[str, str]:
+        ids = self.eagle_aux_hidden_state_layer_ids
+        reads = f"hidden_states{ids}" if ids else "hidden_states[2, n // 2, n - 3] of n layers"
+        return super().describe() | {
+            "reads": f"{reads} of width {self.feature_size}",
+            "guesses": f"{self.draft_vocab_size} of {self.layers.vocab_size} tokens",
+            "flags": ", ".join(f"{name}={getattr(self, name)}" for name in EAGLE3_FLAGS),
+        }
+
     def to_diff_dict(self) -> dict[str, Any]:
         """Write beside the fields how many features there are if not three: vLLM's llama drafts look for it there."""
         config = super().to_diff_dict()

@@ -21,8 +21,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..feedback import FeedbackDrafter
+from ..files import Checkpoint
 from ..modeling import LAYERS, NORMS, DraftModel, DraftOutput, only_one
 from .configuration import Eagle3SpeculatorConfig
+from .engines import in_the_way, unserved
+from .formats import FORMATS, sort_features, write_eagle3, write_sglang
 
 if TYPE_CHECKING:
     from ..base import Drafter, Request
@@ -68,6 +71,9 @@ class Eagle3DraftModel(DraftModel):
     """Guess with an EAGLE-3 draft of any flags (see ``Eagle3SpeculatorConfig``)."""
 
     config_class = Eagle3SpeculatorConfig
+    formats = FORMATS
+    layouts = {"eagle3": write_eagle3, "sglang": write_sglang}  # noqa: RUF012
+    vllm_method = "eagle3"
     _no_split_modules = [*DraftModel._no_split_modules, "LlamaFusingLayer", "Qwen3FusingLayer"]  # noqa: RUF012
 
     input_norm: Any
@@ -129,3 +135,12 @@ class Eagle3DraftModel(DraftModel):
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
         return FeedbackDrafter(self, request)
+
+    @classmethod
+    def engines(
+        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
+    ) -> dict[str, list[str]]:
+        return unserved(config) if checkpoint is None else in_the_way(config, checkpoint, layout)
+
+    def sort_features(self) -> None:
+        sort_features(self)

@@ -40,6 +40,13 @@ class MedusaSpeculatorConfig(SpeculatorConfig):
     def layers(self) -> PreTrainedConfig:
         return self
 
+    @property
+    def shape(self) -> str:
+        return f"{self.num_heads} heads of {self.num_hidden_layers} residual block(s)"
+
+    def describe(self) -> dict[str, str]:
+        return {}
+
     @classmethod
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
         """Describe new heads for the target with config ``target``; the rest are fields of this config."""

@@ -10,7 +10,7 @@ same state, so all heads speak at once, and none knows what the ones before it g
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,14 @@ from transformers import initialization as init
 
 from ...proposal import Proposal
 from ..base import Drafter, News, Request
+from ..files import Checkpoint
 from ..modeling import DraftModel, DraftOutput, only_one
 from ..trees import grow
 from .configuration import MedusaSpeculatorConfig
+from .formats import FORMATS, unserved
+
+if TYPE_CHECKING:
+    from ..unrolling import Unrolled, UnrollInput
 
 # How many children each node has in "mc_sim_7b_63", the shape published with the heads for Vicuna 7B: the node "01" is
 # the second-best guess of head 1 behind the best one of head 0. Data of FasterDecoding/Medusa (Apache-2.0).
@@ -47,6 +52,7 @@ class MedusaDraftModel(DraftModel):
     """Guess with Medusa heads. New ones with the target's own head guess what the target does one token earlier."""
 
     config_class = MedusaSpeculatorConfig
+    formats = FORMATS
     _no_split_modules = ["ResidualBlock"]  # noqa: RUF012
 
     def __init__(self, config: MedusaSpeculatorConfig) -> None:
@@ -99,6 +105,29 @@ class MedusaDraftModel(DraftModel):
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
         return MedusaDrafter(self, request)
+
+    @classmethod
+    def engines(
+        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
+    ) -> dict[str, list[str]]:
+        return unserved()
+
+    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
+        """Let every head read the same states: head k is step k, and nothing is fed back."""
+        from ..unrolling import Unrolled
+
+        assert given.features is not None  # the trainer reads the layers that the draft names
+        features = given.features[:, :-1].to(self.dtype)
+        layers = self.output_layers
+        if not layers:
+            return Unrolled([head(features) for head in self.heads], lambda step, states: self.logits(states), [], [])
+        states = [cast(nn.Sequential, head)[:-1](features) for head in self.heads]
+        trained = [parameter for layer in layers for parameter in layer.parameters()]
+        return Unrolled(states, lambda step, states: cast(Tensor, layers[step](states)), trained, [])
+
+    def unroll_steps(self, wanted: int) -> int:
+        """Return the number of heads: each is a step, and all are trained together."""
+        return len(self.heads)
 
 
 class MedusaDrafter(Drafter):

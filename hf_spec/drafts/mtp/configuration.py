@@ -30,6 +30,9 @@ class MTPSpeculatorConfig(SpeculatorConfig):
     feedback_after_norm: bool = True
     hidden_first: bool = False
 
+    def describe(self) -> dict[str, str]:
+        return super().describe() | {"flags": ", ".join(f"{name}={getattr(self, name)}" for name in MTP_FLAGS)}
+
     def check_target(self, target: PreTrainedConfig) -> None:
         super().check_target(target)
         have, need = self.layers.hidden_size, target.get_text_config().hidden_size

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ...configuration import default_speculators_config
+from ..files import Files, Format, needed, shared_with_target
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 # How the names of tensors begin in the target's checkpoint, and in our files, which use those of speculators.
@@ -37,21 +38,26 @@ NATIVE_FLAGS: dict[str, dict[str, Any]] = {
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def speculators_mtp(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
+def _read_speculators(
+    raw: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
     """Read a draft of the speculators library, whose config describes the target's layers and not the draft's one.
 
     Where the config does not say it, the features are those that the library trains with: before the final norm.
     """
+    if not isinstance(raw.get("transformer_layer_config"), dict):
+        raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+    tensors = needed(tensors)
     is_dense = "mtp_layers.0.mlp.gate_proj.weight" in tensors
     raw["transformer_layer_config"] = _one_layer(raw["transformer_layer_config"], is_dense)
     raw.setdefault("features_after_norm", False)
-    raw["shared_with_target"] = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
+    raw["shared_with_target"] = shared_with_target(tensors)
     known = {field.name for field in fields(MTPSpeculatorConfig)} - {"architectures", "transformers_version"}
     config = MTPSpeculatorConfig(**{name: value for name, value in raw.items() if name in known})
     return config, _stack_experts(tensors)
 
 
-def native_mtp(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
+def _read_native(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
     """Read the layer that a target keeps beside its own; ``raw`` is the config of the target."""
     family = "qwen" if "mtp.fc.weight" in given else "mimo"
     names = NATIVE_NAMES[family]
@@ -68,8 +74,24 @@ def native_mtp(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpecul
     return config, tensors
 
 
-def to_native(config: MTPSpeculatorConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name the tensors of our layer as its target does. Errors: a ValueError for targets that keep no such layer."""
+FORMATS = (
+    Format("speculators", lambda config, names: config.get("speculators_model_type") == "mtp", _read_speculators),
+    Format(
+        "mtp",
+        lambda config, names: "mtp.fc.weight" in names or "model.mtp_layers.0.input_proj.weight" in names,
+        _read_native,
+        inside_target=("mtp.", "model.mtp_layers."),
+    ),
+)
+
+
+def write_native(draft: Any) -> Files:
+    """Write our layer under the names of its target, to be put beside its files and named in their index.
+
+    Errors: a ValueError for targets that keep no such layer.
+    """
+    config: MTPSpeculatorConfig = draft.config
+    tensors: dict[str, Tensor] = draft.state_dict()
     kind = config.layers.model_type
     family = "qwen" if kind.startswith(("qwen3_next", "qwen3_5")) else "mimo" if kind == "qwen2" else None
     if family is None:
@@ -82,7 +104,17 @@ def to_native(config: MTPSpeculatorConfig, tensors: dict[str, Tensor]) -> dict[s
     names = {ours: native for native, ours in NATIVE_NAMES[family].items()}
     if kind == "qwen3_next":
         tensors = _unstack_experts(tensors)
-    return {_renamed(name, names): tensor for name, tensor in tensors.items()}
+    return Files({_renamed(name, names): tensor for name, tensor in tensors.items()}, "mtp.safetensors")
+
+
+def in_the_way(layout: str) -> dict[str, list[str]]:
+    """List what is in each engine's way to serve files in ``layout``, nothing if it reads them as meant."""
+    return {"vLLM": []} if layout == "mtp" else unserved()
+
+
+def unserved() -> dict[str, list[str]]:
+    """List what each engine cannot serve of such a layer that stands by itself."""
+    return {"vLLM": ["reads such a layer only as a part of its target; convert to native"]}
 
 
 def _one_layer(raw: dict[str, Any], is_dense: bool) -> Any:

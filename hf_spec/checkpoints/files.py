@@ -1,0 +1,108 @@
+"""Read the files of a draft: config and tensors, of a local directory or Hub id, never executing anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from ..drafts.files import Checkpoint
+from .kinds import formats
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def weight_files() -> tuple[str, ...]:
+    """Name the files that may hold a draft's weights; those of a single format come first."""
+    return (*(name for one in formats() for name in one.weight_files), *WEIGHT_FILES)
+
+
+def read_checkpoint(
+    path: str | os.PathLike[str], inside_target: bool = False, only_names: bool = False, **hub: Any
+) -> Checkpoint:
+    """Read config and tensors of a local directory or Hub id. Errors: OSError that names the file and the cure.
+
+    Of a target that has a draft in its checkpoint only the draft is read; ``inside_target`` reads nothing of others.
+    ``only_names`` leaves the tensors empty, which tells the format of a large model as well.
+    """
+    config = _json(_find_config(path, hub))
+    for name in weight_files():
+        if (file := _find(path, name, hub)) is None:
+            continue
+        if not name.endswith(".json"):
+            return Checkpoint(str(path), config, _tensors(file, inside_target, only_names))
+        tensors: dict[str, Tensor] = {}
+        places = _json(file).get("weight_map", {})
+        for shard in sorted({places[key] for key in _of_the_draft(places, inside_target)}):
+            if (part := _find(path, shard, hub)) is None:
+                raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
+            tensors |= _tensors(part, inside_target, only_names)
+        return Checkpoint(str(path), config, tensors)
+    raise OSError(f"{path} has a config.json but no weights; it should hold one of {weight_files()}")
+
+
+def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str | None:
+    return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+
+
+def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
+    if not os.path.isdir(path):
+        try:
+            validate_repo_id(os.fspath(path))
+        except HFValidationError as error:
+            raise OSError(f"{path} is neither a directory nor a Hub id; pass the directory of config.json") from error
+    # Of a Hub id this says whether it does not exist or is only out of reach.
+    found = _find(path, "config.json", hub) if os.path.isdir(path) else cached_file(path, "config.json", **hub)
+    if found is None:
+        raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
+    return found
+
+
+def _json(file: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{file} is not valid JSON ({error}); copy or download it again") from error
+    if not isinstance(content, dict):
+        raise OSError(f"{file} should hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _of_the_draft(names: Iterable[str], inside_target: bool) -> list[str]:
+    """Leave out the target's tensors where a draft is kept in its checkpoint, which may be large."""
+    prefixes = tuple(prefix for one in formats() for prefix in one.inside_target)
+    found = [name for name in names if name.startswith(prefixes)]
+    return found if found or inside_target else list(names)
+
+
+def _tensors(file: str, inside_target: bool, only_names: bool) -> dict[str, Tensor]:
+    try:
+        if file.endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                names = _of_the_draft(opened.keys(), inside_target)
+                return {name: torch.empty(0) if only_names else opened.get_tensor(name) for name in names}
+        content = torch.load(file, map_location="meta" if only_names else "cpu", weights_only=True)
+    except (SafetensorError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise OSError(
+            f"{file} is cut off, damaged or holds more than tensors ({error}); copy or download it again, or convert "
+            "it to safetensors where you trust it"
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise OSError(f"{file} should hold a dict of tensors; save model.state_dict() as safetensors")
+    return {name: content[name] for name in _of_the_draft(content, inside_target)}

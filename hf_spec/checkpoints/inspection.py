@@ -1,0 +1,71 @@
+"""Say what a draft checkpoint is, and which engine reads it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..configuration import SpeculatorConfig
+from ..drafts.files import Checkpoint, Format
+from .auto import load
+from .files import read_checkpoint
+from .kinds import find_format, kind_of, translate
+
+
+@dataclass(frozen=True)
+class Report:
+    """Hold what ``inspect`` found; ``str()`` is for people.
+
+    ``engines`` maps an engine to what is in its way, nothing if it reads the files as they were meant. ``problem`` is
+    why hf_spec itself refuses them, None if it does not.
+    """
+
+    path: str
+    layout: str
+    config: SpeculatorConfig
+    parameters: int
+    dtypes: tuple[str, ...]
+    engines: dict[str, list[str]]
+    problem: str | None
+
+    def __str__(self) -> str:
+        config, layers = self.config, self.config.layers
+        verifier = (config.speculators_config or {})["verifier"]
+        lines = {
+            "format": self.layout,
+            "draft": f"{config.speculators_model_type}, {config.shape} of width {layers.hidden_size}, "
+            f"{self.parameters / 1e6:.1f} M values ({', '.join(self.dtypes)})",
+            "target": f"{verifier.get('name_or_path') or 'not named'}, vocabulary {layers.vocab_size or 'not named'}",
+            "from target": ", ".join(config.shared_with_target or ()) or "nothing: what it needs is in the file",
+        }
+        lines |= config.describe()
+        lines |= {name: "; ".join(found) or "reads it" for name, found in self.engines.items()}
+        lines["hf_spec"] = self.problem or "reads it"
+        return "\n".join([self.path, *(f"  {name:12} {text}" for name, text in lines.items())])
+
+
+def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
+    """Say what the draft at ``path`` (directory or Hub id) is. Errors: those of reading it, or an unknown format."""
+    checkpoint = read_checkpoint(path, **hub)
+    found = find_format(checkpoint)
+    config, tensors = translate(checkpoint)
+    problem = None
+    try:
+        load(checkpoint)
+    except ValueError as error:
+        problem = str(error)
+    return Report(
+        path=str(path),
+        layout=_name(checkpoint, found),
+        config=config,
+        parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
+        dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()})),
+        engines=kind_of(config).engines(config, checkpoint, found.name),
+        problem=problem,
+    )
+
+
+def _name(checkpoint: Checkpoint, found: Format) -> str:
+    kind = checkpoint.config.get("speculators_model_type", found.owner)
+    return f"{found.name} ({kind})" if kind else found.name

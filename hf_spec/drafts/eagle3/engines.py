@@ -1,0 +1,147 @@
+"""Who serves an EAGLE-3 draft, and what is in the way: vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter."""
+
+from __future__ import annotations
+
+import os
+
+from ..files import Checkpoint, applying
+from .configuration import Eagle3SpeculatorConfig
+
+# A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
+SERVED_FLAGS = "served_flags"
+
+Obstacles = list[tuple[bool, str]]
+
+
+def in_the_way(config: Eagle3SpeculatorConfig, checkpoint: Checkpoint, layout: str) -> dict[str, list[str]]:
+    """List what is in each engine's way to serve the files of ``checkpoint``, nothing if it reads them as meant."""
+    return {
+        "vLLM": applying(_vllm(checkpoint, layout, config)),
+        "SGLang": applying(_sglang(checkpoint, layout, config)),
+        "llama.cpp": applying(_llama_cpp(checkpoint, config)),
+    }
+
+
+def unserved(config: Eagle3SpeculatorConfig) -> dict[str, list[str]]:
+    """List what each engine cannot serve of such a draft, whatever layout it is converted to."""
+    trained = config.embed_requires_grad and config.feature_size == config.layers.hidden_size
+    return {
+        "vLLM": applying(_beyond_vllm(config)),
+        "SGLang": beyond_flat(config) + ["replaces trained embeddings by the target's"] * trained,
+        "llama.cpp": applying(_beyond_llama_cpp(config)),
+    }
+
+
+def beyond_flat(config: Eagle3SpeculatorConfig) -> list[str]:
+    """List what no reader of a flat layout knows."""
+    layers, ids = config.layers, config.eagle_aux_hidden_state_layer_ids or [1]
+    return applying(
+        [
+            (layers.model_type != "llama", f"has llama layers only, not {layers.model_type}"),
+            (layers.num_hidden_layers > 1, "norms the later layers of a draft differently"),
+            (layers.attention_bias, "has no bias in the attention"),
+            (getattr(layers, "mlp_bias", False), "has no bias in the MLP"),
+            (
+                config.num_features * config.feature_size == layers.hidden_size,
+                "takes a single feature for a state fed back",
+            ),
+            (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
+            ("sliding_attention" in (getattr(layers, "layer_types", None) or ()), "has no sliding window"),
+            (config.norm_before_residual, "does not know norm_before_residual"),
+            (not config.norm_before_lm_head, "always norms before the head"),
+            (min(ids) < 1, "reads outputs of layers, so not the embeddings (layer id 0)"),
+        ]
+    )
+
+
+def beyond_eagle3(config: Eagle3SpeculatorConfig) -> list[str]:
+    """List what readers of SafeAILab's layout do not know."""
+    ids = config.eagle_aux_hidden_state_layer_ids
+    flags = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    found = beyond_flat(config) + [f"does not know {name}" for name in flags]
+    return found if _default_ids(ids) else [*found, f"always reads hidden_states[2, n // 2, n - 3], not {ids}"]
+
+
+def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -> Obstacles:
+    raw, ids, nested = checkpoint.config, config.eagle_aux_hidden_state_layer_ids or [], layout == "speculators"
+    name = (config.speculators_config or {})["verifier"].get("name_or_path")
+    kind, expected = config.layers.model_type, config.layers.to_dict().get("num_aux_hidden_states", 3)
+    only_outputs = "eagle_config" in raw and "eagle_aux_hidden_state_layer_ids" not in raw
+    return [
+        (ids != sorted(ids), f"sorts the layer ids {ids} and so permutes the features; convert to speculators"),
+        (
+            nested and (not name or os.path.exists(name)),
+            "needs --speculative-config: verifier.name_or_path is no Hub id",
+        ),
+        (nested and "norm_before_residual" not in raw, "takes the missing norm_before_residual for True"),
+        (nested and raw.get("speculators_model_type") == "peagle", "drafts in parallel, unlike hf_spec"),
+        (bool(ids) and only_outputs, "reads the layer ids of eagle_config one too low; convert to sglang names both"),
+        (
+            _misread_norm_output(checkpoint, layout),
+            "feeds back the normed output, unlike SpecForge in training; convert it",
+        ),
+        (
+            nested and kind == "llama" and config.num_features != expected,
+            f"expects {expected} features, not {config.num_features}; convert to speculators",
+        ),
+        *_beyond_vllm(config),
+    ]
+
+
+def _beyond_vllm(config: Eagle3SpeculatorConfig) -> Obstacles:
+    biased = config.layers.model_type == "qwen3" and config.layers.attention_bias
+    return [
+        (not config.norm_before_lm_head, "always norms before the head"),
+        (biased, "has no bias in the output of qwen3's attention"),
+        (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
+    ]
+
+
+def _lends_part_of_head(config: Eagle3SpeculatorConfig) -> bool:
+    return "lm_head" in (config.shared_with_target or ()) and config.draft_vocab_size != config.layers.vocab_size
+
+
+def _sglang(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -> Obstacles:
+    raw, ids, nested = checkpoint.config, config.eagle_aux_hidden_state_layer_ids, layout == "speculators"
+    outputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return [
+        (nested, "does not read this config; convert to sglang"),
+        (
+            not nested and not outputs and not _default_ids(ids),
+            "reads layer ids from eagle_config only; convert to sglang",
+        ),
+        (
+            _misread_norm_output(checkpoint, layout),
+            "feeds back the normed output, unlike SpecForge in training; convert it",
+        ),
+        *((True, sentence) for sentence in unserved(config)["SGLang"]),
+    ]
+
+
+def _llama_cpp(checkpoint: Checkpoint, config: Eagle3SpeculatorConfig) -> Obstacles:
+    missing = "draft_vocab_size" not in checkpoint.config
+    return [
+        (missing, "recognises EAGLE-3 by draft_vocab_size, which is missing"),
+        *_beyond_llama_cpp(config),
+    ]
+
+
+def _beyond_llama_cpp(config: Eagle3SpeculatorConfig) -> Obstacles:
+    ids, count = config.eagle_aux_hidden_state_layer_ids, config.layers.num_hidden_layers
+    changed = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
+    return [
+        (count != 1, f"reads drafts with num_hidden_layers 1, not {count}"),
+        (bool(changed), f"does not know {', '.join(changed)}"),
+        (not _default_ids(ids), f"always reads hidden_states[2, n // 2, n - 3], not {ids}"),
+        (not config.norm_before_lm_head, "always norms before the head"),
+    ]
+
+
+def _misread_norm_output(checkpoint: Checkpoint, layout: str) -> bool:
+    raw = checkpoint.config
+    return layout == "specforge" and bool(raw.get("norm_output")) and SERVED_FLAGS not in raw
+
+
+def _default_ids(ids: list[int] | None) -> bool:
+    """Tell whether ``ids`` are what readers assume for some number of layers of the target."""
+    return ids is None or (len(ids) == 3 and ids == [2, (ids[2] + 3) // 2, ids[2]])

@@ -1,0 +1,199 @@
+"""EAGLE-3 drafts in files: of the speculators library, SafeAILab, SpecForge and ModelOpt.
+
+=============== ================================================  ==========================================
+format          how it is recognised                              what its files leave unsaid
+=============== ================================================  ==========================================
+``speculators`` ``speculators_model_type`` eagle3 or peagle       nothing; ``peagle`` holds an EAGLE-3 draft
+``specforge``   ``LlamaForCausalLMEagle3`` and ``midlayer.*``     ``norm_output`` is the norm before the head
+``eagle3``      other ``midlayer.*`` (SafeAILab's own)            the layers read, rope base, layer count
+``modelopt``    ``layers.0.hidden_norm`` in a flat config         no ``t2d``
+=============== ================================================  ==========================================
+
+Numbers of layers, biases, norms and vocabularies are taken from the tensors, since configs in circulation are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...configuration import default_speculators_config, is_int
+from ..files import Files, Format, complete_vocabulary, flat_layers, is_speculators, needed, shared_with_target
+from .configuration import Eagle3SpeculatorConfig
+from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
+
+if TYPE_CHECKING:
+    from .modeling import Eagle3DraftModel
+
+Read = tuple[Eagle3SpeculatorConfig, dict[str, Tensor]]
+
+
+def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
+    """Return which ``hidden_states[i]`` of the target a draft reads; None where its format leaves it to the reader.
+
+    The only place where conventions meet. A top-level ``eagle_aux_hidden_state_layer_ids`` (speculators, vLLM) counts
+    layers that have run, and so is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge, ModelOpt,
+    SGLang) names the layer whose output is read, which is ``hidden_states[i + 1]``. EAGLE's own files name none.
+    """
+    name, behind = "eagle_aux_hidden_state_layer_ids", 0
+    if (ids := config.get(name)) is None:
+        ids, behind = (config.get("eagle_config") or {}).get(name), 1
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(map(is_int, ids)):
+        raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")
+    return [i + behind for i in ids]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _is_ours(config: dict[str, Any], names: Collection[str]) -> bool:
+    return is_speculators(config) and config.get("speculators_model_type", "eagle3") in ("eagle3", "peagle")
+
+
+def _is_specforge(config: dict[str, Any], names: Collection[str]) -> bool:
+    return _is_safeailab(config, names) and "LlamaForCausalLMEagle3" in (config.get("architectures") or ())
+
+
+def _is_safeailab(config: dict[str, Any], names: Collection[str]) -> bool:
+    return "midlayer.hidden_norm.weight" in names
+
+
+def _is_modelopt(config: dict[str, Any], names: Collection[str]) -> bool:
+    return "layers.0.hidden_norm.weight" in names and not is_speculators(config)
+
+
+def _read_speculators(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    if not isinstance(raw.get("transformer_layer_config"), dict):
+        raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+    tensors = needed(tensors)
+    tensors.pop("mask_hidden", None)  # serves the parallel steps of peagle; one step of it is EAGLE-3
+    raw["speculators_model_type"] = "eagle3"
+    if isinstance(raw.get("speculators_config"), dict):
+        raw["speculators_config"]["algorithm"] = "eagle3"
+    rope = raw["transformer_layer_config"].get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library takes this one for all
+        raw["transformer_layer_config"]["rope_parameters"] = rope["sliding_attention"]
+    return _completed(raw, raw["transformer_layer_config"]["vocab_size"], tensors)
+
+
+def _read_flat(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    return _flat(raw, needed(tensors))
+
+
+def _read_specforge(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    return _flat(raw, needed(tensors), norm_output_is_before_head=SERVED_FLAGS not in raw)
+
+
+def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before_head: bool = False) -> Read:
+    flags = raw | (raw.get("eagle_config") or {})
+    ids = aux_layer_ids(raw)
+    norms = sum(name.startswith("fc_norm.") for name in tensors)
+    count = norms or (len(ids) if ids else 3)
+    layers = flat_layers(raw, tensors)
+    width = tensors["fc.weight"].shape[-1] // count if "fc.weight" in tensors else layers.hidden_size
+    norm_output = bool(flags.get("norm_output", False))
+    given = {
+        "transformer_layer_config": layers,
+        "speculators_config": default_speculators_config("eagle3"),
+        "eagle_aux_hidden_state_layer_ids": ids,
+        "target_hidden_size": None if width == layers.hidden_size else width,
+        "norm_before_residual": bool(flags.get("norm_before_residual", False)),
+        "norm_before_fc": "input_norm.weight" in tensors,
+        "fc_norm": norms > 0,
+        "norm_output": norm_output and not norm_output_is_before_head,
+        "norm_before_lm_head": not norm_output_is_before_head or bool(flags.get("norm_output", True)),
+        "dtype": raw.get("dtype", raw.get("torch_dtype")),
+    }
+    return _completed(given, layers.vocab_size, tensors)
+
+
+def _completed(raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]) -> Read:
+    ids = aux_layer_ids(raw)
+    raw["shared_with_target"] = shared_with_target(tensors)
+    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
+    raw["eagle_aux_hidden_state_layer_ids"] = ids and sorted(ids)
+    known = {field.name for field in fields(Eagle3SpeculatorConfig)} - {"architectures", "transformers_version"}
+    config = Eagle3SpeculatorConfig(**{name: value for name, value in raw.items() if name in known})
+    # Foreign files may list ids in any order and mean it. Construction refuses that, since vLLM would sort them.
+    config.eagle_aux_hidden_state_layer_ids = ids
+    return config, tensors
+
+
+FORMATS = (
+    Format("speculators", _is_ours, _read_speculators),
+    Format("specforge", _is_specforge, _read_specforge),
+    Format("eagle3", _is_safeailab, _read_flat, owner="SafeAILab"),
+    Format("modelopt", _is_modelopt, _read_flat),
+)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def sort_features(draft: Eagle3DraftModel) -> None:
+    """Let the draft read the same hidden states in ascending order, in place; features are then concatenated so."""
+    ids, width = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.feature_size
+    if ids is None or ids == sorted(ids):
+        return
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in order]).to(draft.fc.weight.device)
+    with torch.no_grad():
+        draft.fc.weight.copy_(draft.fc.weight[:, columns])
+        if draft.input_norm is not None:
+            draft.input_norm.weight.copy_(draft.input_norm.weight[columns])
+    if draft.fc_norm is not None:
+        draft.fc_norm = nn.ModuleList(draft.fc_norm[i] for i in order)
+    draft.config.eagle_aux_hidden_state_layer_ids = sorted(ids)
+
+
+def write_eagle3(draft: Any) -> Files:
+    """Write the layout of SafeAILab, for llama.cpp and TensorRT-LLM."""
+    _refuse("eagle3", beyond_eagle3(draft.config))
+    return _written(draft, {"architectures": ["LlamaForCausalLM"]})
+
+
+def write_sglang(draft: Any) -> Files:
+    """Write the same with ``eagle_config``, for SGLang and vLLM."""
+    config: Eagle3SpeculatorConfig = draft.config
+    _refuse("sglang", beyond_flat(config))
+    more: dict[str, Any] = {"architectures": ["LlamaForCausalLMEagle3"], SERVED_FLAGS: True}
+    more |= {name: getattr(config, name) for name in ("norm_before_fc", "fc_norm", "norm_output")}
+    more["eagle_config"] = {"use_aux_hidden_state": True}
+    if (ids := config.eagle_aux_hidden_state_layer_ids) is not None:
+        more["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]
+    if "lm_head" in (config.shared_with_target or ()):
+        more["draft_vocab_size"] = None  # SGLang lends the target's output layer only then
+    return _written(draft, more)
+
+
+def _refuse(layout: str, found: list[str]) -> None:
+    if found:
+        raise ValueError(
+            f"the {layout} layout cannot express this draft, because its readers: it {'; it '.join(found)}"
+        )
+
+
+def _written(draft: Any, more: dict[str, Any]) -> Files:
+    config: Eagle3SpeculatorConfig = draft.config
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items()}
+    ids, layers = config.eagle_aux_hidden_state_layer_ids, config.layers
+    rope = layers.rope_parameters
+    raw = layers.to_diff_dict() | {
+        "draft_vocab_size": config.draft_vocab_size,
+        "torch_dtype": str(draft.dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+        "bias": False,
+        "rope_theta": rope["rope_theta"],  # readers older than rope_parameters
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+    }
+    if config.target_hidden_size is not None:
+        raw["target_hidden_size"] = config.target_hidden_size
+    if ids is not None:
+        raw["eagle_aux_hidden_state_layer_ids"] = ids  # vLLM
+    return Files(tensors, config=raw | more)

@@ -1,0 +1,124 @@
+"""How a kind of draft says which files it reads and writes, and what flat configs and their tensors have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..configuration import SpeculatorConfig
+
+# What files hold that no draft needs: tables computed anew, and the target's ends, which speculators trains against.
+LEFT_OVER = re.compile(r".*\binv_freq$|verifier_(lm_head|norm)\.weight$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Hold a draft as its files say it: the config's JSON and the tensors under their names in the file."""
+
+    path: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """Say how the files of some project are recognised and read.
+
+    ``recognises(config, names)`` is asked with the config's JSON and the names of the tensors; ``read(config,
+    tensors)``, which may change both, returns the config and the weights of our model. ``owner`` is the project that
+    made the format. ``weight_files`` are names of files that hold weights in this format alone. ``inside_target`` says
+    how the draft's tensors begin where it is kept in its target's checkpoint.
+    """
+
+    name: str
+    recognises: Callable[[dict[str, Any], Collection[str]], bool]
+    read: Callable[[dict[str, Any], dict[str, Tensor]], tuple[SpeculatorConfig, dict[str, Tensor]]]
+    owner: str | None = None
+    weight_files: tuple[str, ...] = ()
+    inside_target: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Files:
+    """Hold what a layout puts into files: ``tensors`` into ``weights``, and ``config``, if any, into config.json."""
+
+    tensors: dict[str, Tensor]
+    weights: str = "model.safetensors"
+    config: dict[str, Any] | None = None
+
+
+def is_speculators(config: dict[str, Any]) -> bool:
+    """Tell whether a config is one of the speculators library, whose layout is also ours."""
+    return "speculators_model_type" in config or "speculators_config" in config
+
+
+def read_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[SpeculatorConfig, dict[str, Tensor]]:
+    """Read what ``save_pretrained`` writes; a ValueError for a ``speculators_model_type`` that is not known."""
+    return SpeculatorConfig.from_dict(config), needed(tensors)
+
+
+SPECULATORS = Format("speculators", lambda config, names: is_speculators(config), read_speculators)
+
+
+def needed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a draft needs, its layers under our name ``layers.*``."""
+    return {
+        name.removeprefix("model.").replace("midlayer.", "layers.0."): tensor
+        for name, tensor in tensors.items()
+        if not LEFT_OVER.match(name)
+    }
+
+
+def shared_with_target(tensors: Collection[str]) -> list[str]:
+    """List what the files leave to the target."""
+    return [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
+
+
+def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Describe the decoder layers of a flat config, trusting the tensors where both speak: configs are often wrong."""
+    kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
+    known = set(AutoConfig.for_model(kind).to_dict()) | {"rope_theta", "rope_scaling", "layer_types"}
+    unwanted = {"architectures", "dtype", "model_type", "transformers_version", "tie_word_embeddings"}
+    given = {name: value for name, value in raw.items() if name in known - unwanted and value is not None}
+    if "rope_parameters" not in given:
+        given.setdefault("rope_theta", 10000.0)
+    indices = {int(name.split(".")[1]) for name in tensors if name.startswith("layers.")}
+    given["num_hidden_layers"] = len(indices)
+    given["attention_bias"] = any(name.endswith("q_proj.bias") for name in tensors)
+    if kind == "llama":
+        given["mlp_bias"] = any(name.endswith("gate_proj.bias") for name in tensors)
+    if given["attention_bias"]:  # transformers also gives o_proj one; EAGLE for Qwen2 does not
+        for place in (f"layers.{i}.self_attn.o_proj" for i in indices):
+            if (weight := tensors.get(f"{place}.weight")) is not None:
+                tensors.setdefault(f"{place}.bias", weight.new_zeros(weight.shape[0]))
+    return AutoConfig.for_model(kind, **given)
+
+
+def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:
+    """Complete ``d2t`` and ``t2d`` from each other, drop them for all ``total`` tokens; return the draft's number."""
+    if "d2t" not in tensors and "t2d" in tensors:
+        ids = tensors["t2d"].nonzero()[:, 0]
+        tensors["d2t"] = ids - torch.arange(len(ids))
+    if "d2t" not in tensors:
+        return len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else total
+    tensors["d2t"] = offsets = tensors["d2t"].long()
+    size, ids = len(offsets), torch.arange(len(offsets)) + offsets
+    if "t2d" not in tensors:
+        tensors["t2d"] = torch.isin(torch.arange(total), ids)
+    tensors["t2d"] = tensors["t2d"].bool()
+    if size == total:
+        if offsets.any():
+            raise ValueError(f"d2t has {size} entries, the whole vocabulary, and so must be all zero; drop it")
+        del tensors["d2t"], tensors["t2d"]
+    return size
+
+
+def applying(obstacles: list[tuple[bool, str]]) -> list[str]:
+    """Return the sentences about what is in an engine's way that apply."""
+    return [sentence for applies, sentence in obstacles if applies]
