@@ -142,7 +142,7 @@ def plot(results: dict[str, dict[str, Any]], output: Path) -> None:
     figure, (steps, changes, growth) = pyplot.subplots(1, 3, figsize=(9, 2.5), layout="constrained")
     for name in filter(results.__contains__, ("seven steps", "one step")):
         accepted = curve(results[name])
-        steps.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=f"taught {name}")
+        steps.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=f"trained in {name}")
     steps.set(xlabel="guess k", ylabel="accepted, if those before were", ylim=(0, 0.8), xticks=range(1, DEPTH + 1))
     steps.legend()
 

@@ -75,7 +75,7 @@ def test_offline_training_is_online_training(make: Any, data: Any, tmp_path: Pat
             assert torch.equal(offline.model.state_dict()[name], tensor), name
 
 
-def test_batches_of_other_rows_change_rounding_only(tmp_path: Path) -> None:
+def test_batches_of_other_examples_change_rounding_only(tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 4, "dataloader_num_workers": 1}
     online, offline = (
         losses(trained(eagle3, sharp_target(), data, tmp_path, **options))
@@ -85,7 +85,7 @@ def test_batches_of_other_rows_change_rounding_only(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_every_row_keeps_its_own_states_and_columns(tmp_path: Path) -> None:
+def test_every_example_keeps_its_own_states_and_columns(tmp_path: Path) -> None:
     for data in (rows(), packed()):
         target, cache = sharp_target(), cached(tmp_path / str(len(data)), dataset=data)
         assert len(files(cache)) > 2 and len(cache) == len(data)
@@ -117,6 +117,7 @@ def test_evaluation_without_the_targets_layers_tells_what_a_text_shows(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging.getLogger("transformers").propagate = True
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # another test may have been warned before
     cache, found = cached(tmp_path / "cache", layers=(2, 4, 5), batch_size=1), []
     for target in (sharp_target(), cache.load_target()):
         trainer = DraftTrainer(eagle3(sharp_target()), target, arguments(tmp_path), eval_dataset=cache)

@@ -96,7 +96,7 @@ def test_a_card_says_how_to_use_the_draft(make: Any, tmp_path: Path) -> None:
     card = ModelCard.load(tmp_path / "README.md")
     assert EXPECTED[make] in card.text
     assert card.data.base_model == "org/target" and card.data.datasets == ["org/chats"]
-    assert "| data | org/chats, 4 rows |" in card.text
+    assert "| data | org/chats, 4 examples |" in card.text
     loader = "AutoModelForCausalLM" if make is vanilla else "AutoModel"
     assert f'draft = {loader}.from_pretrained("me/draft")' in card.text
     assert 'target = AutoModelForCausalLM.from_pretrained("org/target")' in card.text

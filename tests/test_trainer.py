@@ -210,7 +210,7 @@ def test_saving_memory_keeps_the_loss(make: Any, option: dict[str, Any], tmp_pat
 
 @pytest.mark.parametrize("make", [eagle3, medusa, mtp])
 @pytest.mark.parametrize("objective", ["ce", "tv", "lk", "reverse_kl"])
-def test_every_objective_teaches_every_kind(make: Any, objective: str, tmp_path: Path) -> None:
+def test_every_objective_trains_every_kind(make: Any, objective: str, tmp_path: Path) -> None:
     target = sharp_target()
     args = arguments(tmp_path, objective=objective, normalizer="sequence", max_steps=12, learning_rate=3e-3)
     trainer = DraftTrainer(make(target), target, args, train_dataset=text(2))
@@ -449,7 +449,7 @@ def test_packed_documents_are_read_apart(kind: str) -> None:
             alone, last = reader.read(ids[row : row + 1, start:end])
             for found, expected in zip((*layers, packed), (*alone, last), strict=True):
                 torch.testing.assert_close(found[row : row + 1, start:end], expected, atol=1e-2, rtol=1e-2)
-    assert reader._keeps_apart() == (kind in APART)
+    assert reader._separates_documents() == (kind in APART)
 
 
 def test_a_language_model_learns_from_packed_documents_as_from_single_ones(tmp_path: Path) -> None:

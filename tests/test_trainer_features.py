@@ -99,7 +99,7 @@ class Rows(Dataset[Any]):
         return self.rows[int(row)]
 
 
-def test_datasets_of_other_kinds_teach_the_same(tmp_path: Path) -> None:
+def test_datasets_of_other_kinds_train_the_same(tmp_path: Path) -> None:
     target, rows = sharp_target(), text()
     given = datasets.Dataset.from_list(rows)
     found = []

@@ -57,7 +57,7 @@ def test_prepared_text_is_what_a_draft_is_trained_on(stories: Path, tmp_path: Pa
     assert max(map(len, rows["train"]["input_ids"])) <= 64
     said = capsys.readouterr().out
     tokens = sum(map(len, rows["train"]["input_ids"]))
-    assert f"train: {len(rows['train'])} rows, {tokens:,} tokens, {tokens:,} of them answers" in said
+    assert f"train: {len(rows['train'])} examples, {tokens:,} tokens, {tokens:,} of them answers" in said
     shares = [float(share) for share in re.findall(r"([\d.]+)%", said)]
     assert len(shares) == 4 and shares == sorted(shares) and shares[-1] > 90
     assert main(["train", recipe(tmp_path, out, {"kind": "medusa", "num_heads": 2})]) == 0

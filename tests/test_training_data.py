@@ -86,7 +86,7 @@ def test_the_last_answer_only(template: str) -> None:
     assert answers(row) == "six seven eight <end>"
 
 
-def test_answers_that_the_template_changes_later_are_not_taught() -> None:
+def test_answers_that_the_template_changes_later_do_not_count() -> None:
     thought = [dict(message) for message in CHAT]
     thought[1]["content"] = "think </think> three four"
     thought[3]["content"] = "think </think> six"
@@ -95,7 +95,7 @@ def test_answers_that_the_template_changes_later_are_not_taught() -> None:
 
 
 @pytest.mark.parametrize("said", ["think one </think> six\nseven", "one </think> six\nseven"])
-def test_reasoning_that_the_template_never_shows_is_taught_as_it_was_said(said: str) -> None:
+def test_reasoning_that_the_template_never_shows_is_trained_on_as_it_was_said(said: str) -> None:
     """DeepSeek-R1's template begins the reasoning in the prompt and shows what follows it only."""
     template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
     made = tokenizer(template.replace("%}<assistant> {%", "%}<assistant> think {%"))
@@ -179,16 +179,16 @@ def test_plain_text_is_an_answer_throughout() -> None:
     assert row["loss_mask"] == [1, 1, 1]
 
 
-def test_rows_that_teach_nothing_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_examples_without_a_guess_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("transformers").propagate = True
     bad = [[{"role": "user", "content": "one"}], [{"role": "assistant", "content": "two"}][:0]]
     long = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two " * 30}]
     with caplog.at_level(logging.WARNING):
         rows = prepare_dataset(chats(CHAT, *bad, long), tokenizer(), max_length=20, too_long="drop")
     assert len(rows) == 1
-    assert "1 of 4 rows are kept: 1 rows have no answer" in caplog.text
-    assert "1 rows are no text, or no conversation" in caplog.text
-    assert "1 rows are longer" in caplog.text
+    assert "1 of 4 examples are kept: 1 examples have no answer" in caplog.text
+    assert "1 examples are no text, or no conversation" in caplog.text
+    assert "1 examples are longer" in caplog.text
     assert [len(row["input_ids"]) for row in prepare_dataset(chats(CHAT, long), tokenizer(), max_length=20)] == [
         16,
         20,
@@ -224,7 +224,7 @@ def test_columns_of_different_lengths_are_refused(name: str) -> None:
         DraftCollator()([row, row | {name: [0, 0]}])
 
 
-def test_rows_that_are_packed_stand_beside_rows_that_are_not() -> None:
+def test_examples_that_are_packed_stand_beside_those_that_are_not() -> None:
     rows = [{"input_ids": [1, 2], "loss_mask": [1, 1]}, {"input_ids": [1], "loss_mask": [1], "document_ids": [4]}]
     for order in (rows, rows[::-1]):
         assert sorted(DraftCollator()(order)["document_ids"].tolist()) == [[0, 0], [4, -1]]
@@ -256,11 +256,19 @@ def test_prompts_end_where_answers_begin() -> None:
     [
         (datasets.Dataset.from_dict({"text": []}), None, "is empty"),
         (datasets.Dataset.from_dict({"prose": ["one"]}), None, "text_column="),
-        (datasets.Dataset.from_dict({"text": [None]}), None, "no row is left to learn from: 1 rows are no text"),
-        (datasets.Dataset.from_dict({"conversation": ["one"]}), PLAIN, "1 rows are no text, or no conversation"),
+        (datasets.Dataset.from_dict({"text": [None]}), None, "no example is left to train on: 1 examples are no text"),
+        (datasets.Dataset.from_dict({"conversation": ["one"]}), PLAIN, "1 examples are no text, or no conversation"),
         (chats(CHAT), None, "no chat template"),
-        (chats([{"role": "user", "content": "one"}]), PLAIN, "no row is left to learn from: 1 rows have no answer"),
-        (chats(CHAT, CHAT), UNLIKE, "2 rows have answers that the chat template does not begin as .* generation %}"),
+        (
+            chats([{"role": "user", "content": "one"}]),
+            PLAIN,
+            "no example is left to train on: 1 examples have no answer",
+        ),
+        (
+            chats(CHAT, CHAT),
+            UNLIKE,
+            "2 examples have answers that the chat template does not begin as .* generation %}",
+        ),
     ],
 )
 def test_unusable_data_is_refused(dataset: datasets.Dataset, template: str | None, message: str) -> None:
@@ -285,7 +293,7 @@ def test_other_kinds_of_datasets_are_refused(other: Any) -> None:
         ([{"input_ids": [-100, 3], "loss_mask": [1, 1]}], "from -100 to 3, but the target has 96 tokens"),
     ],
 )
-def test_rows_that_the_target_cannot_read_are_refused_before_anything_runs(
+def test_examples_that_the_target_cannot_read_are_refused_before_anything_runs(
     rows: list[dict[str, Any]], message: str, as_dataset: bool, tmp_path: Path
 ) -> None:
     target = tiny_target()
@@ -344,7 +352,7 @@ def test_answers_to_other_questions_are_not_taken_for_these(tmp_path: Path) -> N
     written = path.read_text()
     regenerate([CHAT, CHAT[:2]], target, tokenizer(), path, **options)
     for others, line in (([CHAT[:2], CHAT], 1), ([CHAT, [{"role": "user", "content": "nine"}]], 2), ([CHAT], 2)):
-        with pytest.raises(ValueError, match=rf"line {line} of .* row {line}: repeat"):
+        with pytest.raises(ValueError, match=rf"line {line} of .* conversation {line}: repeat"):
             regenerate(others, target, tokenizer(), path, **options)
     assert path.read_text() == written
     for text in ("one two\n", '{"text": "one"}\n', "[]\n"):

@@ -27,18 +27,18 @@ def add_prepare(commands: Any) -> None:
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
     add("--split", default="train", metavar="NAME", help="of a dataset of the Hub (%(default)s)")
     add("--text-column", default="text", metavar="NAME", help="of data that are no conversations (%(default)s)")
-    add("--max-length", type=int, default=2048, metavar="N", help="tokens of a row (%(default)s)")
+    add("--max-length", type=int, default=2048, metavar="N", help="tokens of an example (%(default)s)")
     add("--too-long", choices=("truncate", "drop"), default="truncate", help="what happens beyond (%(default)s)")
-    add("--last-turn-only", action="store_true", help="teach the last answer of a conversation only")
-    add("--packing", action="store_true", help="put several documents into a row")
-    add("--held-out", type=int, metavar="N", help="rows kept for evaluation (a tenth, at most 64)")
+    add("--last-turn-only", action="store_true", help="train on the last answer of a conversation only")
+    add("--packing", action="store_true", help="put several documents into an example")
+    add("--held-out", type=int, metavar="N", help="examples kept for evaluation (a tenth, at most 64)")
     add("--num-proc", type=int, metavar="N", help="processes")
     add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE.jsonl; goes on where it ends")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="of a new answer (%(default)s)")
     add("--temperature", type=float, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
-    add("--batch-size", type=int, default=8, metavar="N", help="conversations or rows read together (%(default)s)")
+    add("--batch-size", type=int, default=8, metavar="N", help="conversations or examples read together (%(default)s)")
     add("--speculator", metavar="X", help="to answer faster: ngram, mtp, or a draft")
-    add("--features", metavar="DIR", help="let the target read the rows and keep there what drafts are trained on; "
+    add("--features", metavar="DIR", help="let the target read the examples; keep there what drafts are trained on; "
         "for `features:` in the recipe; goes on where DIR ends")  # fmt: skip
     add("--layers", type=int, nargs="*", metavar="N", help="hidden states that are kept besides the last ones; none "
         "for EAGLE-1, Medusa and MTP drafts (those of an EAGLE-3 draft)")  # fmt: skip
@@ -49,7 +49,7 @@ def _prepare(args: argparse.Namespace) -> None:
     _need_extra()
     from transformers import AutoConfig, AutoTokenizer
 
-    from ..training.sources import cache_parts, coverage, default_layers, load_raw, prepared, sizes
+    from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -65,17 +65,17 @@ def _prepare(args: argparse.Namespace) -> None:
         data = load_raw(_regenerated(data, args))
     names = ("held_out", "max_length", "packing", "too_long", "last_turn_only", "text_column", "num_proc")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    rows = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
+    splits = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
     if args.features:
         target, _ = load_target(args.target, args.dtype, args.device)
         layers = default_layers(target) if args.layers is None else args.layers
-        cache_parts(rows, target, layers, args.features, tokenizer=tokenizer, batch_size=args.batch_size)
-    rows.save_to_disk(str(out))  # last, so that an interrupted call can be repeated
-    for name, part in rows.items():
-        tokens, taught = sizes(part)
-        print(f"{name}: {len(part):,} rows, {tokens:,} tokens, {taught:,} of them answers")
+        cache_splits(splits, target, layers, args.features, tokenizer=tokenizer, batch_size=args.batch_size)
+    splits.save_to_disk(str(out))  # last, so that an interrupted call can be repeated
+    for name, split in splits.items():
+        tokens, answers = sizes(split)
+        print(f"{name}: {len(split):,} examples, {tokens:,} tokens, {answers:,} of them answers")
     vocabulary = AutoConfig.from_pretrained(args.target).get_text_config().vocab_size
-    shares = ", ".join(f"{size:,} {share:.1%}" for size, share in coverage(rows["train"], vocabulary).items())
+    shares = ", ".join(f"{size:,} {share:.1%}" for size, share in coverage(splits["train"], vocabulary).items())
     print(f"Share of the answers that a draft vocabulary of so many tokens has: {shares}")
 
 

@@ -22,13 +22,13 @@ def model_card(
     history: list[dict[str, float]],
     *,
     base: str | None = None,
-    rows: int | None = None,
+    examples: int | None = None,
     best_step: int | None = None,
 ) -> str:
     """Return a README for the Hub: target, recipe, what was measured, and how to load the draft.
 
-    ``base`` is the name of the draft if what is saved is an adapter on it, ``rows`` the number of those trained on,
-    ``best_step`` the step whose weights were loaded when training ended.
+    ``base`` is the name of the draft if what is saved is an adapter on it, ``examples`` how many it was
+    trained on, ``best_step`` the step whose weights were loaded when training ended.
     """
     name = hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
@@ -39,7 +39,7 @@ def model_card(
         f"Guesses tokens for speculative decoding with {_millions(draft)} parameters. The text stays the target's.",
         "## How to use it\n\n" + _usage(draft, kind, name or "the-target", args.hub_model_id or "this-draft", base),
         "## Measured\n\n" + _measured(history, best_step),
-        "## Training\n\n" + _recipe(args, steps, history, rows),
+        "## Training\n\n" + _recipe(args, steps, history, examples),
     ]
     if warnings := serving_warnings(draft, target):
         parts.append("## Limits\n\n" + "\n".join(f"- {warning}" for warning in warnings))
@@ -105,19 +105,19 @@ def _measured(history: list[dict[str, float]], best_step: int | None) -> str:
         "sampled_acceptance_length": "the same, sampled",
     }
     names |= {f"acceptance_{position}": f"guess {position} accepted" for position in range(1, 33)}
-    rows = []
+    lines = []
     for metric, label in names.items():
         cells = [logs.get(f"{prefix}{metric}") for prefix, logs in found.items()]
         if any(cell is not None for cell in cells):
-            rows.append((label, *("" if cell is None else f"{cell:.3f}" for cell in cells)))
-    table = _table(rows, [prefix.removeprefix("eval_").rstrip("_") for prefix in found])
+            lines.append((label, *("" if cell is None else f"{cell:.3f}" for cell in cells)))
+    table = _table(lines, [prefix.removeprefix("eval_").rstrip("_") for prefix in found])
     return f"By generation from held-out prompts:\n\n{table}"
 
 
-def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, float]], rows: int | None) -> str:
+def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, float]], examples: int | None) -> str:
     done = max((int(logs.get("step", 0)) for logs in history), default=0)
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    data = [args.data_name, None if rows is None else f"{rows:,} rows"]
+    data = [args.data_name, None if examples is None else f"{examples:,} examples"]
     return _table(
         [
             ("data", ", ".join(one for one in data if one) or "not named"),
@@ -134,6 +134,6 @@ def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, fl
     )
 
 
-def _table(rows: Sequence[tuple[Any, ...]], columns: Sequence[str] = ("",)) -> str:
-    lines = ["", *columns], ["---"] * (1 + len(columns)), *rows
+def _table(lines: Sequence[tuple[Any, ...]], columns: Sequence[str] = ("",)) -> str:
+    lines = [("", *columns), ("---",) * (1 + len(columns)), *lines]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,8 +1,8 @@
 """From conversations or plain text to token ids with the target's own answers marked.
 
-A row is taught only where the target would have to guess: ``loss_mask`` is 1 on what the assistant says. Which tokens
-those are, the chat template tells: by ``{% generation %}`` where it has it, else by rendering the conversation up to
-each answer and comparing.
+A draft is trained only on tokens that the target itself would say: ``loss_mask`` is 1 on what the assistant says. The
+chat template tells which tokens those are: by ``{% generation %}`` where it has it, else by rendering the conversation
+up to each answer and comparing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHAT_COLUMNS = ("messages", "conversations", "conversation")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 REASONS = {
-    "short": "have no two answer tokens in a row, so nothing is guessed in them",
+    "short": "have no two answer tokens one after the other, so that nothing is guessed in them",
     "unanswered": "have no answer of the assistant",
     "unmarked": "have answers that the chat template does not begin as it does for generation, so that they are not "
     "found: mark them with {% generation %} in the template",
@@ -48,17 +48,18 @@ def prepare_dataset(
     text_column: str = "text",
     num_proc: int | None = None,
 ) -> datasets.Dataset:
-    """Turn conversations or plain text into rows for ``DraftTrainer``.
+    """Turn conversations or plain text into examples for ``DraftTrainer``.
 
     ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
     conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too) or
-    of text, which is an answer throughout. ``tokenizer`` is the target's. Rows get ``input_ids`` and ``loss_mask``,
-    and with ``packing`` several documents share a row of up to ``max_length`` tokens and ``document_ids`` tell them
-    apart. ``last_turn_only`` teaches the last answer of a conversation only, for models whose template drops the
-    reasoning of earlier ones. Rows of which nothing can be learnt are left out, counted by reason in a log message.
+    of text, which is an answer throughout. ``tokenizer`` is the target's. Examples get ``input_ids`` and
+    ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
+    ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only, for models
+    whose template drops the reasoning of earlier ones. Examples without anything to guess are left out, counted by
+    reason in a log message.
 
     Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
-    without a chat template or without offsets, and if no row is left.
+    without a chat template or without offsets, and if no example is left.
     """
     if max_length < 3:
         raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
@@ -69,7 +70,7 @@ def prepare_dataset(
     if not isinstance(dataset, datasets.Dataset):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
-            'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(rows)'
+            'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(examples)'
         )
     if not len(dataset):
         raise ValueError("the dataset is empty")
@@ -82,9 +83,9 @@ def prepare_dataset(
     if chat is not None:
         _check_tokenizer(tokenizer)
     tokenize = _Tokenize(tokenizer, chat, text_column, max_length, too_long, last_turn_only)
-    rows = dataset.map(tokenize, remove_columns=dataset.column_names, num_proc=num_proc, desc="Tokenizing")
-    kept = rows.filter(lambda skipped: skipped == "", input_columns="skipped", desc="Filtering")
-    _report(rows["skipped"], len(kept))
+    examples = dataset.map(tokenize, remove_columns=dataset.column_names, num_proc=num_proc, desc="Tokenizing")
+    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped", desc="Filtering")
+    _report(examples["skipped"], len(kept))
     kept = kept.remove_columns("skipped")
     return kept.map(_Pack(max_length), batched=True, desc="Packing") if packing else kept
 
@@ -106,11 +107,11 @@ def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
 
 def _report(skipped: Iterable[str], kept: int) -> None:
     reasons = list(skipped)
-    found = [f"{reasons.count(reason)} rows {text}" for reason, text in REASONS.items() if reason in reasons]
+    found = [f"{reasons.count(reason)} examples {text}" for reason, text in REASONS.items() if reason in reasons]
     if not kept:
-        raise ValueError(f"no row is left to learn from: {'; '.join(found)}")
+        raise ValueError(f"no example is left to train on: {'; '.join(found)}")
     if found:
-        logger.warning(f"{kept} of {len(reasons)} rows are kept: {'; '.join(found)}")
+        logger.warning(f"{kept} of {len(reasons)} examples are kept: {'; '.join(found)}")
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -160,7 +161,7 @@ class _Tokenize:
 
 
 class Unusable(Exception):
-    """Say why nothing can be learnt from a row: a key of ``REASONS``."""
+    """Say why no draft can be trained on an example: a key of ``REASONS``."""
 
     def __init__(self, reason: str = "broken") -> None:
         super().__init__(reason)
@@ -184,7 +185,7 @@ def messages_of(conversation: Any) -> list[dict[str, Any]]:
 
 
 def _said(value: Any) -> Any:
-    """Leave out each None: Arrow fills it in where a dict has no such key, but those of other rows have."""
+    """Leave out each None: Arrow fills it in where a dict has no such key, but those of other examples have."""
     if isinstance(value, dict):
         return {name: _said(one) for name, one in value.items() if one is not None}
     return [_said(one) for one in value] if isinstance(value, list) else value
@@ -240,7 +241,7 @@ def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only
             continue
         before, after = render(tokenizer, messages[:i], prompt=True), render(tokenizer, messages[: i + 1])
         # A template may render an answer otherwise once it is history, without its reasoning for example: then what
-        # stands in the text is not what the target said, and only the last one can be taught.
+        # stands in the text is not what the target said, and only the last one counts.
         if text.startswith(before) and text.startswith(after.rstrip()):
             spans.append((len(before), len(after.rstrip())))
     if not spans:
@@ -279,7 +280,7 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False)
 
 @dataclass(frozen=True)
 class _Pack:
-    """Put documents into rows of up to ``max_length`` tokens, the longest first into the first row with room."""
+    """Put documents, the longest first, into the first example of up to ``max_length`` tokens that has room."""
 
     max_length: int
 
@@ -304,21 +305,23 @@ class _Pack:
         return packed
 
 
-def check_rows(rows: Any, vocabulary: int) -> None:
-    """Raise a ValueError unless there are ``rows`` with answers, all of them tokens of a model with ``vocabulary``.
+def check_examples(examples: Any, vocabulary: int) -> None:
+    """Raise a ValueError unless there are ``examples`` with answers whose tokens a model of ``vocabulary`` has.
 
-    Nothing is said about rows that can only be iterated over.
+    Examples that can only be iterated over are not looked at.
     """
-    if not hasattr(rows, "__len__"):
+    if not hasattr(examples, "__len__"):
         return
-    if not len(rows):
+    if not len(examples):
         raise ValueError("the dataset is empty")
-    columns = rows.column_names if isinstance(rows, datasets.Dataset) else rows[0]
+    columns = examples.column_names if isinstance(examples, datasets.Dataset) else examples[0]
     if missing := [name for name in COLUMNS[:2] if name not in columns]:
         raise ValueError(f"the dataset has no {missing}, but {list(columns)}: make it with prepare_dataset")
-    check_ids(*_range(rows, "input_ids"), vocabulary)
-    if _range(rows, "loss_mask")[1] < 1:
-        raise ValueError("no token of the dataset is marked as an answer in its loss_mask, so nothing can be learnt")
+    check_ids(*_range(examples, "input_ids"), vocabulary)
+    if _range(examples, "loss_mask")[1] < 1:
+        raise ValueError(
+            "no token of the dataset is marked as an answer in its loss_mask, so there is nothing to train on"
+        )
 
 
 def check_ids(lowest: int, highest: int, vocabulary: int) -> None:
@@ -330,24 +333,23 @@ def check_ids(lowest: int, highest: int, vocabulary: int) -> None:
         )
 
 
-def _range(rows: Any, column: str) -> tuple[int, int]:
+def _range(examples: Any, column: str) -> tuple[int, int]:
     """Return the least and the greatest value of a column of lists; (0, 0) if there are none."""
-    if isinstance(rows, datasets.Dataset):
-        batches = rows.select_columns(column).with_format("arrow").iter(1000)
+    if isinstance(examples, datasets.Dataset):
+        batches = examples.select_columns(column).with_format("arrow").iter(1000)
         found = [compute.min_max(compute.list_flatten(batch[column])).as_py() for batch in batches]
-        ends = [(one["min"], one["max"]) for one in found if one["min"] is not None]
+        bounds = [(one["min"], one["max"]) for one in found if one["min"] is not None]
     else:
-        ends = [(min(one), max(one)) for one in (rows[i][column] for i in range(len(rows))) if len(one)]
-    return min((low for low, _ in ends), default=0), max((high for _, high in ends), default=0)
+        bounds = [(min(one), max(one)) for one in (examples[i][column] for i in range(len(examples))) if len(one)]
+    return min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
 
 @dataclass(frozen=True)
 class DraftCollator:
-    """Pad rows on the right, where causal models do not look; padding is document -1 of packed rows.
+    """Make a batch of examples, padded on the right, where causal models do not look.
 
-    Rows that are not packed may stand beside packed ones.
-
-    Of cached rows, the ``states`` of each layer are padded with zeros.
+    Examples that are not packed may stand beside packed ones, of which padding is document -1. The ``states`` of
+    cached examples are padded with zeros.
     """
 
     pad_token_id: int = 0
@@ -361,7 +363,9 @@ class DraftCollator:
         batch: dict[str, Any] = {}
         for name in (name for name in fill if name in rows[0]):
             if [len(row[name]) for row in rows] != lengths:
-                raise ValueError(f"{name} is not as long as input_ids in every row: make them with prepare_dataset")
+                raise ValueError(
+                    f"{name} is not as long as input_ids in every example: make them with prepare_dataset"
+                )
             padded = [[*row[name], *[fill[name]] * count] for row, count in zip(rows, missing, strict=True)]
             batch[name] = torch.tensor(padded)
         for layer in rows[0].get("states", ()):

@@ -87,15 +87,15 @@ def token_ids(prompts: Iterable[Any], vocabulary: int) -> list[list[int]]:
     return found
 
 
-def prompts_of(rows: Sequence[dict[str, Any]], count: int, plain_length: int) -> list[list[int]]:
-    """Take up to ``count`` prompts from prepared ``rows``: what stands before the first answer of a document.
+def prompts_of(examples: Sequence[dict[str, Any]], count: int, plain_length: int) -> list[list[int]]:
+    """Take up to ``count`` prompts from prepared ``examples``: what stands before the first answer of a document.
 
     Of a document that is an answer from its start, as plain text is, the first ``plain_length`` tokens.
     """
     prompts = []
-    for row in rows:
-        ids, answers = list(row["input_ids"]), list(row["loss_mask"])
-        documents = list(row.get("document_ids") or [0] * len(ids))
+    for example in examples:
+        ids, answers = list(example["input_ids"]), list(example["loss_mask"])
+        documents = list(example.get("document_ids") or [0] * len(ids))
         end = documents.count(documents[0])  # the first document of a pack is enough
         if 1 not in answers[:end]:
             continue

@@ -1,7 +1,7 @@
 """Run the target over a dataset once and keep what drafts read of it, to train without it.
 
-A cache is a directory of shards, each a safetensors file of whole rows; ``index.json``, which says what the cache was
-made from and which shards are finished; and ``target/`` with the target's embeddings and output layer. A file is
+A cache is a directory of shards, each a safetensors file of whole examples; ``index.json``, which says what the cache
+was made from and which shards are finished; and ``target/`` with the target's embeddings and output layer. A file is
 written under another name, flushed to the disk and renamed, and a shard counts only once the index names it: a call
 that is killed leaves finished shards, and nothing else that could be taken for one.
 """
@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..scoring.runner import input_device
-from .data import COLUMNS, DraftCollator, check_rows
+from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import fingerprint, has_body, load_embeddings_and_head, save_embeddings_and_head
 from .teacher import Reader, bare
 
@@ -94,14 +94,14 @@ def cache_features(
     bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * kind.itemsize
     shards = survey.shards(max(1, index.made_from["shard_size"] // bytes_per_token))
     index.count = len(shards)
-    todo = {number: rows for number, rows in enumerate(shards) if not index.has(number)}
+    todo = {number: examples for number, examples in enumerate(shards) if not index.has(number)}
     if todo:
-        rows, reader = [row for rows in todo.values() for row in rows], Reader(target, kept[1:])
+        rest, reader = [example for examples in todo.values() for example in examples], Reader(target, kept[1:])
         if has_body(target):
             reader.check()
-        _begin(path, target, sum(survey.lengths[row] for row in rows) * bytes_per_token)
+        _begin(path, target, sum(survey.lengths[example] for example in rest) * bytes_per_token)
         total = len(survey.lengths)
-        bar: Any = logging.tqdm(initial=total - len(rows), total=total, desc="Caching", disable=not progress)
+        bar: Any = logging.tqdm(initial=total - len(rest), total=total, desc="Caching", disable=not progress)
         with bar:
             _fill(index, todo, _ShardReader(dataset, reader, batch_size, kind, bar))
     return FeatureCache(path)
@@ -133,8 +133,8 @@ def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> No
     """Make the shards ``todo``: read one while another is written."""
     pending: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1) as writer:
-        for number, rows in todo.items():
-            pending.append(writer.submit(_write_shard, index, number, rows, reader.read(rows)))
+        for number, examples in todo.items():
+            pending.append(writer.submit(_write_shard, index, number, examples, reader.read(examples)))
             while len(pending) > WAITING:
                 pending.popleft().result()
         for written in pending:
@@ -142,7 +142,7 @@ def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> No
 
 
 class FeatureCache(Dataset[dict[str, Any]]):
-    """Read what ``cache_features`` wrote: rows of its dataset with ``states``, (length, width) by layer.
+    """Read what ``cache_features`` wrote: examples of its dataset with ``states``, (length, width) by layer.
 
     ``layers`` are those that are kept; -1 is the last hidden state.
 
@@ -163,16 +163,16 @@ class FeatureCache(Dataset[dict[str, Any]]):
         self.layers: tuple[int, ...] = tuple(index.made_from["layers"])
         names = [_name(number) for number in range(index.count)]
         self._shards = [_open_shard(self.directory / name, index.shards[name]) for name in names]
-        places = {row: place for number, shard in enumerate(self._shards) for row, place in _places(number, shard)}
-        self._places = [places[row] for row in range(len(places))]
+        places = dict(found for number, shard in enumerate(self._shards) for found in _places(number, shard))
+        self._places = [places[example] for example in range(len(places))]
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        place = self._places[row]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        place = self._places[index]
         shard = self._shards[place.shard]
-        found = {name: shard.get_slice(name)[place.tokens] for name in {*shard.keys()} - {*PER_ROW}}
+        found = {name: shard.get_slice(name)[place.tokens] for name in {*shard.keys()} - {*PER_EXAMPLE}}
         if _checksum(found) != place.checksum:
             raise _damaged(self.directory / _name(place.shard), "does not hold what was written")
         columns: dict[str, Any] = {name: found[name].tolist() for name in COLUMNS if name in found}
@@ -227,27 +227,27 @@ class _Survey:
     lengths: list[int]
 
     def shards(self, tokens: int) -> list[list[int]]:
-        """Part the rows into shards of up to ``tokens`` tokens, the longest first: if they fit into memory, all do."""
+        """Split examples into shards of up to ``tokens`` tokens, the longest first: if it fits in memory, all do."""
         shards: list[list[int]] = []
         room = 0
-        for row in sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row]):
-            if not shards or self.lengths[row] > room:
+        for example in sorted(range(len(self.lengths)), key=lambda example: -self.lengths[example]):
+            if not shards or self.lengths[example] > room:
                 shards.append([])
                 room = tokens
-            shards[-1].append(row)
-            room -= self.lengths[row]
+            shards[-1].append(example)
+            room -= self.lengths[example]
         return shards
 
 
 def _survey(dataset: Any, target: PreTrainedModel) -> _Survey:
     digest, lengths = hashlib.sha256(), []
     embeddings: Any = target.get_input_embeddings()
-    check_rows(dataset, len(embeddings.weight))
-    for row in dataset:
-        for name in (name for name in COLUMNS if name in row):
-            values = np.asarray(row[name], dtype=np.int64)
+    check_examples(dataset, len(embeddings.weight))
+    for example in dataset:
+        for name in (name for name in COLUMNS if name in example):
+            values = np.asarray(example[name], dtype=np.int64)
             digest.update(f"{name} {len(values)}".encode() + values.tobytes())
-        lengths.append(len(row["input_ids"]))
+        lengths.append(len(example["input_ids"]))
     return _Survey(digest.hexdigest(), lengths)
 
 
@@ -258,12 +258,12 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 # -- reading and writing ----------------------------------------------------------------------------------------------
 
-PER_ROW = ("rows", "lengths", "checksums")
+PER_EXAMPLE = ("rows", "lengths", "checksums")  # as they are called on disk
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Say where a row is."""
+    """Say where an example is."""
 
     shard: int
     tokens: slice
@@ -272,7 +272,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _ShardReader:
-    """Run the target over the rows of a shard."""
+    """Run the target over the examples of a shard."""
 
     dataset: Any
     reader: Reader
@@ -281,11 +281,11 @@ class _ShardReader:
     bar: Any
 
     @torch.no_grad()
-    def read(self, rows: list[int]) -> dict[str, list[Tensor]]:
-        """Return the columns (length,) and states (length, width) of each row."""
+    def read(self, indices: list[int]) -> dict[str, list[Tensor]]:
+        """Return the columns (length,) and states (length, width) of each example."""
         parts: dict[str, list[Tensor]] = defaultdict(list)
-        for start in range(0, len(rows), self.batch_size):
-            examples = [self.dataset[row] for row in rows[start : start + self.batch_size]]
+        for start in range(0, len(indices), self.batch_size):
+            examples = [self.dataset[index] for index in indices[start : start + self.batch_size]]
             states = self._states(examples)
             for i, example in enumerate(examples):
                 for name in (name for name in COLUMNS if name in example):
@@ -303,12 +303,12 @@ class _ShardReader:
         return {layer: state.to("cpu", self.dtype) for layer, state in states.items()}
 
 
-def _write_shard(index: _Index, number: int, rows: list[int], parts: dict[str, list[Tensor]]) -> None:
-    columns = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
+def _write_shard(index: _Index, number: int, numbers: list[int], parts: dict[str, list[Tensor]]) -> None:
+    examples = [dict(zip(parts, one, strict=True)) for one in zip(*parts.values(), strict=True)]
     tensors = {name: torch.cat(several) for name, several in parts.items()}
-    tensors["rows"] = torch.tensor(rows)
-    tensors["lengths"] = torch.tensor([len(row["input_ids"]) for row in columns])
-    tensors["checksums"] = torch.tensor([_checksum(row) for row in columns])
+    tensors["rows"] = torch.tensor(numbers)
+    tensors["lengths"] = torch.tensor([len(example["input_ids"]) for example in examples])
+    tensors["checksums"] = torch.tensor([_checksum(example) for example in examples])
     content = save(tensors)
     try:
         _write_file(index.directory / _name(number), content)
@@ -321,11 +321,11 @@ def _write_shard(index: _Index, number: int, rows: list[int], parts: dict[str, l
         ) from error
 
 
-def _checksum(row: dict[str, Tensor]) -> int:
-    """Digest what one row has in all tensors."""
+def _checksum(example: dict[str, Tensor]) -> int:
+    """Digest what one example has in all tensors."""
     found = 0
-    for name in sorted(row):
-        found = zlib.crc32(row[name].contiguous().view(torch.uint8).numpy().data, found)
+    for name in sorted(example):
+        found = zlib.crc32(example[name].contiguous().view(torch.uint8).numpy().data, found)
     return found
 
 
@@ -360,8 +360,8 @@ def _open_shard(path: Path, size: int) -> Any:
 
 def _places(number: int, shard: Any) -> Iterator[tuple[int, _Place]]:
     first = 0
-    for row, length, checksum in zip(*(shard.get_tensor(name).tolist() for name in PER_ROW), strict=True):
-        yield row, _Place(number, slice(first, first + length), checksum)
+    for example, length, checksum in zip(*(shard.get_tensor(name).tolist() for name in PER_EXAMPLE), strict=True):
+        yield example, _Place(number, slice(first, first + length), checksum)
         first += length
 
 

@@ -32,7 +32,7 @@ from .arguments import DraftTrainingArguments
 from .card import hub_name
 from .data import prepare_dataset
 from .features import FeatureCache
-from .sources import cache_parts, is_prepared, load_raw, prepared
+from .sources import cache_splits, is_prepared, load_raw, prepared
 from .teacher import bare
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
@@ -148,25 +148,25 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         _config(recipe["draft"], AutoConfig.from_pretrained(name, revision=revision))  # wrong values are told first
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     with args.main_process_first(desc="preparing data"):
-        rows = _rows(recipe, tokenizer)
-    target = (alone and _target_of_caches(features["directory"], rows)) or _target(**recipe["target"])
-    draft = _draft(recipe["draft"], bare(target), rows["train"])
+        splits = _splits(recipe, tokenizer)
+    target = (alone and _target_of_caches(features["directory"], splits)) or _target(**recipe["target"])
+    draft = _draft(recipe["draft"], bare(target), splits["train"])
     if features:
         layers = draft.feature_layers(bare(target)) if isinstance(draft, DraftModel) else ()
         with args.main_process_first(desc="caching features"):
-            rows = cache_parts(rows, _on(args.device, target), layers, tokenizer=tokenizer, **features)
-        target = rows["train"].load_target() if alone else target
+            splits = cache_splits(splits, _on(args.device, target), layers, tokenizer=tokenizer, **features)
+        target = splits["train"].load_target() if alone else target
     trainer = DraftTrainer(
         draft,
         target,
         args,
-        train_dataset=rows["train"],
-        eval_dataset=rows.get("test"),
+        train_dataset=splits["train"],
+        eval_dataset=splits.get("test"),
         processing_class=tokenizer,
         peft_config=adapter,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate() if "test" in rows else {}
+    metrics = trainer.evaluate() if "test" in splits else {}
     trainer.save_model()
     if args.push_to_hub:
         trainer.push_to_hub()
@@ -186,7 +186,7 @@ def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> Dr
     return args  # type: ignore[no-any-return]
 
 
-def _rows(recipe: dict[str, Any], tokenizer: Any) -> Any:
+def _splits(recipe: dict[str, Any], tokenizer: Any) -> Any:
     if is_prepared(recipe["data"]):
         return load_from_disk(recipe["data"])
     options = dict(recipe["prepare"])
@@ -215,7 +215,7 @@ def _on(device: Any, target: Any) -> Any:
     return target if getattr(bare(target), "hf_device_map", None) else target.to(device)
 
 
-def _draft(given: Any, target: PreTrainedModel, rows: Any) -> Any:
+def _draft(given: Any, target: PreTrainedModel, examples: Any) -> Any:
     """Load the draft to start from, or make one; in float32, in which small changes of weights are not lost."""
     if given == "mtp":
         return cast(Any, as_speculator(given, target)).float()
@@ -223,7 +223,7 @@ def _draft(given: Any, target: PreTrainedModel, rows: Any) -> Any:
         return load_draft(given, target, dtype="float32")
     config = _config(given, target.config)
     whole, size = config.layers.vocab_size, getattr(config, "draft_vocab_size", None)
-    return new_draft(config, target, count_tokens(rows, whole) if size and size < whole else None)
+    return new_draft(config, target, count_tokens(examples, whole) if size and size < whole else None)
 
 
 def _config(given: dict[str, Any], target: PreTrainedConfig) -> Any:

@@ -34,10 +34,10 @@ def regenerate(
     """Write ``conversations`` to the jsonl file ``output`` with every answer replaced by ``target``'s own.
 
     A conversation is a list of messages; those of the assistant are replaced in turn, each after the new ones before
-    it. What stands after the last answer is left out; of a row that is no conversation for the chat template nothing
-    is left, which ``prepare_dataset`` skips. Rows that are in ``output`` already are not done again, so that an
-    interrupted call can be repeated; a half-written last line is. ``generate_kwargs`` go to ``generate``: sampling, a
-    speculator.
+    it. What stands after the last answer is left out, and of what is no conversation for the chat template nothing is
+    left, which ``prepare_dataset`` skips. Conversations that are in ``output`` already are not answered again, so that
+    an interrupted call can be repeated; one whose line was written by half is. ``generate_kwargs`` go to ``generate``:
+    sampling, a speculator.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
     ``output`` holds something else than answers to ``conversations``. An OSError if it cannot be written.
@@ -73,7 +73,7 @@ def _append(path: Path, answered: list[Turn]) -> None:
 
 
 def _skip_done(path: Path, rest: Iterator[Turns]) -> int:
-    """Advance ``rest`` behind the rows that are in the file and count them; a line cut off by a kill is removed."""
+    """Advance ``rest`` behind the conversations in the file and count them; a line cut off by a kill is removed."""
     if not path.exists():
         return 0
     content = path.read_bytes()
@@ -82,8 +82,8 @@ def _skip_done(path: Path, rest: Iterator[Turns]) -> int:
     for number, line in enumerate(lines, start=1):
         if not _answers(line, next(rest, None)):
             raise ValueError(
-                f"line {number} of {path} does not answer the questions of row {number}: repeat an interrupted call "
-                "with the same conversations, or write to another file"
+                f"line {number} of {path} does not answer the questions of conversation {number}: repeat an "
+                "interrupted call with the same conversations, or write to another file"
             )
     if len(whole) < len(content):
         os.truncate(path, len(whole))

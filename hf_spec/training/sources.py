@@ -30,7 +30,7 @@ def load_raw(name: str, split: str = "train") -> datasets.Dataset:
 
 
 def is_prepared(name: str) -> bool:
-    """Tell whether ``name`` is a directory that ``prepared`` rows were saved to."""
+    """Tell whether ``name`` is a directory that the result of ``prepared`` was saved to."""
     if not Path(name, "dataset_dict.json").is_file():
         return False
     return all("input_ids" in columns for columns in datasets.load_from_disk(name).column_names.values())
@@ -47,32 +47,32 @@ def conversations(data: datasets.Dataset) -> Any:
 
 
 def prepared(data: datasets.Dataset, tokenizer: Any, held_out: int | None = None, **options: Any) -> Any:
-    """Make rows of ``data`` as ``prepare_dataset`` does, and part them into ``"train"`` and ``"test"``.
+    """Prepare ``data`` as ``prepare_dataset`` does, and split them into ``"train"`` and ``"test"``.
 
-    Errors: those of ``prepare_dataset``; a ValueError if no row would be left to train on.
+    Errors: those of ``prepare_dataset``; a ValueError if no example would be left to train on.
     """
-    rows = prepare_dataset(data, tokenizer, **options)
+    examples = prepare_dataset(data, tokenizer, **options)
     if held_out is None:
-        held_out = min(HELD_OUT, len(rows) // 10 or 1)
-    if not 0 <= held_out < len(rows):
+        held_out = min(HELD_OUT, len(examples) // 10 or 1)
+    if not 0 <= held_out < len(examples):
         raise ValueError(
-            f"held_out is {held_out}, but there are only {len(rows)} rows: keep fewer, or, if packing has put all "
-            "documents into these, set a smaller max_length"
+            f"held_out is {held_out}, but there are only {len(examples)} examples: keep fewer, or, if packing has put "
+            "all documents into these, set a smaller max_length"
         )
     if not held_out:
-        return datasets.DatasetDict(train=rows)
-    return rows.train_test_split(test_size=held_out, seed=0)
+        return datasets.DatasetDict(train=examples)
+    return examples.train_test_split(test_size=held_out, seed=0)
 
 
-def sizes(rows: Any) -> tuple[int, int]:
-    """Count the tokens of prepared ``rows``, and those that are answers."""
-    masks = rows["loss_mask"]
+def sizes(examples: Any) -> tuple[int, int]:
+    """Count the tokens of prepared ``examples``, and those that are answers."""
+    masks = examples["loss_mask"]
     return sum(len(mask) for mask in masks), sum(sum(mask) for mask in masks)
 
 
-def coverage(rows: Any, vocabulary: int) -> dict[int, float]:
+def coverage(examples: Any, vocabulary: int) -> dict[int, float]:
     """Say for several sizes of a draft vocabulary which share of the answers' tokens it has."""
-    counts = count_tokens(rows, vocabulary)
+    counts = count_tokens(examples, vocabulary)
     found = {}
     for size in (vocabulary // 16, vocabulary // 8, vocabulary // 4, vocabulary // 2):
         kept = counts[most_frequent(counts, max(1, size))].sum()
@@ -86,16 +86,17 @@ def default_layers(target: PreTrainedModel) -> tuple[int, ...]:
     return config.feature_layers(target.config.get_text_config().num_hidden_layers)
 
 
-def cache_parts(
-    rows: Mapping[str, Any],
+def cache_splits(
+    splits: Mapping[str, Any],
     target: PreTrainedModel,
     layers: Sequence[int],
     directory: str,
     dtype: str | None = None,
     **options: Any,
 ) -> dict[str, FeatureCache]:
-    """Cache the features of each part of the data in a directory of its own."""
+    """Cache the features of each split of the data in a directory of its own."""
     kind = None if dtype is None else getattr(torch, dtype)
     return {
-        part: cache_features(rows[part], target, layers, Path(directory, part), dtype=kind, **options) for part in rows
+        name: cache_features(split, target, layers, Path(directory, name), dtype=kind, **options)
+        for name, split in splits.items()
     }

@@ -1,4 +1,4 @@
-"""Read texts with a language model: its features, its last hidden state, its distributions a few rows at a time."""
+"""Read texts with a language model: features, last hidden states, and the distributions at a few positions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..drafts.unrolling import positions
 from ..scoring.runner import TargetRunner, decoder_of, input_device
 
-_known: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()  # see Reader._keeps_apart
+_known: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()  # see Reader._separates_documents
 
 
 def bare(model: Any) -> Any:
@@ -41,7 +41,7 @@ class Reader:
         if document_ids is None or not bool((document_ids != document_ids[:, :1]).any()):
             return self._read(input_ids)
         position_ids = positions(input_ids, document_ids)
-        if self._keeps_apart():
+        if self._separates_documents():
             return self._read(input_ids, position_ids)
         return self._read_in_rows(input_ids, (position_ids == 0).flatten().nonzero()[:, 0])
 
@@ -78,8 +78,8 @@ class Reader:
         return self._runner._layers(outputs, last), caught[-1].last_hidden_state
 
     @torch.no_grad()
-    def _keeps_apart(self) -> bool:
-        """Tell whether the model reads documents apart if their positions begin anew, from trying it once.
+    def _separates_documents(self) -> bool:
+        """Tell whether the model keeps documents apart if their positions begin anew, from trying it once.
 
         Many models of transformers take positions but do not see in them where a document begins.
         """
@@ -114,7 +114,7 @@ class Reader:
         return layers, last
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, vocabulary) of some last hidden states (rows, hidden).
+        """Return the logits (n, vocabulary) of the last hidden states (n, hidden) of any n positions.
 
         The model's own ``forward`` works them out around a decoder that gives these states, so that they are capped
         and scaled where the model does that.

@@ -24,7 +24,7 @@ from . import sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving
-from .data import DraftCollator, check_rows
+from .data import DraftCollator, check_examples
 from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
@@ -151,7 +151,7 @@ class DraftTrainer(Trainer):
         if isinstance(data, FeatureCache):
             data.check(self.target, self._reader.feature_layers)
         elif data is not None and not isinstance(data, str):
-            check_rows(data, self._vocabulary)
+            check_examples(data, self._vocabulary)
             if not has_body(self.target):
                 raise ValueError("without its layers the target can read no text: cache the features of every dataset")
 
@@ -276,7 +276,7 @@ class DraftTrainer(Trainer):
         return loss.detach(), None, None
 
     def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Leave out of a last batch what fills it up from the first rows, so that all processes have as many."""
+        """Leave out of a last batch the repeated first examples, by which all processes have as many."""
         state = self.accelerator.gradient_state
         if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
             return inputs
@@ -366,7 +366,7 @@ class DraftTrainer(Trainer):
             self._steps,
             self.state.log_history,
             base=None if model is self.draft else str(model.active_peft_config.base_model_name_or_path),
-            rows=len(data) if hasattr(data, "__len__") else None,
+            examples=len(data) if hasattr(data, "__len__") else None,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         Path(directory, "README.md").write_text(card, encoding="utf-8")

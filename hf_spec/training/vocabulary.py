@@ -20,8 +20,8 @@ def count_tokens(dataset: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
     Errors: a ValueError for tokens that are not in the vocabulary.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in dataset:
-        ids = torch.as_tensor(row["input_ids"])[torch.as_tensor(row["loss_mask"]).bool()]
+    for example in dataset:
+        ids = torch.as_tensor(example["input_ids"])[torch.as_tensor(example["loss_mask"]).bool()]
         if len(ids):
             check_ids(int(ids.min()), int(ids.max()), vocab_size)
         counts += torch.bincount(ids, minlength=vocab_size)
