@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -22,6 +23,11 @@ KINDS: tuple[type[DraftModel], ...] = (Eagle3DraftModel, EagleDraftModel, Medusa
 def kind_of(config: SpeculatorConfig) -> type[DraftModel]:
     """Return the class of the drafts that ``config`` describes."""
     return next(kind for kind in KINDS if kind.config_class is type(config))
+
+
+def config_classes() -> dict[str, Any]:
+    """Map what stands as ``speculators_model_type`` in files, and as ``kind`` in recipes, to the kinds' configs."""
+    return {kind.config_class.speculators_model_type: kind.config_class for kind in KINDS}
 
 
 def formats() -> list[Format]:

@@ -25,7 +25,7 @@ from transformers import (
     set_seed,
 )
 
-from ..checkpoints.kinds import KINDS
+from ..checkpoints.kinds import config_classes
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
@@ -43,7 +43,6 @@ TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revi
 PREPARE = {"split": str, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
-CONFIGS = {kind.config_class.speculators_model_type: kind.config_class for kind in KINDS}
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
 
 
@@ -94,11 +93,12 @@ def _check_dtype(given: str | None, section: str) -> None:
 
 def _check_draft(given: Any) -> None:
     kind = given.get("kind") if isinstance(given, Mapping) else None
-    if kind not in CONFIGS:
+    configs = config_classes()
+    if kind not in configs:
         raise ValueError(
-            f"draft.kind is {kind!r}; name one of {sorted(CONFIGS)}, or let draft be a path to start from"
+            f"draft.kind is {kind!r}; name one of {sorted(configs)}, or let draft be a path to start from"
         )
-    own = {field.name for field in dataclasses.fields(CONFIGS[kind])} - _fields(PreTrainedConfig) - SET_BY_US
+    own = {field.name for field in dataclasses.fields(configs[kind])} - _fields(PreTrainedConfig) - SET_BY_US
     layers = _section(given, {"kind", "layers", *own}, "draft").get("layers")
     model_type = layers.get("model_type", "llama") if isinstance(layers, Mapping) else "llama"
     _section(layers, _fields(type(AutoConfig.for_model(model_type))) | {"model_type"}, "draft.layers")
@@ -229,7 +229,7 @@ def _draft(given: Any, target: PreTrainedModel, examples: Any) -> Any:
 def _config(given: dict[str, Any], target: PreTrainedConfig) -> Any:
     flags = {name: value for name, value in given.items() if name not in ("kind", "layers")}
     try:
-        return CONFIGS[given["kind"]].for_target(target, given.get("layers"), **flags)
+        return config_classes()[given["kind"]].for_target(target, given.get("layers"), **flags)
     except (TypeError, StrictDataclassError) as error:
         raise ValueError(f"draft: {error}") from error
 
