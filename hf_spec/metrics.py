@@ -301,13 +301,13 @@ def _ratio(part: float, whole: float) -> float:
 
 def _row_html(row: RowStats, tokenizer: Any) -> str:
     pieces = []
-    for guessed, text in _pieces(row, tokenizer):
+    for guessed, text in text_pieces(row, tokenizer):
         text = html.escape(text)
         pieces.append(f'<span style="{GUESSED_STYLE}">{text}</span>' if guessed else text)
     return "".join(pieces)
 
 
-def _pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:
+def text_pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:
     """Cut the row's text where guessed and own tokens meet; a character that both share goes to the later piece."""
     start = 0
     for guessed, run in groupby(row.guessed):

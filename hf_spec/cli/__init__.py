@@ -39,7 +39,7 @@ from ..checkpoints.inspection import inspect
 from ..checkpoints.kinds import layouts
 from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.base import Speculator
-from ..metrics import RowStats, _pieces
+from ..metrics import RowStats, text_pieces
 from ..scoring.runner import input_device
 from .common import (
     TEMPERATURE_HELP,
@@ -138,7 +138,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def highlighted(row: RowStats, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
     """Return the text of ``row`` with accepted guesses in green, or in brackets where there is no colour."""
-    pieces = ((guessed, text) for guessed, text in _pieces(row, tokenizer) if text)
+    pieces = ((guessed, text) for guessed, text in text_pieces(row, tokenizer) if text)
     return "".join(_mark(text, colour) if guessed else text for guessed, text in pieces)
 
 

@@ -1,15 +1,15 @@
 """The training-time test of EAGLE-3 (arXiv 2503.01840): draft from every position of a text at once.
 
-A row starts where its token stands and drafts ``steps`` times, reading the text's own tokens but its own hidden
-states. It sees the rows before it as the target's features left them, and of the later steps only itself::
+Every position of a text drafts ``steps`` times. It reads the text's own tokens, but from the second step on beside its
+own hidden states. It attends to all positions before it as they were at the first step, and to itself at every step::
 
-    step 0   x1|g0  x2|g1  x3|g2  x4|g3        each sees all rows to its left, and itself
-    step 1   x2|h0  x3|h1  x4|h2    ·          each sees what it saw at step 0, and itself once more
-    step 2   x3|h0' x4|h1'   ·      ·          ... and twice more          (g: features, h: the draft's output)
+    step 0   x1|g0  x2|g1  x3|g2  x4|g3        each attends to all positions to its left, and to itself
+    step 1   x2|h0  x3|h1  x4|h2    ·          the same keys as at step 0, and its own of step 1
+    step 2   x3|h0' x4|h1'   ·      ·          ... and its own of step 2   (g: features, h: the draft's output)
 
-So a query meets one causal matrix of scores, that of the first step, and one score per later step: both are merged in
-one softmax, and no (rows x steps * rows) mask is ever built. The draft's ``forward`` is the one that drafts; only the
-attention function it asks transformers for is another one meanwhile.
+So a query has causal scores against the keys of the first step, and one score per later step. One softmax merges both,
+and no mask of (positions x steps * positions) is ever built. The draft's ``forward`` is the one that drafts; only the
+attention function that it asks transformers for is replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .modeling import DraftModel, DraftOutput
 
 ATTENTION = "hf_spec_unroll"
-BLOCK = 128  # rows whose scores are held at once where there is no FlexAttention
+BLOCK = 128  # positions whose scores are held at once where there is no FlexAttention
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,11 @@ def unroll(
     """Return the logits (batch, length, draft vocabulary) of each of ``steps`` steps.
 
     ``input_ids`` (batch, length) and ``features`` (batch, length, widths) stand side by side as in ``draft.forward``:
-    ``features[:, i]`` of the position before ``input_ids[:, i]``, so that one step is that forward. Row i of step k
-    has read ``input_ids[:, : i + 1]`` beside features and the next k tokens beside its own output. Rows of packed
-    documents (``document_ids``, (batch, length), equal where they belong together) see their own document only; a row
-    whose next k tokens are not in it means nothing at step k. Gradients flow through all steps.
+    ``features[:, i]`` of the position before ``input_ids[:, i]``, so that one step is that forward. Position i of
+    step k has read ``input_ids[:, : i + 1]`` beside features and the next k tokens beside its own output. With packed
+    documents (``document_ids``, (batch, length), equal where they belong together), a position attends to its own
+    document only, and its logits at step k mean nothing if its next k tokens are of another one. Gradients flow
+    through all steps.
 
     Errors: a ValueError for shapes that do not fit.
     """
@@ -175,14 +176,14 @@ def _unrolling(draft: DraftModel, head: bool) -> Iterator[None]:
 
 
 class _Reach:
-    """Say which rows of the first step the rows of a step see: all from ``first`` (batch, rows) up to themselves."""
+    """Say what each position attends to at the first step: all from ``first`` (batch, positions) up to itself."""
 
     def __init__(self, first: Tensor) -> None:
         self.first = first
 
     @cached_property
     def blocks(self) -> list[tuple[slice, slice]]:
-        """Return blocks of rows, and the rows of the first step that any row of a block sees."""
+        """Return blocks of queries, and the keys of the first step to which any query of a block attends."""
         blocks, end = [], 0
         for first in self.first.split(BLOCK, dim=1):
             start, end = end, end + first.shape[1]
@@ -192,20 +193,20 @@ class _Reach:
     @cached_property
     def mask(self) -> BlockMask:
         """Return the same for FlexAttention."""
-        first, (batch, rows), device = self.first, self.first.shape, self.first.device
+        first, (batch, length), device = self.first, self.first.shape, self.first.device
 
         def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= first[row, query])
 
-        return create_block_mask(seen, batch, None, rows, rows, device=device, _compile=first.is_cuda)
+        return create_block_mask(seen, batch, None, length, length, device=device, _compile=first.is_cuda)
 
 
 @dataclass
 class _Sight:
     """Stand for the attention mask of one step and kind of layer.
 
-    ``reach`` is ``None`` where the rows have drafted so far that their window has left the first step; ``own_steps``
-    are the later steps in which a row sees itself.
+    ``reach`` is ``None`` once a sliding window has left the first step behind; ``own_steps`` are the later steps at
+    which a position attends to itself.
     """
 
     stack: _Stack
@@ -216,7 +217,7 @@ class _Sight:
 
 @dataclass
 class _Stack:
-    """Keep the keys and values (batch, key heads, rows, head size) of every layer and step."""
+    """Keep the keys and values (batch, key heads, positions, head size) of every layer and step."""
 
     position_ids: Tensor
     flex: bool
@@ -230,7 +231,7 @@ class _Stack:
         """Return what stands for an attention mask at ``step``, by kind of layer."""
         sights = {"full_attention": _Sight(self, step, self.whole, range(1, step + 1))}
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()):
-            # A row stands as far behind the first step as it has drafted, and its window with it.
+            # At step k a position stands k tokens further on, and its window has moved with it.
             behind = step - layers.sliding_window + 1
             here = torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
             reach = _Reach(self.whole.first.maximum(here + behind)) if behind <= 0 else None
@@ -241,71 +242,80 @@ class _Stack:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: _Sight, scaling: float, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as ``_Sight`` says; query (batch, heads, rows, size) -> (batch, rows, heads, size)."""
+    """Attend as ``_Sight`` says; query (batch, heads, positions, size) -> (batch, positions, heads, size)."""
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
         raise ValueError("layers that cap their scores or have attention sinks cannot be unrolled; take llama layers")
     sight, layer = attention_mask, cast(int, module.layer_idx)
     sight.stack.entries[layer, sight.step] = key, value
-    grouped = query.unflatten(1, (key.shape[1], -1)) * scaling  # (batch, key heads, group, rows, size)
+    grouped = query.unflatten(1, (key.shape[1], -1)) * scaling  # (batch, key heads, group, positions, size)
     scores, values = [], []
     if sight.reach is not None:
-        over_rows = _flex if sight.stack.flex else cast(Any, _ByBlocks.apply)
-        attended, logsumexp = over_rows(grouped, *sight.stack.entries[layer, 0], sight.reach)
+        over_first_step = _flex if sight.stack.flex else cast(Any, _ByBlocks.apply)
+        attended, logsumexp = over_first_step(grouped, *sight.stack.entries[layer, 0], sight.reach)
         scores, values = [logsumexp], [attended.float()]
     for step in sight.own_steps:
         own_key, own_value = sight.stack.entries[layer, step]
         scores.append((grouped * own_key[:, :, None]).sum(-1, dtype=torch.float32))
         values.append(own_value[:, :, None].float())
-    shares = torch.stack(scores).softmax(0)[..., None]  # (1 + own steps, batch, key heads, group, rows, 1)
+    shares = torch.stack(scores).softmax(0)[..., None]  # (1 + own steps, batch, key heads, group, positions, 1)
     merged = sum(share * state for share, state in zip(shares, values, strict=True))
     return cast(Tensor, merged).to(query.dtype).flatten(1, 2).transpose(1, 2), None
 
 
 class _ByBlocks(torch.autograd.Function):
-    """Attend to the first step, some rows at a time; scores are worked out again for the gradient instead of kept."""
+    """Attend to the first step, a block of queries at a time; the gradient works scores out again."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
         attended = query.new_empty(*query.shape[:-1], value.shape[-1])  # values may be narrower than keys
         logsumexp = torch.empty(query.shape[:-1], device=query.device)
-        for rows, seen in reach.blocks:
-            scores = _scores(query[..., rows, :], key[:, :, seen], reach.first[:, rows] - seen.start)
+        for block, seen in reach.blocks:
+            scores = _scores(query[..., block, :], key[:, :, seen], reach.first[:, block] - seen.start)
             top = scores.amax(-1, keepdim=True)
             weights = scores.sub_(top).exp_()
             total = weights.sum(-1, keepdim=True)
             mixed = weights.div_(total).flatten(2, 3).to(value.dtype) @ value[:, :, seen]
-            attended[..., rows, :] = mixed.view_as(attended[..., rows, :])
-            logsumexp[..., rows] = (top + total.log())[..., 0]
+            attended[..., block, :] = mixed.view_as(attended[..., block, :])
+            logsumexp[..., block] = (top + total.log())[..., 0]
         ctx.save_for_backward(query, key, value, attended, logsumexp)
         ctx.reach = reach
         return attended, logsumexp
 
     @staticmethod
     def backward(ctx: Any, of_attended: Tensor, of_logsumexp: Tensor) -> Any:
+        """Return the gradients of query Q, key K and value V.
+
+        With the weights P = exp(Q Kᵀ - LSE), the outputs O = P V and LSE, and their gradients dO and dLSE::
+
+            dV = Pᵀ dO
+            dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O) + dLSE)        S: the scores Q Kᵀ
+            dQ = dS K,  dK = dSᵀ Q
+        """
         query, key, value, attended, logsumexp = ctx.saved_tensors
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        # A score gains as much as its value is worth more than what the row has got already.
-        got = (of_attended * attended).sum(-1, dtype=torch.float32) - of_logsumexp
-        for rows, seen in ctx.reach.blocks:
-            asked = query[..., rows, :]
-            scores = _scores(asked, key[:, :, seen], ctx.reach.first[:, rows] - seen.start)
-            weights = scores.sub_(logsumexp[..., rows, None]).exp_()  # (batch, key heads, group, rows, columns)
-            gradient = of_attended[..., rows, :].flatten(2, 3).to(value.dtype)
+        offset = of_logsumexp - (of_attended * attended).sum(-1, dtype=torch.float32)  # dLSE - rowsum(dO ∘ O)
+        for block, seen in ctx.reach.blocks:
+            asked = query[..., block, :]
+            scores = _scores(asked, key[:, :, seen], ctx.reach.first[:, block] - seen.start)
+            weights = scores.sub_(logsumexp[..., block, None]).exp_()  # P, (batch, key heads, group, block, seen)
+            gradient = of_attended[..., block, :].flatten(2, 3).to(value.dtype)  # dO, (batch, key heads, -1, size)
             of_value[:, :, seen] += weights.flatten(2, 3).to(value.dtype).mT @ gradient
-            worth = (gradient @ value[:, :, seen].mT).float().view_as(weights)
-            of_scores = worth.sub_(got[..., rows, None]).mul_(weights).flatten(2, 3).to(key.dtype)
-            of_query[..., rows, :] = (of_scores @ key[:, :, seen]).view_as(asked)
+            of_weights = (gradient @ value[:, :, seen].mT).float().view_as(weights)  # dO Vᵀ
+            of_scores = of_weights.add_(offset[..., block, None]).mul_(weights).flatten(2, 3).to(key.dtype)
+            of_query[..., block, :] = (of_scores @ key[:, :, seen]).view_as(asked)
             of_key[:, :, seen] += of_scores.mT @ asked.flatten(2, 3).to(key.dtype)
         return of_query, of_key, of_value, None
 
 
 def _scores(query: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """Score the last rows in float32; ``first`` (batch, rows) is the first column each one sees."""
-    (group, rows), columns = query.shape[2:4], key.shape[2]
-    scores: Tensor = (query.flatten(2, 3) @ key.mT).unflatten(2, (group, rows))  # (batch, heads, group, rows, columns)
-    column = torch.arange(columns, device=key.device)
-    row = torch.arange(columns - rows, columns, device=key.device)
-    hidden = (column > row[:, None]) | (column < first[:, :, None])  # (batch, rows, columns)
+    """Score queries, which are the last of the keys' positions, in float32.
+
+    ``first`` (batch, queries) is the first key that each one attends to.
+    """
+    (group, queries), keys = query.shape[2:4], key.shape[2]
+    scores: Tensor = (query.flatten(2, 3) @ key.mT).unflatten(2, (group, queries))  # (batch, heads, group, ·, keys)
+    place = torch.arange(keys, device=key.device)
+    hidden = (place > place[keys - queries :, None]) | (place < first[:, :, None])  # (batch, queries, keys)
     return scores.float().masked_fill_(hidden[:, None, None], -torch.inf)
 
 
