@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build, prompts
+from architectures import build, prompts, redraw
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 import hf_spec
 from hf_spec import News, Request, SpeculationConfig, TargetMtp
 from hf_spec.drafts.feedback import FeedbackDrafter
+from hf_spec.scoring.runner import decoder_of
 
 GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
 DEEPSEEK, GLM = "mtp_deepseek_v3_small", "mtp_glm4_moe_small"
@@ -47,7 +50,11 @@ class FirstLayer:
 def draft_once(case: str, draft: Any, guesses: int) -> tuple[list[int], Tensor]:
     """Guess behind the case's whole text; also return the logits behind the root and each guess that was read."""
     target, _, io = golden(case)
-    hidden, ids = io["last_hidden"][None], io["input_ids"][None]
+    return draft_behind(target, draft, io["input_ids"][None], io["last_hidden"][None], guesses)
+
+
+def draft_behind(target: Any, draft: Any, ids: Tensor, hidden: Tensor, guesses: int) -> tuple[list[int], Tensor]:
+    """Guess behind a text (1, length + 1), all but the last token of which left ``hidden`` (1, length, hidden)."""
     length, seen = hidden.shape[1], []
 
     def distribution(logits: Tensor) -> Tensor:
@@ -111,6 +118,47 @@ def test_several_layers_guess_as_the_host_does(case: str) -> None:
     torch.testing.assert_close(logits, io["draft_logits"], atol=1e-4, rtol=1e-4)
 
 
+KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]}
+SEVERAL: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "mellum": {},
+    "vl:step3p7": {
+        "sliding_window": 8,
+        "mtp_layer_types": ["full_attention"] * 3,
+        "mtp_mlp_layer_types": ["dense", "dense", "sparse"],
+    },
+    "bailing_hybrid": KINDS | {"mtp_layer_types": ["full_attention"] * 3, "mtp_mlp_layer_types": ["sparse"] * 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [(name, layers) for name in SEVERAL for layers in (1, 2, 3) if layers == 1 or name != "mellum"],  # it has one
+)
+@torch.no_grad()
+def test_layers_of_every_family_guess_as_transformers_does(name: str, layers: int) -> None:
+    types = {key: value[:layers] if key.startswith("mtp_") else value for key, value in SEVERAL[name].items()}
+    target = build(name, num_mtp_layers=layers, **types)
+    draft, theirs = TargetMtp(target, layers).eval(), MtpModel(target, layers).eval()
+    redraw(draft, seed=3)
+    for weight in draft.parameters():
+        if weight.ndim == 1:  # norms that only scale would hide whether a state has passed them
+            weight.add_(0.5 * torch.randn(len(weight), generator=torch.Generator().manual_seed(4)))
+    theirs.load_state_dict(draft.state_dict())
+    ids = prompts(1, (12,))["input_ids"]
+    caught: list[Any] = []
+    hook = decoder_of(target).register_forward_hook(lambda module, args, output: caught.append(output))
+    target(ids[:, :-1])
+    hook.remove()
+    hidden = caught[0].last_hidden_state
+    positions = torch.arange(1, ids.shape[1])[None]
+    tokens, logits, _ = theirs(ids[:, 1:], hidden, None, positions, MtpCache(config=theirs.config))
+    guesses, found = draft_behind(target, draft, ids, hidden, layers)
+    assert guesses == tokens[0].tolist()
+    torch.testing.assert_close(found, logits[0], atol=1e-4, rtol=1e-4)
+
+
 @functools.cache
 def with_layers(case: str, count: int) -> tuple[Any, TargetMtp]:
     """Load a case's target as if its checkpoint ended with MTP layer number ``count``."""
@@ -145,7 +193,6 @@ def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree:
         assert deepest == guesses if tree is None else min(2, guesses) <= deepest <= guesses
 
 
-KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]}
 OTHERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "bailing_hybrid": (  # a recurrent target whose MTP layer has no state
         KINDS | {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]},
@@ -194,6 +241,11 @@ def test_layers_of_other_families_serve_their_targets(name: str, tree: Any, tmp_
 def test_layers_that_the_config_only_counts_are_refused() -> None:
     with pytest.raises(ValueError, match=r"does not say what they are \(.*mtp_layer_types.*another speculator"):
         hf_spec.as_speculator("mtp", build("bailing_hybrid"))
+
+
+def test_layers_with_states_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"keep recurrent states, .*another speculator"):
+        hf_spec.as_speculator("mtp", build("inkling_text", num_mtp_layers=2))
 
 
 def test_the_word_mtp_reads_the_layers_of_the_checkpoint() -> None:

@@ -25,11 +25,12 @@ from transformers.modeling_layers import MtpModel
 
 from ...configuration import SpeculationConfig
 from ...scoring.architectures import why_unsupported
+from ...scoring.cache import has_states
 from ..base import Drafter, Request, Speculator
 from ..feedback import FeedbackDrafter
 from ..modeling import MASKS, DraftOutput, next_positions, only_one
 
-# Families whose layers are fed what they give before their last norm (as vLLM 0.33 does); others, after it.
+# Families whose last layer feeds itself what it gives before its last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
 
 # The mask of the running forward, on its way past transformers to where masks are made; every thread has its own.
@@ -63,6 +64,11 @@ class TargetMtp(MtpModel, Speculator):
                 f"the config of {type(target).__name__} counts MTP layers but does not say what they are ({error}); "
                 "complete its config.json, or use another speculator"
             ) from error
+        if has_states(cache):
+            raise ValueError(
+                f"the MTP layers of {type(target).__name__} keep recurrent states, which guesses would spoil; use "
+                "another speculator, for example 'ngram'"
+            )
         if (reason := why_unsupported(target, cache)) is not None:
             raise ValueError(f"the MTP layers of {type(target).__name__} cannot be a draft: {reason}")
         device = next(target.get_decoder().layers[-1].parameters()).device
@@ -117,7 +123,9 @@ class TargetMtp(MtpModel, Speculator):
         norm = cast(Any, self.layers[reader]).post_norm
         normed = hidden if norm is None else norm(hidden)  # (batch, length, hidden)
         logits = self._project_to_logits(normed[:, -logits_to_keep:])
-        return DraftOutput(logits, normed if self.feeds_normed else hidden, past_key_values)
+        # The next layer is fed the normed state in every family, as transformers does.
+        feeds_normed = self.feeds_normed or reader + 1 < self.num_readers
+        return DraftOutput(logits, normed if feeds_normed else hidden, past_key_values)
 
     def create_masks_for_mtp_layer(
         self, layer_idx: int, inputs_embeds: Tensor, mtp_cache: Any, position_ids: Tensor
