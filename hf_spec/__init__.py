@@ -2,65 +2,24 @@
 
 from __future__ import annotations
 
-from .checkpoints.auto import AutoDraftModel
-from .checkpoints.conversion import convert
-from .checkpoints.inspection import inspect
-from .checkpoints.resolve import as_speculator
-from .configuration import SpeculationConfig, SpeculatorConfig
-from .decoding.loop import SpeculativeDecoding
-from .decoding.outputs import SpeculativeOutput
-from .decoding.processors import pure
-from .drafts.base import Drafter, News, Request, Speculator
-from .drafts.eagle.configuration import EagleSpeculatorConfig
-from .drafts.eagle.modeling import EagleDraftModel
-from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
-from .drafts.eagle3.modeling import Eagle3DraftModel
-from .drafts.medusa.configuration import MedusaSpeculatorConfig
-from .drafts.medusa.modeling import MedusaDraftModel
-from .drafts.modeling import DraftModel, DraftOutput
-from .drafts.mtp.configuration import MTPSpeculatorConfig
-from .drafts.mtp.modeling import MTPDraftModel
-from .drafts.mtp.target import TargetMtp
-from .drafts.ngram.speculator import NgramSpeculator
-from .drafts.vanilla.speculator import VanillaSpeculator
-from .integration import install, set_speculator, uninstall
-from .metrics import SpeculationStats
-from .proposal import Proposal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AutoDraftModel",
-    "DraftModel",
-    "DraftOutput",
-    "Drafter",
-    "Eagle3DraftModel",
-    "Eagle3SpeculatorConfig",
-    "EagleDraftModel",
-    "EagleSpeculatorConfig",
-    "MTPDraftModel",
-    "MTPSpeculatorConfig",
-    "MedusaDraftModel",
-    "MedusaSpeculatorConfig",
-    "News",
-    "NgramSpeculator",
-    "Proposal",
-    "Request",
-    "SpeculationConfig",
-    "SpeculationStats",
-    "SpeculativeDecoding",
-    "SpeculativeOutput",
-    "Speculator",
-    "SpeculatorConfig",
-    "TargetMtp",
-    "VanillaSpeculator",
-    "as_speculator",
-    "convert",
-    "inspect",
-    "install",
-    "pure",
-    "set_speculator",
-    "uninstall",
-]
+# The command ``hf-spec`` shows help and mistakes before torch and transformers, which take seconds, are imported.
+if TYPE_CHECKING or Path(*sys.argv[:1]).stem != "hf-spec":
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
 
-install()
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Import the public names where the command has not yet done so."""
+        names = import_module(".public", __name__)
+        if name == "__all__" or name in names.__all__:
+            return getattr(names, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -260,19 +260,24 @@ class SpeculationStats:
         }
 
     def __repr__(self) -> str:
+        title, lines = self._told()
+        return "\n".join([title, *(f"  {name:25}  {text}" for name, text in lines.items())])
+
+    def _told(self) -> tuple[str, dict[str, str]]:
+        """Return a title and the figures that people read, by name."""
         counts = self.counts
         by_position = " ".join(f"{share:.2f}" for share in counts.acceptance_by_position)
         seconds = (self.propose_seconds, self.verify_seconds, self.choose_seconds)
         shares = " / ".join(f"{_ratio(part, sum(seconds)):.1%}" for part in seconds)
-        return (
-            f"SpeculationStats: {counts.emitted} tokens in {self.steps} steps, batch of {self.batch_size}\n"
-            f"  mean accepted length       {counts.mean_accepted_length:.2f} tokens per step and row\n"
-            f"  acceptance rate            {counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})\n"
-            f"  acceptance by position     {by_position or '-'}\n"
-            f"  propose / verify / choose  {shares} of {sum(seconds):.3f} s\n"
-            f"  time to first token        {self.time_to_first_token * 1e3:.1f} ms\n"
-            f"  time per output token      {self.time_per_output_token * 1e3:.2f} ms"
-        )
+        title = f"SpeculationStats: {counts.emitted} tokens in {self.steps} steps, batch of {self.batch_size}"
+        return title, {
+            "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
+            "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
+            "acceptance by position": by_position or "-",
+            "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
+            "time to first token": f"{self.time_to_first_token * 1e3:.1f} ms",
+            "time per output token": f"{self.time_per_output_token * 1e3:.2f} ms",
+        }
 
     def show(self, tokenizer: Any) -> SpeculationStats:
         """Remember ``tokenizer`` for the HTML view and return self, so that Jupyter displays it."""
@@ -280,7 +285,10 @@ class SpeculationStats:
         return self
 
     def _repr_html_(self) -> str:
-        figures = f"<pre>{html.escape(repr(self))}</pre>"
+        title, lines = self._told()
+        # A table, not lines of text: notebooks may show those in a font whose letters differ in width.
+        cells = (f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in lines.items())
+        figures = f"<table><caption>{html.escape(title)}</caption>{''.join(cells)}</table>"
         rows = [row for row in self.per_row if row.tokens]
         if self.tokenizer is None or not rows:
             return figures
@@ -300,11 +308,8 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _row_html(row: RowStats, tokenizer: Any) -> str:
-    pieces = []
-    for guessed, text in text_pieces(row, tokenizer):
-        text = html.escape(text)
-        pieces.append(f'<span style="{GUESSED_STYLE}">{text}</span>' if guessed else text)
-    return "".join(pieces)
+    escaped = ((guessed, html.escape(text)) for guessed, text in text_pieces(row, tokenizer))
+    return "".join(f'<span style="{GUESSED_STYLE}">{text}</span>' if guessed else text for guessed, text in escaped)
 
 
 def text_pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import hf_spec
 from hf_spec import SpeculationConfig, demo
-from hf_spec.cli import highlighted, length_of, main, tree_of
+from hf_spec.cli import main
+from hf_spec.cli.common import length_of, tree_of
+from hf_spec.cli.demo import highlighted
+from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
 
+COMMANDS = ("demo", "generate", "bench", "prepare", "train", "inspect", "convert")
 EAGLE = Path(__file__).parent / "fixtures" / "goldens" / "eagle3_orig_a" / "checkpoint"
 PROMPT = "Once upon a time"
 
@@ -110,8 +118,9 @@ def test_generate_writes_the_text_and_then_the_figures(models, capsys, speculato
     assert "SpeculationStats: 8 tokens" in err
 
 
-def test_generate_reads_standard_input(models, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+def test_generate_reads_standard_input_up_to_its_last_newline(models, capsys, monkeypatch, end):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + end))
     assert main(["generate", models["target"], "--speculator", "ngram", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], PROMPT, 5).rstrip("\n")
 
@@ -227,6 +236,13 @@ def test_tree_and_length_are_read():
         (["--tree", "[[0]"], "is not chain"),
         (["--tree", "nowhere.json"], "'nowhere.json' is not chain"),
         (["--num-speculative-tokens", "0"], "neither a whole number of at least 1 nor auto"),
+        (["--limit", "0"], "--limit: '0' is not a whole number of at least 1"),
+        (["--threads", "0"], "--threads: '0' is not a whole number of at least 1"),
+        (["--repeats", "0"], "--repeats: '0' is not a whole number of at least 1"),
+        (["--max-new-tokens", "1"], "--max-new-tokens: '1' is not a whole number of at least 2"),
+        (["--search-tree", "4", "0"], "--search-tree: '0' is not a whole number of at least 1"),
+        (["--temperature", "-1"], "--temperature: '-1' is not a temperature"),
+        (["--temperature", "nan"], "--temperature: 'nan' is not a temperature"),
         (["--json", "/no/such/directory/bench.json"], "/no/such/directory is not a directory"),
         (["--dtype", "int8"], "invalid choice"),
     ],
@@ -242,8 +258,8 @@ def test_options_are_checked_before_anything_is_loaded(options, problem, capsys)
     [
         ("bench {target} --prompts missing.jsonl", "missing.jsonl"),
         ("bench {target} --prompts {bad}", "line 2: a prompt is"),
-        ("bench {target} --prompts {prompts} --repeats 0", "repeats must be at least 1"),
-        ("bench {target} --prompts {prompts} --search-tree 4 0", "at least 1 guess, got --search-tree 0"),
+        ("bench {target} --prompts {prompts} --device cuda:7", "--device cuda:7: this machine has"),
+        ("generate {target} --speculator ngram --prompt x --device gpu", "write cpu, cuda, cuda:1, ..., or auto"),
         ("bench {target} --prompts {prompts} --save-tree {empty}/tree", "what --search-tree finds; add it"),
         ("bench {target} --prompts {prompts} --search-tree 4", "does not rank its guesses"),
         ("bench {target} --prompts {prompts} --draft nowhere/draft", "no draft can be read at 'nowhere/draft'"),
@@ -267,3 +283,122 @@ def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, caps
     assert problem in err
     with pytest.raises((ValueError, OSError)):
         main(["--traceback", *argv])
+
+
+@pytest.mark.parametrize(
+    "command", ["generate {target} --prompt x --speculator", "bench {target} --prompts {prompts} --draft"]
+)
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        ("/nowhere", "no draft can be read at '/nowhere'"),
+        (str(EAGLE), "made for another target"),
+        (str(demo.path("draft-eagle3")), "made for another target"),
+        ("ngram --tree sampled", "use tree='dynamic'"),
+    ],
+)
+def test_a_wrong_draft_is_told_before_the_target_is_read(models, prompts, tmp_path, capsys, command, draft, problem):
+    """The target has no weights at all here."""
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_bytes((Path(models["target"]) / file).read_bytes())
+    assert main([*command.format(target=tmp_path, prompts=prompts).split(), *draft.split()]) == 1
+    assert problem in capsys.readouterr().err
+    assert main([*command.format(target=tmp_path, prompts=prompts).split(), models["twin"]]) == 1
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_layouts_are_told(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", str(EAGLE), "out", "--to", "ggml"])
+    assert "'ggml' is not a layout; choose from speculators, " in capsys.readouterr().err
+
+
+def test_the_recipe_in_the_help_is_one(tmp_path):
+    from hf_spec.training.recipe import read_recipe
+
+    lines = [line for line in RECIPE_HELP.splitlines() if line.startswith("  ")]
+    (tmp_path / "recipe.yaml").write_text("\n".join(line[2:] for line in lines), encoding="utf-8")
+    assert set(yaml.safe_load("\n".join(line[2:] for line in lines))) == {"target", "draft", "data", "trainer"}
+    assert read_recipe(tmp_path / "recipe.yaml")["draft"] == {"kind": "eagle3"}
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+COMMAND = "import sys\nsys.argv[0] = 'hf-spec'\nfrom hf_spec.cli import main\n"
+
+
+def process(code: str, *argv: str, **options) -> subprocess.Popen:
+    """Start ``hf-spec`` as its script does, with ``code`` around the call of ``main``."""
+    where = {"PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "-c", COMMAND + code, *argv]
+    return subprocess.Popen(call, text=True, stderr=subprocess.PIPE, env=os.environ | where, **options)
+
+
+IMPORTED = """
+try:
+    main()
+finally:
+    print(*(name for name in ("torch", "transformers", "numpy") if name in sys.modules), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "argv", ["--help", "--version", *(f"{name} --help" for name in COMMANDS), "bench x --limit 0"]
+)
+def test_help_and_mistakes_import_nothing_that_takes_long(argv):
+    running = process(IMPORTED, *argv.split(), stdout=subprocess.PIPE)
+    out, err = running.communicate(timeout=60)
+    assert err.splitlines()[-1] == "", err
+    assert running.returncode == (2 if "--limit" in argv else 0)
+    assert (f"hf-spec {hf_spec.__version__}\n" == out) is (argv == "--version")
+    assert "docs/" not in out and "examples/" not in out  # which the wheel does not have
+
+
+def test_public_names_are_there_in_the_process_of_the_command():
+    code = "import hf_spec\nassert 'torch' not in sys.modules\nassert not hasattr(hf_spec, 'nothing')\n"
+    code += "assert hf_spec.SpeculationConfig(tree='dynamic').tree in hf_spec.pure.__doc__ + 'dynamic'"
+    running = process(code, stdout=subprocess.PIPE)
+    assert running.communicate(timeout=60) == ("", "")
+    assert running.returncode == 0
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["inspect", str(EAGLE)]])
+def test_a_reader_that_goes_away_ends_the_command_without_a_traceback(argv):
+    """What is left in the buffer is written when the process ends, too."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    running = process("sys.exit(main())", *argv, stdout=writing)
+    os.close(writing)
+    assert running.communicate(timeout=60)[1] == ""
+    assert running.returncode in ((0, 141) if argv == ["--help"] else (141,))  # argparse may not mind
+
+
+def test_an_interrupt_while_importing_is_no_traceback():
+    code = """
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.exit(main())
+"""
+    running = process(code, "inspect", str(EAGLE), stdout=subprocess.PIPE)
+    assert running.communicate(timeout=60) == ("", "")
+    assert running.returncode == 130
+
+
+def test_progress_bars_are_for_terminals(models, prompts):
+    argv = [
+        "bench",
+        models["target"],
+        "--prompts",
+        prompts,
+        "--max-new-tokens",
+        "2",
+        "--no-baselines",
+        "--warmup",
+        "0",
+    ]
+    running = process("sys.exit(main())", *argv, stdout=subprocess.PIPE)
+    assert running.communicate(timeout=120)[1] == ""
+    assert running.returncode == 0

@@ -20,6 +20,7 @@ LAYERS = (
     ("decoding",),
     ("integration", "training"),
     ("bench", "demo"),
+    ("public",),
     ("cli", "__main__"),
 )
 DRAFTS = "drafts"  # each of its folders is a kind of draft, the modules beside them are what kinds share

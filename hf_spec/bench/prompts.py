@@ -45,8 +45,11 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     A line holds ``{"prompt": text}``, ``{"text": text}``, ``{"messages": [{"role", "content"}, ...]}`` (an answer at
     the end is left out) or ``{"turns": [text, ...]}`` as in Spec-Bench, and optionally a ``"category"``.
 
-    Errors: OSError if the file cannot be read, ValueError that names the line which is none of these.
+    Errors: OSError if the file cannot be read, ValueError that names the line which is none of these, or a ``limit``
+    below 1.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 prompt per category, got {limit!r}; leave it out for all")
     prompts: list[Prompt] = []
     counts: dict[str, int] = {}
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):

@@ -23,7 +23,8 @@ class AutoDraftModel:
     def from_pretrained(path: str | os.PathLike[str], target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
         """Load the draft at ``path``, a directory or Hub id, in our format or anyone's.
 
-        ``target`` is checked against the draft and lends what the file leaves out. ``kwargs`` are those of any
+        ``target`` is checked against the draft and lends what the file leaves out, unless it is on the meta device,
+        without weights. ``kwargs`` are those of any
         ``from_pretrained`` of transformers (dtype, device_map, revision, ...). Nothing of the checkpoint is executed.
 
         Errors: OSError for missing, damaged or half-written files; ValueError for a format that is not known, weights
@@ -34,7 +35,7 @@ class AutoDraftModel:
         if target is not None:
             draft = loaded[0] if kwargs.get("output_loading_info") else loaded
             raise_positions(draft.config, target)
-            draft.bind(target)
+            draft.check(target) if target.device.type == "meta" else draft.bind(target)
         return loaded
 
 

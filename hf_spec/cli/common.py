@@ -1,26 +1,28 @@
-"""What commands share: how one is declared, and what it loads."""
+"""What commands share before they run: how one is declared, and the values that its options take."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from ..configuration import SpeculationConfig
+    from ..drafts.base import Speculator
 
-from ..checkpoints.resolve import as_speculator, load_draft
-from ..drafts.base import Speculator
-from ..scoring.runner import input_device
-
-WITHOUT_WEIGHTS = ("ngram", "mtp")
 TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"
+TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def command(commands: Any, run: Any, name: str, description: str) -> Any:
-    """Add a subcommand and return its ``add_argument``."""
-    parser = commands.add_parser(name, help=description, description=description)
+def command(commands: Any, run: Any, name: str, description: str, epilog: str | None = None) -> Any:
+    """Add a subcommand and return its ``add_argument``; ``epilog`` is shown as it is below the options."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        name, help=description, description=description, epilog=epilog, formatter_class=layout
+    )
     parser.set_defaults(run=run)
     return parser.add_argument
 
@@ -29,21 +31,21 @@ def add_device_options(add: Any) -> None:
     """Declare where and how models run."""
     add("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: as they are stored (%(default)s)")
     add("--device", help="cpu, cuda, cuda:1, ..., or auto for all; left out: an accelerator if there is one")
-    add("--threads", type=int, metavar="N", help="of the CPU")
+    add("--threads", type=at_least(1), metavar="N", help="of the CPU")
 
 
-def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer; ``device`` may be anything that ``device_map`` takes, ``None`` chooses."""
-    device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device)
-    return model, AutoTokenizer.from_pretrained(name)
+def add_proposal_options(add: Any) -> None:
+    """Declare how much is guessed; ``configured`` reads it."""
+    add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")
+    add("--tree-top-k", type=at_least(1), metavar="N", help="children per node of a dynamic or sampled tree")
+    add("--tree-nodes", type=at_least(1), metavar="N", help="guesses in a dynamic or sampled tree")
 
 
-def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
-    """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
-    if name in WITHOUT_WEIGHTS:
-        return as_speculator(name, target)
-    return as_speculator(load_draft(name, target, dtype=dtype).to(input_device(target)), target)
+def configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
+    """Add the options that are given to what the draft itself wants."""
+    options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_top_k", "tree_nodes")}
+    changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
+    return speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
 
 
 def sampling(temperature: float | None) -> dict[str, Any]:
@@ -51,6 +53,50 @@ def sampling(temperature: float | None) -> dict[str, Any]:
     if temperature is None:
         return {}
     return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number that is not below ``least``."""
+
+    def count(text: str) -> int:
+        if text.strip().isdecimal() and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+
+    return count
+
+
+def temperature_of(text: str) -> float:
+    """Read a temperature, 0 or above."""
+    try:
+        if 0 <= (value := float(text)) < float("inf"):
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 or a number above")
+
+
+def length_of(text: str) -> int | str:
+    """Read a number of guesses, or ``auto``."""
+    if text == "auto" or (text.isdecimal() and int(text) > 0):
+        return text if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor auto")
+
+
+def tree_of(text: str) -> Any:
+    """Read a tree from the command line."""
+    from ..configuration import SpeculationConfig
+
+    try:
+        text = Path(text).read_text(encoding="utf-8") if text.endswith(".json") else text
+        tree: Any = json.loads(text) if text.startswith("[") else text
+        if tree == "chain" or SpeculationConfig(tree=tree).tree:
+            return tree
+    except (TypeError, ValueError, OSError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {TREE_HELP}") from None
 
 
 def writable(text: str) -> Path:

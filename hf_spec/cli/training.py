@@ -6,7 +6,18 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import TEMPERATURE_HELP, add_device_options, command, load_speculator, load_target, sampling
+from .common import TEMPERATURE_HELP, add_device_options, at_least, command, sampling, temperature_of
+
+RECIPE_HELP = """\
+RECIPE.yaml says at least
+
+  target: ORG/MODEL
+  draft: {kind: eagle3}            # or eagle, medusa, mtp, or the directory or Hub id of a draft to go on with
+  data: chats.jsonl                # or a dataset of the Hub, or what hf-spec prepare wrote
+  trainer: {output_dir: my-draft}  # arguments of transformers' Trainer and of hf_spec.training
+
+and may say more of these, and have the sections prepare, features and peft. Of an unknown key the known ones are told.
+"""
 
 
 def _need_extra() -> None:
@@ -27,16 +38,22 @@ def add_prepare(commands: Any) -> None:
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
     add("--split", default="train", metavar="NAME", help="of a dataset of the Hub (%(default)s)")
     add("--text-column", default="text", metavar="NAME", help="of data that are no conversations (%(default)s)")
-    add("--max-length", type=int, default=2048, metavar="N", help="tokens of an example (%(default)s)")
+    add("--max-length", type=at_least(1), default=2048, metavar="N", help="tokens of an example (%(default)s)")
     add("--too-long", choices=("truncate", "drop"), default="truncate", help="what happens beyond (%(default)s)")
     add("--last-turn-only", action="store_true", help="train on the last answer of a conversation only")
     add("--packing", action="store_true", help="put several documents into an example")
-    add("--held-out", type=int, metavar="N", help="examples kept for evaluation (a tenth, at most 64)")
-    add("--num-proc", type=int, metavar="N", help="processes")
+    add("--held-out", type=at_least(0), metavar="N", help="examples kept for evaluation (a tenth, at most 64)")
+    add("--num-proc", type=at_least(1), metavar="N", help="processes")
     add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE.jsonl; goes on where it ends")
-    add("--max-new-tokens", type=int, default=512, metavar="N", help="of a new answer (%(default)s)")
-    add("--temperature", type=float, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
-    add("--batch-size", type=int, default=8, metavar="N", help="conversations or examples read together (%(default)s)")
+    add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="of a new answer (%(default)s)")
+    add("--temperature", type=temperature_of, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
+    add(
+        "--batch-size",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="conversations or examples read together (%(default)s)",
+    )
     add("--speculator", metavar="X", help="to answer faster: ngram, mtp, or a draft")
     add("--features", metavar="DIR", help="let the target read the examples; keep there what drafts are trained on; "
         "for `features:` in the recipe; goes on where DIR ends")  # fmt: skip
@@ -67,6 +84,8 @@ def _prepare(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     splits = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
     if args.features:
+        from .loading import load_target
+
         target, _ = load_target(args.target, args.dtype, args.device)
         layers = default_layers(target) if args.layers is None else args.layers
         cache_splits(splits, target, layers, args.features, tokenizer=tokenizer, batch_size=args.batch_size)
@@ -83,12 +102,16 @@ def _regenerated(data: Any, args: argparse.Namespace) -> str:
     """Let the target answer the conversations of ``data`` anew; return the name of the file with them."""
     from ..training import regenerate
     from ..training.sources import conversations
+    from .loading import load_models
 
     asked = conversations(data)
-    target, tokenizer = load_target(args.target, args.dtype, args.device)
+    drafts = [args.speculator] if args.speculator else []
+    target, tokenizer, speculators = load_models(
+        args.target, drafts, args.dtype, args.device, lambda draft: [draft.defaults()]
+    )
     options = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
     if args.speculator:
-        options["speculator"] = load_speculator(args.speculator, target, args.dtype)
+        options["speculator"] = speculators[args.speculator]
     return str(regenerate(asked, target, tokenizer, args.regenerate, **options))
 
 
@@ -97,8 +120,8 @@ def _regenerated(data: Any, args: argparse.Namespace) -> str:
 
 def add_train(commands: Any) -> None:
     """Declare ``hf-spec train``."""
-    add = command(commands, _train, "train", "train a draft as a YAML file says")
-    add("recipe", metavar="RECIPE.yaml", help="see examples/train.yaml")
+    add = command(commands, _train, "train", "train a draft as a YAML file says", RECIPE_HELP)
+    add("recipe", metavar="RECIPE.yaml", help="what to train on what; see below")
     add("changes", nargs=argparse.REMAINDER, metavar="...", help="trainer arguments that go before those of the file, "
         "such as --learning_rate 3e-4; --help lists all")  # fmt: skip
 

@@ -1,0 +1,210 @@
+"""``hf-spec bench``: measure speculation against plain and assisted generation."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .common import (
+    TREE_HELP,
+    add_device_options,
+    add_proposal_options,
+    at_least,
+    command,
+    configured,
+    existing,
+    temperature_of,
+    tree_of,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ..bench import BenchReport, BenchSettings, Contender, Tree
+    from ..configuration import SpeculationConfig
+    from ..drafts.base import Speculator
+
+BUDGETS = (4, 8, 16, 32, 64)
+PROMPTS_HELP = (
+    'JSON lines: {"prompt": text}, {"messages": [...]} or {"turns": [text, ...]} each, and a "category" if you like'
+)
+
+
+def add_bench(commands: Any) -> None:
+    """Declare ``hf-spec bench``."""
+    add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
+    add("model", help="target: directory or Hub id")
+    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, mtp, directories or Hub ids (ngram)")
+    add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
+    add("--limit", type=at_least(1), metavar="N", help="prompts per category")
+    add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
+    add("--search-tree", type=at_least(1), nargs="*", metavar="N", help="find and measure static trees of so many "
+        f"guesses instead ({' '.join(map(str, BUDGETS))})")  # fmt: skip
+    add("--save-tree", type=writable, metavar="FILE", help="write the fastest tree found, for --tree FILE.json")
+    add("--max-new-tokens", type=at_least(2), default=128, metavar="N", help="per turn (%(default)s)")
+    add("--batch-size", type=at_least(1), default=1, metavar="N",
+        help="prompts of a category decoded together (%(default)s)")  # fmt: skip
+    add("--temperature", type=temperature_of, default=0.0, metavar="T", help="0 decodes greedily (%(default)s)")
+    add("--warmup", type=at_least(0), default=1, metavar="N", help="runs of every method that do not count "
+        "(%(default)s)")  # fmt: skip
+    add("--repeats", type=at_least(1), default=1, metavar="N", help="runs of which the middle one counts "
+        "(%(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="set before each run (%(default)s)")
+    add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
+    add("--json", type=writable, metavar="FILE", help="write all figures")
+    add("--png", type=writable, metavar="FILE", help="write a picture")
+    add("--card", type=existing, metavar="README.md", help="add a table to the model card of the draft")
+    add_proposal_options(add)
+    add_device_options(add)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    budgets = _budgets(args)
+    if args.card and len(args.draft) != 1:
+        raise ValueError(f"--card is that of one draft, but --draft names {len(args.draft)}")
+    from ..bench import import_pyplot, read_prompts, run_bench
+    from .loading import load_models
+
+    prompts = read_prompts(args.prompts, args.limit)
+    if args.png:
+        import_pyplot()
+    shapes = ["chain"] if budgets else args.tree
+    target, tokenizer, drafts = load_models(
+        args.model,
+        dict.fromkeys(args.draft),
+        args.dtype,
+        args.device,
+        lambda draft: [configured(draft, args, shape) for shape in shapes],
+    )
+    names = [Path(draft).name for draft in args.draft]
+    names = names if len(set(names)) == len(names) else args.draft
+    speculators = {name: drafts[draft] for name, draft in zip(names, args.draft, strict=True)}
+    contenders: list[Contender] = []
+    expected: dict[str, float] = {}
+    if budgets:
+        ids = [prompt.render([], tokenizer) for prompt in prompts]
+        contenders, expected = _searched(speculators, target, ids, args, budgets)
+    else:
+        contenders = [
+            contender(name, draft, configured(draft, args, tree))
+            for name, draft in speculators.items()
+            for tree in args.tree
+        ]
+    report = run_bench(target, tokenizer, prompts, contenders, _settings(args), progress=sys.stderr.isatty())
+    _tell(report, args)
+    if expected:
+        _tell_trees(report, contenders, expected, args.save_tree)
+
+
+def _settings(args: argparse.Namespace) -> BenchSettings:
+    from ..bench import BenchSettings
+
+    return BenchSettings(
+        max_new_tokens=args.max_new_tokens,
+        batch_size=args.batch_size,
+        temperature=args.temperature,
+        repeats=args.repeats,
+        warmup=args.warmup,
+        baselines=not args.no_baselines,
+        seed=args.seed,
+    )
+
+
+def contender(name: str, speculator: Speculator, config: SpeculationConfig) -> Contender:
+    """Name a draft by what it is and the shape of its guesses."""
+    from ..bench import Contender
+
+    shape = "chain" if config.tree is None else f"{config.tree if isinstance(config.tree, str) else 'static'} tree"
+    return Contender(f"{name} {shape}", speculator, config)
+
+
+def _tell(report: BenchReport, args: argparse.Namespace) -> None:
+    """Print the tables and write the files that were asked for."""
+    from ..bench import add_to_card
+
+    for category in report.figures:
+        print(f"{category}\n{report.table(category)}\n")
+    if note := report.note():
+        print(f"{note}\n")
+    if args.json:
+        args.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if args.png:
+        report.plot(args.png)
+    if args.card:
+        add_to_card(report, args.card)
+
+
+# -- trees to search for ----------------------------------------------------------------------------------------------
+
+
+def _budgets(args: argparse.Namespace) -> Sequence[int]:
+    """Return how many guesses the trees to search for may have; none unless a search is asked for."""
+    if args.search_tree is None:
+        if args.save_tree:
+            raise ValueError("--save-tree writes what --search-tree finds; add it")
+        return ()
+    return args.search_tree or BUDGETS
+
+
+def _searched(
+    speculators: dict[str, Speculator],
+    target: PreTrainedModel,
+    prompts: list[list[int]],
+    args: argparse.Namespace,
+    budgets: Sequence[int],
+) -> tuple[list[Contender], dict[str, float]]:
+    """Return the trees found for every draft, and by their names the acceptance lengths that they promise."""
+    import torch
+
+    from ..bench import Contender
+    from ..scoring.runner import input_device
+
+    ids = [torch.tensor([prompt], device=input_device(target)) for prompt in prompts]
+    contenders, expected = [], {}
+    for name, speculator in speculators.items():
+        config = configured(speculator, args, "chain")
+        for tree, length in _found_trees(speculator, target, ids, config, budgets, args.max_new_tokens):
+            contenders.append(Contender(f"{name} tree of {len(tree)}", speculator, config.merge(tree=tree)))
+            expected[contenders[-1].name] = length
+    return contenders, expected
+
+
+def _found_trees(
+    speculator: Speculator,
+    target: PreTrainedModel,
+    prompts: list[Tensor],
+    config: SpeculationConfig,
+    budgets: Sequence[int],
+    max_new_tokens: int,
+) -> list[tuple[Tree, float]]:
+    """Find a tree of each size, and the acceptance length that it promises."""
+    from ..bench import expected_length, rank_accuracies, search_tree
+    from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS
+
+    depth = config.num_speculative_tokens
+    depth = depth if isinstance(depth, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
+    accuracies = rank_accuracies(target, prompts, speculator, depth, max_new_tokens=max_new_tokens)
+    found = {len(tree): tree for nodes in budgets if (tree := search_tree(accuracies, nodes))}
+    if not found:
+        raise ValueError("no guess of the draft was right on these prompts: there is no tree to find")
+    return [(tree, expected_length(accuracies, tree)) for tree in found.values()]
+
+
+def _tell_trees(
+    report: BenchReport, contenders: list[Contender], expected: dict[str, float], path: Path | None
+) -> None:
+    """Compare what the trees found promised with what they did, and print the fastest one."""
+    trees = {one.name: one.config.tree for one in contenders if one.config}
+    for name, length in expected.items():
+        print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")
+    best = max(expected, key=lambda name: report.overall[name].ratio_to_plain)
+    text = json.dumps(trees[best])
+    print(f"\nThe fastest is {best}:\n{text}")
+    if path:
+        path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,114 @@
+"""``hf-spec demo``: compare plain and speculative decoding on the shipped models, offline."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .bench import contender
+from .common import at_least, command, writable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..bench import BenchReport, Contender
+    from ..metrics import RowStats
+
+GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
+COLUMNS = ("τ", "x plain", "accepted", "same text")
+LEGEND = (
+    "τ: tokens per forward of the target.  x plain: tokens per second, plain generate in the same run being 1.\n"
+    "τ is what a larger target would gain from: the forwards of this one, {millions:.1f} million parameters,\n"
+    "cost little more than guessing."
+)
+SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12})
+STORIES = (
+    "Once upon a time, there was a little dog named Max.",
+    "One day, Lily and her mom went to the park.",
+    "Tom had a big red ball. He liked to play with it.",
+)
+
+
+def add_demo(commands: Any) -> None:
+    """Declare ``hf-spec demo``."""
+    add = command(commands, _demo, "demo", "compare plain and speculative decoding on the shipped models, offline")
+    add("--max-new-tokens", type=at_least(2), default=96, metavar="N", help="length of each story (%(default)s)")
+    add("--threads", type=at_least(1), default=1, metavar="N",
+        help="small models gain nothing from more (%(default)s)")  # fmt: skip
+    add("--png", type=writable, metavar="FILE", help="write a picture of the table")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from ..bench import import_pyplot
+    from ..demo import path
+    from .loading import load_target
+
+    if args.png:
+        import_pyplot()
+    target, tokenizer = load_target(str(path()), "float32", "cpu")
+    contenders = _contenders(target)
+    report = _compared(target, tokenizer, contenders, args.max_new_tokens)
+    print(f"\n{LEGEND.format(millions=target.num_parameters() / 1e6)}")
+    if args.png:
+        report.plot(args.png)
+        print(f"The picture is in {args.png}.")
+    best = max(contenders, key=lambda one: report.overall[one.name].mean_accepted_length or 0)
+    _show_guesses(target, tokenizer, best, args.max_new_tokens)
+    different = sum(report.overall[one.name].differing_rows or 0 for one in contenders)
+    print(f"\nGreedy text {'is the same as' if not different else 'DIFFERS from'} that of plain generate.")
+    return 1 if different else 0
+
+
+def _contenders(target: PreTrainedModel) -> list[Contender]:
+    from ..bench import Contender
+    from ..demo import MODELS, path
+    from .loading import load_speculator
+
+    contenders = [Contender("ngram chain", "ngram")]
+    for name in MODELS[1:]:
+        speculator = load_speculator(str(path(name)), target, "float32")
+        for shape in SHAPES:
+            config = speculator.settings(**shape)
+            contenders.append(contender(name.removeprefix("draft-"), speculator, config))
+    return contenders
+
+
+def _compared(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contenders: list[Contender], max_new_tokens: int
+) -> BenchReport:
+    from ..bench import BenchSettings, Prompt, run_bench
+
+    prompts = [Prompt((story,), chat=False) for story in STORIES]
+    settings = BenchSettings(max_new_tokens=max_new_tokens, baselines=False)
+    print(f"{len(prompts)} stories of up to {max_new_tokens} tokens, plainly and with guesses:\n", flush=True)
+    report = run_bench(target, tokenizer, prompts, contenders, settings, progress=sys.stderr.isatty())
+    print(report.table(columns=COLUMNS))
+    return report
+
+
+def _show_guesses(target: Any, tokenizer: PreTrainedTokenizerBase, best: Contender, max_new_tokens: int) -> None:
+    out = target.generate(
+        **tokenizer(STORIES[0], return_tensors="pt"),
+        speculator=best.speculator,
+        speculation_config=best.config,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    print(f"\nGuessed by {best.name} and accepted are the words {_mark('marked like this', colour)}:\n")
+    print(STORIES[0] + highlighted(out.speculation.per_row[0], tokenizer, colour))
+
+
+def highlighted(row: RowStats, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
+    """Return the text of ``row`` with accepted guesses in green, or in brackets where there is no colour."""
+    from ..metrics import text_pieces
+
+    parts = ((guessed, text) for guessed, text in text_pieces(row, tokenizer) if text)
+    return "".join(_mark(text, colour) if guessed else text for guessed, text in parts)
+
+
+def _mark(text: str, colour: bool) -> str:
+    return f"{GUESSED}{text}{NORMAL}" if colour else f"[{text}]"

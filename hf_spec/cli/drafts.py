@@ -1,0 +1,53 @@
+"""``hf-spec inspect`` and ``hf-spec convert``: what a draft checkpoint is, and the same one for another engine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .common import command
+
+DEFAULT_LAYOUT = "speculators"
+
+
+def add_inspect(commands: Any) -> None:
+    """Declare ``hf-spec inspect``."""
+    add = command(commands, _inspect, "inspect", "say what a draft checkpoint is and which engines read it")
+    add("draft", help="directory or Hub id, of any format")
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from ..checkpoints.inspection import inspect
+
+    print(inspect(args.draft))
+
+
+def layout_of(text: str) -> str:
+    """Read a layout; what kinds of drafts are written in is not imported before it is needed."""
+    if text != DEFAULT_LAYOUT:
+        from ..checkpoints.kinds import layouts
+
+        if text not in layouts():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a layout; choose from {', '.join(layouts())}")
+    return text
+
+
+def add_convert(commands: Any) -> None:
+    """Declare ``hf-spec convert``."""
+    add = command(commands, _convert, "convert", "write a draft checkpoint in the layout of another project")
+    add("draft", help="directory or Hub id, of any format")
+    add("out", help="directory to write, which must not exist")
+    add("--to", type=layout_of, default=DEFAULT_LAYOUT, metavar="LAYOUT",
+        help="such as speculators, or native for MTP layers; a wrong one is told with all (%(default)s)")  # fmt: skip
+    add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from ..checkpoints.conversion import convert
+    from ..checkpoints.inspection import inspect
+
+    convert(args.draft, args.out, args.to, verifier=args.verifier)
+    if args.to == "native":  # no draft by itself any more
+        print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")
+    else:
+        print(inspect(args.out))

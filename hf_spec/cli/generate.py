@@ -1,0 +1,72 @@
+"""``hf-spec generate``: stream a text and say how the guessing went."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from .common import (
+    TEMPERATURE_HELP,
+    TREE_HELP,
+    add_device_options,
+    add_proposal_options,
+    at_least,
+    command,
+    configured,
+    sampling,
+    temperature_of,
+    tree_of,
+)
+
+
+def add_generate(commands: Any) -> None:
+    """Declare ``hf-spec generate``."""
+    add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
+    add("model", help="target: directory or Hub id")
+    add("--speculator", required=True, metavar="X", help="ngram, mtp, or a draft: directory or Hub id")
+    add("--prompt", metavar="TEXT", help="read from standard input if left out, without the newline at its end")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="length of the answer (%(default)s)")
+    add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
+    add("--seed", type=int, metavar="N", help="of the sampled tokens")
+    add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
+    add_proposal_options(add)
+    add_device_options(add)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    text = _read_prompt() if args.prompt is None else args.prompt
+    if not text.strip():
+        raise ValueError("the prompt is empty; pass --prompt TEXT or write it to standard input")
+    import torch
+    from transformers import TextStreamer
+
+    from ..bench import Prompt
+    from ..scoring.runner import input_device
+    from .loading import load_models
+
+    target: Any
+    target, tokenizer, speculators = load_models(
+        args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
+    )
+    speculator = speculators[args.speculator]
+    input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    out = target.generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        speculator=speculator,
+        speculation_config=configured(speculator, args, args.tree),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        max_new_tokens=args.max_new_tokens,
+        return_dict_in_generate=True,
+        **sampling(args.temperature),
+    )
+    print(out.speculation, file=sys.stderr)
+
+
+def _read_prompt() -> str:
+    """Read standard input; shells and editors end it with a newline, which is no part of what is asked."""
+    return sys.stdin.read().removesuffix("\n").removesuffix("\r")

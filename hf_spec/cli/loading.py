@@ -1,0 +1,75 @@
+"""What commands load: the target, its tokenizer, and what guesses for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..checkpoints.resolve import as_speculator, load_draft
+from ..configuration import SpeculationConfig
+from ..drafts.base import Speculator
+from ..scoring.runner import input_device
+
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
+
+Configured = Callable[[Speculator], Iterable[SpeculationConfig]]
+
+
+def load_models(
+    target: str, drafts: Iterable[str], dtype: str, device: str | None, configs: Configured
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Speculator]]:
+    """Load a target, its tokenizer, and ``drafts`` by what users call them: rules, directories or Hub ids.
+
+    Drafts are loaded first and checked against the target's config, also as they will be used (``configs``), so that
+    a wrong one is told before the target's weights are read. Errors: ValueError and OSError with cause and cure.
+    """
+    check_device(device)
+    with torch.device("meta"):
+        outline: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+    speculators: dict[str, Any] = {}
+    for name in drafts:
+        if name != "mtp":  # these layers stand beside the target's weights
+            speculators[name] = load_speculator(name, outline, dtype)
+            for config in configs(speculators[name]):
+                speculators[name].check(outline, config)
+    model, tokenizer = load_target(target, dtype, device)
+    for speculator in speculators.values():
+        weights = getattr(speculator, "model", speculator)
+        if isinstance(weights, nn.Module):
+            weights.to(input_device(model))
+    return model, tokenizer, {name: speculators.get(name) or as_speculator(name, model) for name in drafts}
+
+
+def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer; ``device`` may be anything that ``device_map`` takes, ``None`` chooses."""
+    check_device(device)
+    device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device)
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
+    """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
+    if name in ("ngram", "mtp"):
+        return as_speculator(name, target)
+    draft = load_draft(name, target, dtype=dtype)
+    return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)
+
+
+def check_device(name: str | None) -> None:
+    """Raise a ValueError unless this machine has the device ``name``; ``None`` chooses one that it has."""
+    if name is None or name in SPREAD:
+        return
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name}: write cpu, cuda, cuda:1, ..., or auto for all") from error
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if found else 0
+    if device.type != "cpu" and (found is None or device.type != found.type or (device.index or 0) >= count):
+        has = f"{count} of type {found.type}" if found else "no accelerator, or torch was built without it"
+        raise ValueError(f"--device {name}: this machine has {has}; use another one, or leave --device out")

@@ -1,0 +1,64 @@
+"""The public names of ``hf_spec``. Importing them teaches ``generate`` its keyword."""
+
+from __future__ import annotations
+
+from .checkpoints.auto import AutoDraftModel
+from .checkpoints.conversion import convert
+from .checkpoints.inspection import inspect
+from .checkpoints.resolve import as_speculator
+from .configuration import SpeculationConfig, SpeculatorConfig
+from .decoding.loop import SpeculativeDecoding
+from .decoding.outputs import SpeculativeOutput
+from .decoding.processors import pure
+from .drafts.base import Drafter, News, Request, Speculator
+from .drafts.eagle.configuration import EagleSpeculatorConfig
+from .drafts.eagle.modeling import EagleDraftModel
+from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from .drafts.eagle3.modeling import Eagle3DraftModel
+from .drafts.medusa.configuration import MedusaSpeculatorConfig
+from .drafts.medusa.modeling import MedusaDraftModel
+from .drafts.modeling import DraftModel, DraftOutput
+from .drafts.mtp.configuration import MTPSpeculatorConfig
+from .drafts.mtp.modeling import MTPDraftModel
+from .drafts.mtp.target import TargetMtp
+from .drafts.ngram.speculator import NgramSpeculator
+from .drafts.vanilla.speculator import VanillaSpeculator
+from .integration import install, set_speculator, uninstall
+from .metrics import SpeculationStats
+from .proposal import Proposal
+
+__all__ = [
+    "AutoDraftModel",
+    "DraftModel",
+    "DraftOutput",
+    "Drafter",
+    "Eagle3DraftModel",
+    "Eagle3SpeculatorConfig",
+    "EagleDraftModel",
+    "EagleSpeculatorConfig",
+    "MTPDraftModel",
+    "MTPSpeculatorConfig",
+    "MedusaDraftModel",
+    "MedusaSpeculatorConfig",
+    "News",
+    "NgramSpeculator",
+    "Proposal",
+    "Request",
+    "SpeculationConfig",
+    "SpeculationStats",
+    "SpeculativeDecoding",
+    "SpeculativeOutput",
+    "Speculator",
+    "SpeculatorConfig",
+    "TargetMtp",
+    "VanillaSpeculator",
+    "as_speculator",
+    "convert",
+    "inspect",
+    "install",
+    "pure",
+    "set_speculator",
+    "uninstall",
+]
+
+install()
