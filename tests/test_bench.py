@@ -14,7 +14,16 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
 from hf_spec import Drafter, Proposal, SpeculationConfig, Speculator, VanillaSpeculator, demo
-from hf_spec.bench import BenchReport, BenchSettings, Contender, Prompt, read_prompts, run_bench
+from hf_spec.bench import (
+    BenchReport,
+    BenchSettings,
+    Contender,
+    Figures,
+    Prompt,
+    import_pyplot,
+    read_prompts,
+    run_bench,
+)
 from hf_spec.bench.runner import ForwardClock
 
 STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
@@ -295,6 +304,46 @@ def test_the_picture_is_a_png(target, tokenizer, tmp_path):
     pytest.importorskip("matplotlib")
     bench(target, tokenizer, [Contender("ngram", "ngram")]).plot(tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_legend_covers_no_line(target, twin, tokenizer):
+    pytest.importorskip("matplotlib")
+    report = bench(target, tokenizer, [Contender("chain", twin, CHAIN), Contender("ngram", "ngram")])
+    pyplot = import_pyplot()
+    picture = report.draw(pyplot)
+    picture.canvas.draw()
+    axes = picture.axes[1]
+    assert len(axes.lines) == 2
+    assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
+    pyplot.close(picture)
+
+
+def figures_where(differing: int) -> Figures:
+    return Figures(8, 80, 1.0, 80.0, 1.0, 1.0, None, None, 2.0, 0.5, [0.5], 0.1, differing)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "differing", "said"),
+    [
+        ("bfloat16", 0, ""),
+        ("bfloat16", 1, "In bfloat16 a block"),
+        ("float16", 2, "In float16"),
+        ("float32", 1, "report it"),
+    ],
+)
+def test_texts_that_differ_are_explained(dtype, differing, said):
+    report = BenchReport(
+        {}, {"dtype": dtype}, {"overall": {"plain": figures_where(0), "ours": figures_where(differing)}}
+    )
+    assert said in report.note() if said else report.note() == ""
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_no_prompts_are_refused(tmp_path, limit):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        read_prompts(path, limit)
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(target, tokenizer, tmp_path, monkeypatch):

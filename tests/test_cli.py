@@ -253,6 +253,13 @@ def test_options_are_checked_before_anything_is_loaded(options, problem, capsys)
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--batch-size", "--max-length", "--max-new-tokens", "--num-proc", "--threads"])
+def test_prepare_counts_from_one(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["prepare", "no-data", "out", "--target", "no-model", option, "0"])
+    assert f"{option}: '0' is not a whole number of at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [

@@ -145,3 +145,17 @@ def test_repr_names_the_figures() -> None:
     assert text.startswith("SpeculationStats: 11 tokens in 3 steps, batch of 2\n")
     for figure in ("2.20 tokens per step", "53.8% (7 of 13)", "1.00 0.50 0.50"):
         assert figure in text
+
+
+def test_html_needs_no_font_of_equal_widths() -> None:
+    """Names and figures are cells of a table; no column is made of spaces."""
+    page = example()._repr_html_()
+    cells = re.findall("<td>(.*?)</td>", page)
+    assert [html.unescape(cell) for cell in cells[:4]] == [
+        "mean accepted length",
+        "2.20 tokens per step and row",
+        "acceptance rate",
+        "53.8% (7 of 13)",
+    ]
+    assert "  " not in page
+    assert "<pre" not in page

@@ -92,7 +92,6 @@ def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path,
     [
         (["--regenerate", "{}/answers.txt"], "let {}/answers.txt end in .jsonl"),
         (["--regenerate", "{}/chats.jsonl"], "holds the data"),
-        (["--regenerate", "{}/answers.jsonl", "--batch-size", "0"], "batch_size is 0"),
     ],
 )
 def test_answers_go_to_a_file_that_is_read_again(
