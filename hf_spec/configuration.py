@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeGuard, cast, get_args
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
@@ -116,6 +117,11 @@ LAYER_SIZES = (
 )
 
 
+# More than any draft has; what says more is damaged, or made to fill the memory.
+MOST_WIDE, MOST_LAYERS = 1 << 27, 1000
+IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+
+
 class SpeculatorConfig(PreTrainedConfig):
     """Describe a draft on disk: ``model_type: "speculators"``, so that AutoModel, speculators and vLLM read it.
 
@@ -162,7 +168,14 @@ class SpeculatorConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build the sub-config that ``speculators_model_type`` names; a ValueError lists the known ones."""
         if cls is not SpeculatorConfig:
-            return super().from_dict(config_dict, **kwargs)
+            # A file may not choose the attention: some names fetch kernels of the Hub and run them.
+            config_dict = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS}
+            try:
+                return super().from_dict(config_dict, **kwargs)
+            except (ArithmeticError, TypeError, ValueError, StrictDataclassError) as error:
+                if (path := kwargs.get("name_or_path")) is None:
+                    raise
+                raise ValueError(f"config.json of {path}: {error}") from error
         known = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
         wanted = config_dict.get("speculators_model_type")
         if wanted not in known:
@@ -267,9 +280,13 @@ class SpeculatorConfig(PreTrainedConfig):
 
     def _check_layers(self) -> None:
         layers = self.layers
-        for name in (*LAYER_SIZES, "num_hidden_layers"):
-            if is_int(size := getattr(layers, name, 1)) and size < 1:
-                raise ValueError(f"transformer_layer_config.{name} is {size}; set a whole number of at least 1")
+        for name, most in (dict.fromkeys(LAYER_SIZES, MOST_WIDE) | {"num_hidden_layers": MOST_LAYERS}).items():
+            if is_int(size := getattr(layers, name, 1)) and not 1 <= size <= most:
+                raise ValueError(f"transformer_layer_config.{name} is {size}; set a whole number of 1 to {most:,}")
+        for name in ("sliding_window", "max_position_embeddings"):
+            if (value := getattr(layers, name, None)) is not None and not (is_int(value) and value >= 1):
+                raise ValueError(f"transformer_layer_config.{name} is {value!r}; set a whole number of at least 1")
+        _check_positive("transformer_layer_config.rms_norm_eps", getattr(layers, "rms_norm_eps", None))
         heads, kv_heads = (getattr(layers, f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
         if is_int(heads) and is_int(kv_heads) and heads % kv_heads:
             raise ValueError(
@@ -300,6 +317,7 @@ class SpeculatorConfig(PreTrainedConfig):
                 f"transformer_layer_config.rope_parameters is {rope}; describe one rope for all layers, whose "
                 f"rope_type is 'default', {', '.join(map(repr, ROPE_INIT_FUNCTIONS))}"
             )
+        _check_positive("transformer_layer_config.rope_parameters: rope_theta", rope.get("rope_theta"))
         if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 f"transformer_layer_config.rope_parameters is {rope}, but {self.layers.model_type} layers rotate "
@@ -342,6 +360,11 @@ class SpeculatorConfig(PreTrainedConfig):
             f"speculators_config.default_proposal_method is {name!r}; name one of "
             f"{[method.get('proposal_type') for method in methods]}"
         )
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}; set a positive number")
 
 
 def default_speculators_config(kind: str, target: PreTrainedConfig | None = None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def batch(draft: Any, rows: int = 2, length: int = 9) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def drafted(draft: Any, ids: Tensor, features: Tensor, start: int, steps: int) -> list[Tensor]:
-    """Draft from position ``start`` of one text (length,) as a drafter does, but let it guess the text's own tokens."""
+    """Draft from position ``start`` of a text (length,) as a drafter does, but let it guess the text's own tokens."""
     cache = DynamicCache()
     out = draft(ids[None, : start + 1], features=features[None, : start + 1], past_key_values=cache)
     logits = [out.logits[0, -1]]

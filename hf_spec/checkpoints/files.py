@@ -48,13 +48,23 @@ def read_checkpoint(
         if not name.endswith(".json"):
             return Checkpoint(str(path), config, _tensors(file, inside_target, only_names))
         tensors: dict[str, Tensor] = {}
-        places = _json(file).get("weight_map", {})
+        places = _shards(file)
         for shard in sorted({places[key] for key in _of_the_draft(places, inside_target)}):
             if (part := _find(path, shard, hub)) is None:
                 raise OSError(f"{path}: {name} names {shard}, which is missing; copy or download the checkpoint again")
             tensors |= _tensors(part, inside_target, only_names)
         return Checkpoint(str(path), config, tensors)
     raise OSError(f"{path} has a config.json but no weights; it should hold one of {weight_files()}")
+
+
+def _shards(file: str) -> dict[str, str]:
+    """Read which file of an index holds which tensor. Errors: an OSError for files that are not beside the index."""
+    places = _json(file).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+        raise OSError(f"{file} should map names of tensors to files under weight_map; copy or download it again")
+    if away := [shard for shard in places.values() if Path(shard).name != shard or shard in ("", ".", "..")]:
+        raise OSError(f"{file} names {away[0]!r}, but shards are files beside their index; copy or download it again")
+    return places
 
 
 def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str | None:
@@ -77,7 +87,7 @@ def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
 def _json(file: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{file} is not valid JSON ({error}); copy or download it again") from error
     if not isinstance(content, dict):
         raise OSError(f"{file} should hold a JSON object, not a {type(content).__name__}")

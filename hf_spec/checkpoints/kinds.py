@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel
@@ -47,6 +48,11 @@ def find_format(checkpoint: Checkpoint) -> Format:
     for one in formats():
         if (one.name == SPECULATORS.name) == ours and one.recognises(config, names):
             return one
+    if any(config.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")):
+        raise ValueError(
+            f"{checkpoint.path} is a language model whose config counts multi-token-prediction layers: load it as the "
+            "target and pass speculator='mtp'; there is nothing to convert"
+        )
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
         f"MTP layers of Qwen and MiMo): its tensors are {sorted(names)[:4]}..."
@@ -60,6 +66,7 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
     """
     found = find_format(checkpoint)
     try:
+        _check_values(checkpoint)
         return found.read(copy.deepcopy(checkpoint.config), dict(checkpoint.tensors))
     except KeyError as error:
         raise ValueError(
@@ -68,6 +75,20 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
         ) from error
     except (ArithmeticError, AttributeError, TypeError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"{checkpoint.path}, read as {found.name}: {error}") from error
+
+
+def _check_values(checkpoint: Checkpoint) -> None:
+    for name, tensor in checkpoint.tensors.items():
+        is_table = name.rpartition(".")[2] in ("d2t", "t2d", "token_map")
+        if tensor.is_complex() or tensor.is_floating_point() == is_table:
+            raise ValueError(
+                f"{name} holds values of type {tensor.dtype}; {'tokens are whole numbers' if is_table else 'weights'} "
+                f"{'' if is_table else 'are real numbers'}; copy or convert the weights again"
+            )
+    for name in ("dtype", "torch_dtype"):
+        dtype = checkpoint.config.get(name)
+        if dtype is not None and not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
+            raise ValueError(f"{name} is {dtype!r}; name a type of torch in config.json, such as 'bfloat16'")
 
 
 def register_auto_classes() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 NORMS: dict[str, type[nn.Module]] = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNorm}
 ROTARY: dict[str, type[nn.Module]] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding}
+SPARE_VALUES = 10_000_000  # that a file may lack before it is refused without a look
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -266,6 +269,7 @@ class DraftModel(PreTrainedModel, Speculator):
         Errors: a ValueError that lists tensors which are missing, left over, of the wrong shape or not finite, or an
         unusable ``d2t``; an OSError for files that are missing or cut off.
         """
+        _check_size(cls, pretrained_model_name_or_path, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, all at once
         try:
@@ -310,6 +314,25 @@ class DraftModel(PreTrainedModel, Speculator):
         if (weight := self._lent.get(name)) is None:
             raise ValueError(f"this draft has no {name} of its own: call draft.bind(target) first")
         return weight.detach()
+
+
+def _check_size(kind: type[DraftModel], path: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError if the config describes far more values than there are, before room is made for them."""
+    if (tensors := kwargs.get("state_dict")) is not None:
+        values = sum(tensor.numel() for tensor in tensors.values())
+    elif path is not None and Path(path, "model.safetensors").is_file():
+        values = Path(path, "model.safetensors").stat().st_size
+    else:
+        return
+    config = kwargs.get("config") or kind.config_class.from_pretrained(path)
+    with torch.device("meta"):
+        skeleton: nn.Module = kind(copy.deepcopy(config))  # type: ignore[call-arg]  # kinds count their vocabulary
+        described: int = sum(weight.numel() for weight in skeleton.parameters())
+    if described > 2 * values + SPARE_VALUES:
+        raise ValueError(
+            f"the config{'' if path is None else f' of {path}'} describes a draft of {described:,} values, and the "
+            f"weights hold at most {values:,}: one of the two belongs to another draft, or is cut off"
+        )
 
 
 def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
-from ...configuration import SpeculatorConfig, default_speculators_config, is_int
+from ...configuration import MOST_LAYERS, MOST_WIDE, SpeculatorConfig, default_speculators_config, is_int
 
 
 class MedusaSpeculatorConfig(SpeculatorConfig):
@@ -72,8 +72,9 @@ class MedusaSpeculatorConfig(SpeculatorConfig):
         for name in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "draft_vocab_size"):
             value = getattr(self, name)
             unknown = value is None and name in ("vocab_size", "draft_vocab_size")
-            if not unknown and not (is_int(value) and value >= 1):
-                raise ValueError(f"{name} is {value!r}; set a whole number of at least 1")
+            most = MOST_LAYERS if name.startswith("num_") else MOST_WIDE
+            if not unknown and not (is_int(value) and 1 <= value <= most):
+                raise ValueError(f"{name} is {value!r}; set a whole number of 1 to {most:,}")
         if self.shared_with_target not in ([], ["lm_head"]):
             raise ValueError(
                 f"shared_with_target is {self.shared_with_target!r}; heads read no tokens, so it is ['lm_head'] or []"

@@ -38,6 +38,10 @@ def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[MedusaSpecul
     """Read heads as they are published, counting heads and blocks from the names of the tensors."""
     found = {match[0]: match for name in tensors if (match := NAME.fullmatch(name))}
     blocks = [match for match in found.values() if match[4].startswith("linear.")]
+    if not blocks:
+        raise ValueError(
+            "there are ends of heads, but no residual block (0.0.linear.weight); copy the whole file of the heads"
+        )
     ends = [tensor for name, tensor in tensors.items() if name in found and found[name][4] == "weight"]
     own_vocabulary = len(ends[0]) if ends else None
     speculators_config = default_speculators_config("medusa")
