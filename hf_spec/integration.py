@@ -17,7 +17,7 @@ from .checkpoints.resolve import as_speculator, base_model
 from .configuration import SpeculationConfig
 from .decoding.loop import SpeculativeDecoding
 from .decoding.refusals import refuse_cache
-from .scoring.slots import unhook_masks
+from .scoring.masks import unhook_masks
 
 _defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
 

@@ -22,7 +22,7 @@ from transformers import (
 from twins import SHAPES, Oracle, draft, noisy, target
 
 import hf_spec.decoding.text
-import hf_spec.scoring.cache
+import hf_spec.scoring.buffers
 from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator, VanillaSpeculator
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
@@ -48,7 +48,7 @@ def guesser() -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_spec.scoring.cache, "GROWTH", 8)
+    monkeypatch.setattr(hf_spec.scoring.buffers, "GROWTH", 8)
     monkeypatch.setattr(hf_spec.decoding.text, "GROWTH", 8)
 
 

@@ -26,8 +26,8 @@ from hf_spec import (
     VanillaSpeculator,
 )
 from hf_spec.decoding.loop import DraftLength
-from hf_spec.scoring import cache
-from hf_spec.scoring.cache import SlotBuffer
+from hf_spec.scoring import buffers
+from hf_spec.scoring.buffers import SlotBuffer
 
 NEW = 18
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
@@ -299,9 +299,9 @@ def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotBuffer, "_make_room", watch)
     generate(prompts(2), speculator="ngram", max_new_tokens=10**6, max_time=0.1)
     assert sizes
-    assert max(sizes) < 4 * cache.GROWTH
+    assert max(sizes) < 4 * buffers.GROWTH
     sizes.clear()
-    monkeypatch.setattr(cache, "GROWTH", 16)
+    monkeypatch.setattr(buffers, "GROWTH", 16)
     plain = generate(prompts(2), max_new_tokens=160).sequences
     out = generate(prompts(2), speculator=Oracle(plain, wrong=10), max_new_tokens=160)
     assert torch.equal(out.sequences, plain)

@@ -1,133 +1,17 @@
-"""Score a forest of tokens over slots: who sees whom, for any model that asks transformers for its masks.
-
-transformers' mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
-about *logical* columns, where a guess stands as far behind the text as it is deep, and then hides what a node must not
-see. Windows, chunks and patterns by layer come out right without knowing any model.
-"""
+"""The slots of one model's text and the open forest behind it: what a forward over new nodes is shown."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 
 from .cache import SlotCache
-
-
-@dataclass
-class Block:
-    """Say who sees whom among the ``count`` new nodes of a forward.
-
-    ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. The new nodes continue the
-    forest as one chain, behind ``open`` nodes, where ``ancestors`` is ``None``. Otherwise ``ancestors`` (batch, nodes,
-    forest) is the forest as they see it, and ``depth`` (batch, forest) the depth of every open node, the new ones
-    last. ``window`` is what a query sees at most in every layer. ``asked`` counts how often the model asked for a
-    mask: one that never asks would ignore the forest silently.
-    """
-
-    lengths: Tensor
-    open: int
-    count: int
-    width: int
-    padding: Tensor | None
-    depth: Tensor | None = None
-    ancestors: Tensor | None = None
-    window: int | None = None
-    sees_all: bool = False  # one new node in each of rows that are equally long: nothing to hide
-    asked: int = 0
-
-    @cached_property
-    def query(self) -> Tensor:
-        """The logical column of each new node, (batch, nodes)."""
-        if self.depth is None:
-            return self.lengths[:, None] + torch.arange(self.open, self.open + self.count, device=self.lengths.device)
-        return self.lengths[:, None] + self.depth[:, -self.count :]
-
-    @cached_property
-    def column(self) -> Tensor:
-        """The logical column of each slot: itself in the text and in a chain, the depth behind the text in a tree."""
-        slot = torch.arange(self.width, device=self.lengths.device)[None]
-        if self.depth is None:
-            return slot.expand(len(self.lengths), -1)
-        node = slot - self.lengths[:, None]  # negative in the text
-        depth = self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
-        return torch.where(node < 0, node, depth) + self.lengths[:, None]
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """History, but for the left padding, and ancestors: (batch, nodes, columns) bool."""
-        slot = torch.arange(self.width, device=self.lengths.device)
-        if self.ancestors is None:
-            seen = slot <= self.query[:, :, None]
-        else:
-            node = (slot - self.lengths[:, None])[:, None].expand(-1, self.count, -1)
-            forest = self.ancestors.gather(2, node.clamp(0, self.ancestors.shape[2] - 1))
-            seen = (node < 0) | (forest & (node < self.ancestors.shape[2]))
-        if self.padding is not None:
-            seen[:, :, : self.padding.shape[1]] &= self.padding[:, None, :]
-        if self.window is not None:  # older columns are kept for other rows, and not every model's mask hides them
-            seen &= self.query[:, :, None] - self.column[:, None] < self.window
-        return seen
-
-    def mask_function(self, inner: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
-        """Let the model's own ``inner(batch, head, query, key)`` judge logical columns, then hide what is hidden."""
-
-        def function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            if key.ndim == 0:  # transformers maps over single indices
-                seen = self.visible[batch, query, key]
-                return seen & inner(batch, head, self.query[batch, query], self.column[batch, key])
-            visible = self.visible[:, None, :, first:]  # (batch, 1, nodes, columns)
-            # What is causal is implied: history and ancestors are never later. Typed for single indices by
-            # transformers.
-            if inner is causal_mask_function:  # type: ignore[comparison-overlap]
-                return visible
-            return visible & inner(batch, head, self.query[:, None, :, None], self.column[:, None, None, first:])
-
-        return function
-
-
-_block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
-
-
-def _hook_masks(implementation: str) -> None:
-    """Wrap transformers' mask function once; without an open block the wrapper passes every call through."""
-    original = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    if getattr(original, "_hf_spec", False):
-        return
-
-    def mask(*args: Any, **kwargs: Any) -> Any:
-        block = _block.get()
-        if block is None:
-            return original(*args, **kwargs)
-        block.asked += 1
-        if implementation.startswith("flash"):  # takes no custom mask: only chains of one row come here
-            return None
-        may_skip = implementation == "sdpa" and kwargs.get("allow_is_causal_skip", True)
-        if block.sees_all and may_skip and kwargs["mask_function"] is causal_mask_function:
-            return None
-        function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"])
-        changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
-        return original(*args, **{**kwargs, **changed})
-
-    mask._hf_spec = True  # type: ignore[attr-defined]
-    mask._hf_spec_original = original  # type: ignore[attr-defined]
-    AttentionMaskInterface.register(implementation, mask)
-
-
-def unhook_masks() -> None:
-    """Give transformers back its own mask functions."""
-    for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
-        if getattr(function, "_hf_spec", False):
-            AttentionMaskInterface.register(name, function._hf_spec_original)
+from .masks import Block, showing
 
 
 class Slots:
@@ -178,12 +62,8 @@ class Slots:
             self.cache.window,
             sees_all=ancestors is None and count == 1 and is_level,
         )
-        _hook_masks(config._attn_implementation)
-        token = _block.set(block)
-        try:
+        with showing(block, config._attn_implementation):
             yield block
-        finally:
-            _block.reset(token)
         if not block.asked and self.cache.attends:
             raise ValueError(
                 f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "

@@ -1,0 +1,101 @@
+"""Tensors of slots that grow, and how far each row of a batch has come in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROWTH = 256  # slots added at least when a buffer is full
+
+
+class Rows:
+    """Say how far each row has come: shared by all layers of a cache.
+
+    ``lengths`` (batch,) counts the committed slots; ``cpu_lengths`` is the same on the CPU, so that no layer asks
+    the accelerator; ``shortest`` and ``longest`` are their extremes; ``open`` counts the nodes of the open forest, the
+    same in every row.
+    """
+
+    def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
+        self.open = 0
+        self.set(lengths, cpu_lengths)
+
+    def set(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
+        """Let the rows have these lengths."""
+        self.lengths, self.cpu_lengths = lengths, cpu_lengths
+        self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
+        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def places(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return rows (batch, 1) and columns (batch, count) of the next nodes: worked out once for all layers."""
+        if (self.open, count) not in self._places:
+            columns = self.open + torch.arange(count, device=self.lengths.device)
+            row = torch.arange(len(self.lengths), device=self.lengths.device)
+            self._places = {(self.open, count): (row[:, None], self.lengths[:, None] + columns)}
+        return self._places[self.open, count]
+
+
+class SlotBuffer:
+    """A tensor of ordinary layout that grows along dimension ``dim``, its slots, and can forget the oldest.
+
+    ``start`` is the column of its first slot.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.data: Tensor | None = None
+        self.start = 0
+
+    @property
+    def by_slot(self) -> Tensor:
+        """Return ``data`` seen as (batch, slots, ...)."""
+        assert self.data is not None
+        return self.data.transpose(1, self.dim)
+
+    def adopt(self, states: Tensor, start: int) -> None:
+        """Take over ``states`` that begin at column ``start``."""
+        self.data, self.start = states, start
+
+    def write(self, states: Tensor, rows: Rows, first: int) -> Tensor:
+        """Add ``states`` as new nodes and return the columns from ``first`` on."""
+        count = states.shape[self.dim]
+        end = rows.longest + rows.open + count
+        data = self._make_room(states, first, end)
+        if rows.shortest == rows.longest:
+            data.narrow(self.dim, end - count - self.start, count).copy_(states)
+        else:
+            self.by_slot[self._index(*rows.places(count))] = states.transpose(1, self.dim)
+        return data.narrow(self.dim, first - self.start, end - first)
+
+    def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
+        """Hold columns up to ``end``; when that needs a new buffer, leave those before ``first`` behind."""
+        if self.data is not None and end - self.start <= self.data.shape[self.dim]:
+            return self.data
+        size = end - first + max(GROWTH, (end - first) // 2)
+        grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))
+        if self.data is not None:
+            gone = first - self.start
+            kept = self.data.narrow(self.dim, gone, self.data.shape[self.dim] - gone)
+            grown.narrow(self.dim, 0, kept.shape[self.dim]).copy_(kept)
+        self.data, self.start = grown, first
+        return grown
+
+    def columns(self, row: int, first: int, end: int) -> Tensor:
+        """Return the slots (slots, ...) of one row from column ``first`` on, or the first that is kept, to ``end``."""
+        return self.by_slot[row, max(0, first - self.start) : end - self.start]
+
+    def move(self, row: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots at columns ``source`` to columns ``target``, both (batch, count), of rows ``row`` (batch, 1)."""
+        if self.data is not None:
+            self.by_slot[self._index(row, target)] = self.by_slot[self._index(row, source)]
+
+    def _index(self, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn rows and columns into indices of ``by_slot``."""
+        assert self.data is not None
+        row, column = row.to(self.data.device), column.to(self.data.device)
+        return row, column - self.start if self.start else column
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        if self.data is not None:
+            self.data = self.data.index_select(0, rows.to(self.data.device))

@@ -1,0 +1,304 @@
+"""What is known of each kind of transformers' cache layers: a class per kind, and ``KINDS`` says which is whose.
+
+A class takes over what the prefill left in a layer of its kind (``adopt``), stands in for it while guesses are scored,
+and gives back what became text (``release``). transformers' layers of other kinds are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from . import buffers
+from .buffers import Rows, SlotBuffer
+
+
+class Layer:
+    """What a ``SlotCache`` asks of its layers; as it stands here, of one that keeps nothing per token.
+
+    ``keeps_all``: such a layer of transformers' keeps all that it is given, so that guesses can be read with a prompt.
+    """
+
+    keeps_all: ClassVar[bool] = False
+    keeps_slots: ClassVar[bool] = False
+    window: int | None = None
+    buffers: dict[str, SlotBuffer]
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Stand in for transformers' ``layer``, which has read the prompts of ``rows``."""
+        raise NotImplementedError
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+
+    def of_row(self, row: int) -> dict[str, Tensor]:
+        """Copy the committed slots of one row by name, (slots, ...) each."""
+        return {}
+
+    def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
+        """Write into transformers' ``layer`` what ``of_row`` gave of ``rows``; row b ends at column ``lengths[b]``."""
+
+
+class NoSlots(Layer, DummyLayer):
+    """A layer without a cache: it has none of its own, or reads that of another layer."""
+
+    keeps_all = True
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Do as transformers' ``layer``, which keeps nothing."""
+        return cls()
+
+    def __init__(self) -> None:
+        DummyLayer.__init__(self)
+        self.buffers = {}
+
+
+class StateLayer(Layer, LinearAttentionLayer):
+    """A layer with a recurrent state or that of a convolution alone. Who takes states back is in ``recurrent.py``."""
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Go on with the states of transformers' ``layer``, in its own dicts."""
+        return cls(layer)
+
+    def __init__(self, layer: LinearAttentionLayer) -> None:
+        LinearAttentionLayer.__init__(self, layer.number_of_states)
+        self.buffers = {}
+        _share_states(self, layer)
+
+
+class SlotLayer(Layer, CacheLayerMixin):
+    """A layer that attends to all columns, in slots."""
+
+    keeps_all = True
+    keeps_slots = True
+    is_sliding = False
+    slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # which dimension of its tensors counts slots
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Take over the keys and values of transformers' ``layer``."""
+        slots = cls(rows)
+        slots._take_over(layer)
+        return slots
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+        self.buffers = {name: SlotBuffer(dim) for name, dim in self.slot_dims.items()}
+
+    def _take_over(self, layer: Any) -> None:
+        if not layer.is_initialized or layer.keys is None:  # it reads the keys of another layer
+            return
+        self.is_initialized = True
+        self.keys, self.values = layer.keys, layer.values
+        self.dtype, self.device = layer.keys.dtype, layer.keys.device
+        for name, buffer in self.buffers.items():
+            if (states := getattr(layer, name)) is not None:
+                buffer.adopt(states, layer.get_seq_length() - states.shape[buffer.dim])
+
+    @property
+    def first(self) -> int:
+        """Return the first column that some row's next query can see."""
+        return 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: buffers are made by the first write."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states of new nodes and return all that a query may need."""
+        self.is_initialized = True
+        keys = self.buffers["keys"].write(key_states, self.rows, self.first)
+        values = self.buffers["values"].write(value_states, self.rows, self.first)
+        self.keys, self.values = keys, values  # some models ask a layer whether it holds any
+        return keys, values
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        for buffer in self.buffers.values():
+            buffer.keep_rows(rows)
+
+    def of_row(self, row: int) -> dict[str, Tensor]:
+        """Copy the committed slots of one row by name, (slots, ...) each: those that its next query can see."""
+        end = self.rows.cpu_lengths[row]
+        filled = {name: buffer for name, buffer in self.buffers.items() if buffer.data is not None}
+        return {name: buffer.columns(row, self.first, end).clone() for name, buffer in filled.items()}
+
+    def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
+        """Write into transformers' ``layer`` what ``of_row`` gave of ``rows``; shorter rows end in zeros.
+
+        The last slot of row b is column ``lengths[b]`` - 1. A layer with a window keeps what its next query sees. ::
+
+            lengths 6 and 4, window 4:  the cache begins at column 6 - 3     │ 3 4 5 │
+                                                                             │ 3 0 0 │
+        """
+        if not self.is_initialized:
+            return
+        longest = max(lengths)
+        begin = 0 if self.window is None else max(0, longest - self.window + 1)
+        for name in rows[0]:
+            states = [row[name] for row in rows]
+            whole = states[0].new_zeros((len(rows), longest - begin, *states[0].shape[1:]))
+            for target, row, end in zip(whole, states, lengths, strict=True):
+                if (count := min(len(row), end - begin)) > 0:
+                    target[end - begin - count : end - begin] = row[len(row) - count :]
+            setattr(layer, name, whole.transpose(1, self.buffers[name].dim))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of columns that ``update`` returns, and the first of them."""
+        return self.get_seq_length() + query_length - self.first, self.first
+
+    def get_seq_length(self) -> int:
+        """Return the columns in use by the longest row."""
+        return self.rows.longest + self.rows.open
+
+    def get_max_length(self) -> int:
+        """Return -1: slots grow."""
+        return -1
+
+
+class SlidingSlotLayer(SlotLayer):
+    """A layer with a ``window``: how many columns a query sees at most, itself included."""
+
+    keeps_all = False
+    is_sliding = True
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Take over the window, and the keys and values of the columns in it."""
+        slots = cls(rows)
+        slots.window = layer.sliding_window
+        slots._take_over(layer)
+        return slots
+
+    @property
+    def first(self) -> int:
+        """Return the first column that some row's next query can see."""
+        assert self.window is not None
+        return max(0, self.rows.shortest - self.window + 1)
+
+    def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
+        """Write what the next query sees into transformers' ``layer``, and how long the text is."""
+        super().release(layer, rows, lengths)
+        if self.is_initialized:
+            layer.cumulative_length = max(lengths)
+
+
+class IndexedSlotLayer(SlotLayer):
+    """A layer of sparse attention, whose indexer has keys (batch, slots, width) and positions of its own."""
+
+    keeps_all = False
+    slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2, "indexer_keys": 1}
+    _positions: Tensor | None = None  # (axes, batch, prompt)
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Take over the indexer's keys and positions too."""
+        slots = super().adopt(layer, rows)
+        if (positions := layer.indexer_position_ids) is not None:
+            slots._positions = positions.expand(-1, len(rows.cpu_lengths), -1)
+        return slots
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the indexer's keys, (batch, nodes, width)."""
+        return self.buffers["indexer_keys"].write(indexer_key_states, self.rows, self.first)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Return positions (axes, batch, columns) of an indexer's keys; some more than there are columns.
+
+        The model puts those of its queries behind them, and looks those of a key up by its column.
+        """
+        if self._positions is None:
+            return None
+        return _continued(self._positions, self.get_seq_length() + buffers.GROWTH)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Ignore what the model puts there: in a chain each column stands one further on than the last."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        super().keep_rows(rows)
+        if (positions := self._positions) is not None:
+            self._positions = positions.index_select(1, rows.to(positions.device))
+
+    def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
+        """Write keys, values and the indexer's own into transformers' ``layer``."""
+        super().release(layer, rows, lengths)
+        if (positions := layer.indexer_position_ids) is not None:
+            layer.indexer_position_ids = _continued(positions, max(lengths))
+
+
+class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
+    """A layer that attends to all columns and keeps a recurrent state beside them."""
+
+    keeps_all = False
+
+    @classmethod
+    def adopt(cls, layer: Any, rows: Rows) -> Self:
+        """Take over the slots, and go on with the states of transformers' ``layer``, in its own dicts."""
+        slots = super().adopt(layer, rows)
+        _share_states(slots, layer)
+        return slots
+
+    def __init__(self, rows: Rows) -> None:
+        LinearAttentionLayer.__init__(self)
+        SlotLayer.__init__(self, rows)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make room for a state; slots make their own."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class HybridSlidingSlotLayer(HybridSlotLayer, SlidingSlotLayer):
+    """A layer with a window and a recurrent state."""
+
+
+KINDS: dict[type, type[Layer]] = {
+    DynamicLayer: SlotLayer,
+    DynamicSlidingWindowLayer: SlidingSlotLayer,
+    DynamicIndexedLayer: IndexedSlotLayer,
+    LinearAttentionLayer: StateLayer,
+    LinearAttentionAndFullAttentionLayer: HybridSlotLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: HybridSlidingSlotLayer,
+    DummyLayer: NoSlots,
+}
+
+
+def adopt(layer: Any, rows: Rows) -> Layer:
+    """Let a layer of ours stand in for transformers' ``layer``."""
+    return KINDS[type(layer)].adopt(layer, rows)
+
+
+def keeps_state(layer: object) -> bool:
+    """Tell whether ``layer`` of a cache keeps a recurrent or convolution state."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _share_states(own: Any, layer: LinearAttentionLayer) -> None:
+    """Let ``own`` read and write the states of ``layer`` where they stand."""
+    for name in vars(LinearAttentionLayer()):
+        setattr(own, name, getattr(layer, name))
+
+
+def _continued(positions: Tensor, columns: int) -> Tensor:
+    """Let ``positions`` (axes, batch, n) go on one by one to as many ``columns``."""
+    behind = torch.arange(1, 1 + columns - positions.shape[-1], device=positions.device)
+    return torch.cat([positions, positions[..., -1:] + behind], dim=-1)
