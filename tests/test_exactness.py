@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from hf_spec import NgramSpeculator, SpeculationConfig
 from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
 from hf_spec.scoring.cache import SlotCache
-from hf_spec.scoring.runner import new_cache
+from hf_spec.scoring.masks import Block
+from hf_spec.scoring.plain import new_cache
 from hf_spec.scoring.selfcheck import check_target
-from hf_spec.scoring.slots import Block, Slots
+from hf_spec.scoring.slots import Slots
 
 NEW_TOKENS = 24
 # Prompts of 12 and 13 tokens are longer than the windows and chunks of 8; all are left-padded to the longest.

@@ -19,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 import hf_spec
 from hf_spec import News, Request, SpeculationConfig, TargetMtp
 from hf_spec.drafts.feedback import FeedbackDrafter
-from hf_spec.scoring.runner import decoder_of
+from hf_spec.scoring.features import decoder_of
 
 GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
 DEEPSEEK, GLM = "mtp_deepseek_v3_small", "mtp_glm4_moe_small"

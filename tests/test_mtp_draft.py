@@ -27,7 +27,7 @@ from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.drafts.mtp.target import TargetMtp
 from hf_spec.drafts.vanilla.speculator import VanillaSpeculator
-from hf_spec.scoring.runner import TargetRunner
+from hf_spec.scoring.runner import ModelRunner
 from hf_spec.training import new_draft
 
 SPECULATORS, QWEN = "sp_mtp_qwen3", "mtp_qwen3_next_native"
@@ -134,7 +134,7 @@ def test_a_layer_of_another_kind_serves_any_target() -> None:
 def test_the_last_state_of_every_token_of_the_prompt_is_read(name: str) -> None:
     """Gemma 4 gives the last one only if the logits of one are wanted; of the others get_decoder is no decoder."""
     target, prompt = build(name), prompts(2, (7,))
-    features = TargetRunner(target, (-1,)).prefill_tokens(**prompt).features
+    features = ModelRunner(target, (-1,)).prefill_tokens(**prompt).features
     torch.testing.assert_close(features, target(**prompt, output_hidden_states=True).hidden_states[-1])
     plain = target.generate(**prompt, max_new_tokens=12)
     for kind in (EagleSpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig):

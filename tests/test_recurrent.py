@@ -27,8 +27,10 @@ from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.scoring.architectures import cache_name
 from hf_spec.scoring.cache import SlotCache
-from hf_spec.scoring.recurrent import Branches, LazyRunner, Live, States, StepRunner, reads_blocks, runner_for
-from hf_spec.scoring.runner import TargetRunner, new_cache, plain_logits
+from hf_spec.scoring.factory import reads_blocks, runner_for
+from hf_spec.scoring.plain import new_cache, plain_logits
+from hf_spec.scoring.recurrent import Branches, LazyRunner, Live, States, StepRunner
+from hf_spec.scoring.runner import ModelRunner
 from hf_spec.scoring.selfcheck import check_target
 
 # Blocks go on from the state as single tokens do: lazy commit.
@@ -468,14 +470,14 @@ def test_planted_mistakes_are_caught(name: str, mistake: Callable[..., None], mo
 @pytest.mark.parametrize("name", ["jamba", "mamba", "zamba2"])
 def test_a_model_that_misreads_blocks_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reads_blocks(target(name))
-    monkeypatch.setattr("hf_spec.scoring.recurrent.reads_blocks", lambda model: True)
+    monkeypatch.setattr("hf_spec.scoring.factory.reads_blocks", lambda model: True)
     with pytest.raises(ValueError, match="a chain of guesses differently from single steps"):
         check_target(build(name), trees=False)
 
 
 def test_attention_alone_needs_neither() -> None:
     model = target("llama")
-    assert type(runner_for(model, new_cache(model), one_chain=True)) is TargetRunner
+    assert type(runner_for(model, new_cache(model), one_chain=True)) is ModelRunner
 
 
 @pytest.mark.parametrize(

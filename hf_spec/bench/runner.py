@@ -27,7 +27,7 @@ from ..checkpoints.resolve import as_speculator
 from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import SpeculationStats
-from ..scoring.runner import input_device
+from ..scoring.plain import input_device
 from .prompts import Prompt
 from .report import OVERALL, BenchReport, Figures
 

@@ -14,7 +14,7 @@ from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.speculator import NgramSpeculator
 from ..drafts.vanilla.speculator import VanillaSpeculator
-from ..scoring.runner import input_device
+from ..scoring.plain import input_device
 from .auto import AutoDraftModel, load
 from .files import read_checkpoint
 from .kinds import find_format

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import SpeculationConfig
 from ..drafts.base import Speculator
-from ..scoring.runner import input_device
+from ..scoring.plain import input_device
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 

@@ -15,7 +15,7 @@ from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
-from ..scoring.recurrent import runner_for
+from ..scoring.factory import runner_for
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from .choice import Choice, Chooser

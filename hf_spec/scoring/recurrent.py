@@ -20,73 +20,28 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from ..proposal import ABSENT, NO_PARENT, Proposal
-from .architectures import keeps_own_states
-from .cache import SlotCache, has_states, keeps_state
-from .runner import Scores, TargetRunner, in_this_thread, input_device, left_alone, plain_logits, refuse_trees
-from .slots import Block
-
-PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
-# Largest difference that is put down to rounding, as a share of the logits' spread.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
-
-_reads_blocks: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+from .cache import SlotCache
+from .hooks import hooked
+from .layers import keeps_state
+from .masks import Block
+from .runner import ModelRunner, Scores, refuse_trees
 
 
-def runner_for(
-    model: PreTrainedModel,
-    cache: object,
-    feature_layers: Sequence[int] = (),
-    hidden_states: bool = False,
-    *,
-    one_chain: bool,
-) -> TargetRunner:
-    """Choose how guesses are scored behind a text in ``cache``.
-
-    ``one_chain`` promises that each row gets one chain, in one forward, between two commits.
-    """
-    if keeps_own_states(model):
-        if not one_chain:
-            raise ValueError(
-                f"{type(model).__name__} cannot be a draft: it keeps recurrent states in a cache of its own kind, "
-                "which takes back one chain of guesses at a time. Use another draft, or 'ngram'."
-            )
-        return LazyRunner(model, feature_layers, hidden_states)
-    if not has_states(cache):
-        return TargetRunner(model, feature_layers, hidden_states)
-    kind = LazyRunner if one_chain and reads_blocks(model) else StepRunner
-    return kind(model, feature_layers, hidden_states)
-
-
-@torch.no_grad()
-def reads_blocks(model: PreTrainedModel) -> bool:
-    """Tell whether ``model`` goes on from its state with several tokens as with one at a time; measured once.
-
-    Mamba, FalconMamba, Jamba and Zamba forget the state; Zamba2 and Nemotron-H bound the time step in blocks only.
-    """
-    if model not in _reads_blocks:
-        vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-        ids = (torch.arange(2 * PROBE, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
-        prompt, rest = ids[:, :PROBE], ids[:, PROBE:]
-        with left_alone(model):
-            block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
-            steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
-        difference = (block - steps).abs().max() / steps.std()
-        _reads_blocks[model] = bool(difference <= TOLERANCE.get(model.dtype, 1e-3))
-    return _reads_blocks[model]
-
-
-class RecurrentRunner(TargetRunner):
+class RecurrentRunner(ModelRunner):
     """What both ways share: transformers' cache can be given back for a single row only."""
 
     _batch_is_whole = True
+
+    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+        """Return False: the state behind the prompt is wanted, not the one behind guesses."""
+        return False
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
@@ -198,7 +153,7 @@ class StepRunner(RecurrentRunner):
         self._states = NodeStates(self.slots.cache, batch)
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
-        """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``TargetRunner.extend`` does."""
+        """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``ModelRunner.extend`` does."""
         if ancestors is None:
             first = self.slots.cache.rows.open - 1
             parents = [[parent] * len(tokens) for parent in range(first, first + tokens.shape[1])]
@@ -267,8 +222,10 @@ class NodeStates:
                 touched[place].read_behind(parents)
 
         self._cache.touch = touch
-        yield
-        self._cache.touch = None
+        try:
+            yield
+        finally:
+            self._cache.touch = None
         for branches in touched.values():
             branches.add_node()
 
@@ -374,11 +331,16 @@ def _writes_state(kind: type[nn.Module]) -> bool:
 
 @contextlib.contextmanager
 def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[int]]) -> Iterator[None]:
-    """Let ``mixer`` read each new node behind its parent during a forward: the first in its call, the others after."""
-    given: tuple[Any, Any] = (), {}
-    first = contextlib.ExitStack()
+    """Let ``mixer`` read node by node during a forward, each behind its parent; ``parents[node][row]`` is a node.
 
-    def only(node: int) -> Any:
+    The context in which the first node is read is opened in the hook before the call and closed in the hook after it,
+    or here if the call raises. The hook after the call then reads the other nodes and joins the outputs.
+    """
+    given: tuple[Any, Any] = (), {}
+
+    def arguments(node: int) -> Any:
+        """Return the arguments of the call, with the column of one node where they have one per node."""
+
         def column(value: Any) -> Any:
             has_columns = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == len(parents)
             return value[:, node : node + 1] if has_columns else value
@@ -389,27 +351,20 @@ def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[i
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         nonlocal given
         given = args, kwargs
-        first.enter_context(states.behind(parents[0]))
-        return only(0)
+        reading_first.enter_context(states.behind(parents[0]))
+        return arguments(0)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        first.close()
+        reading_first.close()
         outputs = [output]
         for node, above in enumerate(parents[1:], start=1):
-            args, kwargs = only(node)
+            args, kwargs = arguments(node)
             with states.behind(above):
                 outputs.append(module.forward(*args, **kwargs))
         return _joined(outputs)
 
-    hooks = [
-        mixer.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
-        mixer.register_forward_hook(in_this_thread(after)),
-    ]
-    try:
+    with contextlib.ExitStack() as reading_first, hooked([mixer], before, after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

@@ -1,14 +1,9 @@
-"""Run a model of transformers over forests of tokens: prefill, score, commit.
-
-What this project knows about the insides of transformers is here (prefill, positions, features), in ``slots.py``
-(masks) and in ``cache.py``. Drafts that are language models run through the same class.
-"""
+"""Run a model of transformers, a target or a draft, over forests of tokens: prefill, score, commit."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +15,13 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..proposal import Proposal
-from .architectures import CACHES, cache_name, keeps_own_states
+from .architectures import CACHES, cache_name
 from .cache import keeps_everything
-from .slots import Block, Slots
+from .features import Features, decoder_of
+from .hooks import hooked
+from .masks import Block
+from .plain import prompt_kwargs
+from .slots import Slots
 
 # Arguments of a model that are made anew for every forward.
 PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
@@ -69,43 +68,77 @@ class _PrefillRecord:
     features: list[Tensor] = field(default_factory=list)
 
 
-class TargetRunner:
+class _Closing:
+    """Rows that ended early and are read once more, so that their last token gets into the cache that is handed back.
+
+    The next proposal is for the rows that go on, so it is widened by the others, and what comes of it is narrowed. ::
+
+        row 1 ended with x     proposal     widened      scores     committed     the next step
+        row 0 goes on          a b c        a b c        a b c      2 nodes       row 0
+        row 1                               x x x                   1 node
+        row 2 goes on          d e f        d e f        d e f      3 nodes       row 2
+    """
+
+    def __init__(self, going_on: list[int], last_tokens: Tensor) -> None:
+        self._going_on = going_on
+        self._last_tokens = last_tokens  # (batch,)
+        self.rows = torch.tensor(going_on, device=last_tokens.device)  # (rows that go on,)
+
+    def widen(self, tokens: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Add rows of the last token to ``tokens`` (rows, nodes), and nodes that see themselves to ``ancestors``."""
+        count = tokens.shape[1]
+        wide = self._last_tokens[:, None].repeat(1, count).index_copy(0, self.rows, tokens)  # (batch, nodes)
+        if ancestors is None:
+            return wide, None
+        alone = torch.eye(count, dtype=torch.bool, device=tokens.device).repeat(len(wide), 1, 1)
+        return wide, alone.index_copy(0, self.rows, ancestors)
+
+    def narrow(self, scores: Scores) -> Scores:
+        """Keep the scores of the rows that go on."""
+        return scores.of(self.rows)
+
+    def widen_path(self, path: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Add rows that commit their first node to ``path`` (rows, m) and ``counts``."""
+        wide = path.new_zeros((len(self._last_tokens), path.shape[1])).index_copy(0, self.rows, path)
+        taken = dict(zip(self._going_on, counts, strict=True))
+        return wide, [taken.get(row, 1) for row in range(len(wide))]
+
+
+class ModelRunner:
     """Hold one model's text for one ``generate`` call and score guesses that may follow it.
 
-    ``feature_layers`` name hidden states as transformers does, ``hidden_states[i]`` being what layer i is given; the
-    number of layers itself is what the last layer gives, before the final norm, and -1 is the same after it.
+    The model is a target, or a draft that is a language model. ``feature_layers`` name hidden states as ``Features``
+    does; ``hidden_states`` asks for all of them.
     """
 
     def __init__(
         self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
     ) -> None:
         self.model: Any = model  # its type does not tell that generation is mixed in
-        self.feature_layers = tuple(feature_layers)
+        self.features = Features(model, feature_layers, every=hidden_states)
+        self.slots: Slots  # from the prefill on
         self._cache_name = cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
-        self._num_layers = self._text_config.num_hidden_layers
-        self.wants_hidden_states = hidden_states
-        self.slots: Slots
         self._first_position: Tensor | None = None  # (..., batch or 1, 1) of the first token behind the prompt
-        self._step_kwargs: dict[str, Any] = {}
-        self._closing: tuple[list[int], Tensor] | None = None  # see ``close_rows``
-        self._position_readers: list[nn.Module] = []
+        self._position_readers: list[nn.Module] = []  # where positions are put in if the model takes none
+        self._step_kwargs: dict[str, Any] = {}  # arguments of ``generate`` that every forward is given
+        self._closing: _Closing | None = None  # rows to be read once more with the next proposal
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
         """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
-        if asked := self.asked_hidden_states:
+        if asked := self.features.asked:
             model_kwargs["output_hidden_states"] = asked
-        if self.feature_layers and model_kwargs.get("logits_to_keep") == 1:
+        if self.features.layers and model_kwargs.get("logits_to_keep") == 1:
             model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
-        with self._watching() as last, self._recording(last) as record:
+        with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self._start(
             outputs[self._cache_name], outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
         )
         features = torch.cat(record.features, dim=1) if record.features else None
-        return Scores(outputs.logits[:, -1:], features, self._hidden_states(outputs))
+        return Scores(outputs.logits[:, -1:], features, self.features.all_hidden(outputs))
 
     def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Tell whether ``prefill_guessing`` can take the place of ``prefill``.
@@ -116,9 +149,8 @@ class TargetRunner:
         cache = model_kwargs.get(self._cache_name)
         others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
         return (
-            type(self) is TargetRunner
-            and not self.feature_layers
-            and not self.wants_hidden_states
+            not self.features.layers
+            and not self.features.every
             and generation_config.prefill_chunk_size is None
             and model_kwargs.get("inputs_embeds") is None
             and not any(
@@ -146,7 +178,7 @@ class TargetRunner:
         kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
         # Given to the forward itself: some models' prepare_inputs_for_generation keeps one, whatever it is asked for.
         kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
-        with self._recording({}, **kept) as record:
+        with self._recording(**kept) as record:
             ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
             outputs = self.model._prefill(ids, generation_config, kwargs)
         last_position = None if record.position is None else record.position - guesses
@@ -180,46 +212,8 @@ class TargetRunner:
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 
-    def _hidden_states(self, outputs: Any) -> tuple[Tensor, ...]:
-        return tuple(outputs.hidden_states) if self.wants_hidden_states else ()
-
-    @property
-    def asked_hidden_states(self) -> bool | list[int]:
-        """Return what transformers is asked for: all hidden states, or those in front of these layers."""
-        return self.wants_hidden_states or [layer for layer in self.feature_layers if 0 <= layer < self._num_layers]
-
-    def _features(self, outputs: Any, last: dict[int, Tensor]) -> Tensor | None:
-        states = self._layers(outputs, last)
-        return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
-
-    def _layers(self, outputs: Any, last: dict[int, Tensor]) -> list[Tensor]:
-        """Return the hidden states of each of ``feature_layers``, (batch, length, width)."""
-        return [last[layer] if layer in last else outputs.hidden_states[layer] for layer in self.feature_layers]
-
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[dict[int, Tensor]]:
-        """Catch what goes into the final norm and what comes out of it: ``hidden_states`` has one of them at most."""
-        caught: dict[int, Tensor] = {}
-
-        def catch(layer: int, module: nn.Module) -> Any:
-            def after(module: nn.Module, args: Any, output: Any) -> None:
-                caught[layer] = output if isinstance(output, Tensor) else output[0]
-
-            return module.register_forward_hook(in_this_thread(after))
-
-        hooks = []
-        if self._num_layers in self.feature_layers:
-            hooks.append(catch(self._num_layers, _last_layer(self.model, self._num_layers)))
-        if -1 in self.feature_layers:
-            hooks.append(catch(-1, decoder_of(self.model)))
-        try:
-            yield caught
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    @contextlib.contextmanager
-    def _recording(self, last: dict[int, Tensor], **changed: Any) -> Iterator[_PrefillRecord]:
+    def _recording(self, **changed: Any) -> Iterator[_PrefillRecord]:
         """Note the positions and features of every forward of a prefill, with some arguments ``changed``."""
         record = _PrefillRecord()
 
@@ -229,18 +223,11 @@ class TargetRunner:
             return args, kwargs | changed
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
-            if (features := self._features(outputs, last)) is not None:
+            if (features := self.features.joined(outputs, caught)) is not None:
                 record.features.append(features)
 
-        hooks = [
-            self.model.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
-            self.model.register_forward_hook(in_this_thread(after)),
-        ]
-        try:
+        with self.features.watching() as caught, hooked([self.model], before, after):
             yield record
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     # -- the forest ---------------------------------------------------------------------------------------------------
 
@@ -253,31 +240,23 @@ class TargetRunner:
         tokens, ancestors = proposal.tokens, None if proposal.is_chain else proposal.ancestors
         if self._closing is None:
             return self.extend(tokens, ancestors)
-        rows, last = torch.tensor(self._closing[0], device=tokens.device), self._closing[1]
-        count = tokens.shape[1]
-        if ancestors is not None:
-            alone = torch.eye(count, dtype=torch.bool, device=tokens.device)
-            ancestors = alone.repeat(len(last), 1, 1).index_copy(0, rows, ancestors)
-        return self.extend(last[:, None].repeat(1, count).index_copy(0, rows, tokens), ancestors).of(rows)
+        return self._closing.narrow(self.extend(*self._closing.widen(tokens, ancestors)))
 
     def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
-        if self._closing is None:
+        closing, self._closing = self._closing, None
+        if closing is None:
             self.slots.commit(path, counts, in_place)
             return
-        going_on, last = self._closing
-        self._closing, rows = None, torch.tensor(going_on, device=path.device)
-        taken = dict(zip(going_on, counts, strict=True))
-        path = path.new_zeros((len(last), path.shape[1])).index_copy(0, rows, path)
-        self.slots.commit(path, [taken.get(row, 1) for row in range(len(last))], in_place)
-        self.keep_rows(rows, keep_finished=True)
+        self.slots.commit(*closing.widen_path(path, counts), in_place)
+        self.keep_rows(closing.rows, keep_finished=True)
 
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
         """Go on with some rows, but read the ``last_tokens`` (batch,) of the others with their next proposal.
 
-        For they ended early: in the cache that is handed back plain ``generate`` has these too.
+        For these ended early, and plain ``generate`` has their last tokens in the cache that it hands back.
         """
-        self._closing = going_on, last_tokens
+        self._closing = _Closing(going_on, last_tokens)
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Commit the last tokens (batch,) of the rows that ``ended``, where no proposal follows to read them with."""
@@ -298,12 +277,12 @@ class TargetRunner:
         device, config = self.slots.device, self._text_config
         tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
         with (
-            self._watching() as last,
+            self.features.watching() as caught,
             self.slots.scoring(tokens.shape[1], ancestors, config) as block,
             _reading_at(block.query, self._position_readers),
         ):
             outputs = self.model(**self._inputs(tokens, block), return_dict=True)
-        return Scores(outputs.logits, self._features(outputs, last), self._hidden_states(outputs))
+        return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
@@ -331,32 +310,6 @@ class TargetRunner:
         }
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which ``model`` computes first: offloaded weights come there when they are used."""
-    if model.device.type == "meta":
-        for module in model.modules():  # with accelerate's hooks
-            if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
-                return torch.device(device)
-    return model.device
-
-
-def new_cache(model: PreTrainedModel) -> DynamicCache | None:
-    """Make the empty cache that transformers would make for ``model``; ``None`` if it makes one of its own kind."""
-    if keeps_own_states(model):
-        return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions ``model`` has if it looks them up in a table, which ends; ``None`` if not."""
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "rope_parameters", None):
-        return None
-    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
-    size = next((size for name in names if (size := getattr(config, name, None))), None)
-    return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
-
-
 def refuse_trees(proposal: Proposal) -> None:
     """Raise a ValueError unless ``proposal`` is a chain, where that is all that can be read."""
     if not proposal.is_chain:
@@ -377,60 +330,6 @@ def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
     return longer
 
 
-def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Build what ``generate`` would hand to the prefill, with an empty cache."""
-    mask = None if bool(attention_mask.all()) else attention_mask
-    kwargs: dict[str, Any] = {cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        known = {"attention_mask": attention_mask}
-        kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
-    return kwargs
-
-
-@contextlib.contextmanager
-def left_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what trial forwards change on ``model``: how far positions lag behind the images of the last prompt."""
-    lags = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
-    try:
-        yield
-    finally:
-        for module, lag in lags:
-            module.rope_deltas = lag
-
-
-def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
-    kwargs = prompt_kwargs(model, input_ids, attention_mask)
-    outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
-    logits = []
-    for piece in pieces:
-        new = piece.shape[1]
-        kwargs = model._update_model_kwargs_for_generation(
-            outputs, kwargs, is_encoder_decoder=False, num_new_tokens=new
-        )
-        input_ids = torch.cat([input_ids, piece], dim=1)
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
-        inputs.pop("logits_to_keep", None)  # some put 1 there
-        outputs = model(**inputs, return_dict=True)
-        logits.append(outputs.logits)
-    return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
-
-
-def decoder_of(model: Any) -> Any:
-    """Return the module that gives the last hidden states; transformers' ``get_decoder`` may name another."""
-    found = model.get_decoder()
-    if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
-        return model.base_model
-    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama stop at the whole model
-        return found.model
-    return found
-
-
-def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
-    stacks = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
-    return next(stack[-1] for stack in stacks if len(stack) == count)
-
-
 def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
     """Find what counts positions from the cache's length, in models that take no ``position_ids``.
 
@@ -441,16 +340,6 @@ def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
     found = [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
     decoder = decoder_of(model)
     return found or [decoder] * ("position_ids" in inspect.signature(decoder.forward).parameters)
-
-
-def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep ``hook`` out of the forwards of other threads, which may generate with the same model."""
-    thread = threading.get_ident()
-
-    def guarded(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == thread else None
-
-    return guarded
 
 
 @contextlib.contextmanager
@@ -465,13 +354,8 @@ def _reading_at(position: Tensor, readers: list[nn.Module]) -> Iterator[None]:
     def after(module: nn.Module, args: Any, embedded: Any) -> Any:
         return embedded.reshape(*position.shape, -1) if isinstance(module, nn.Embedding) else embedded
 
-    hooks = [reader.register_forward_pre_hook(in_this_thread(before), with_kwargs=True) for reader in readers]
-    hooks += [reader.register_forward_hook(in_this_thread(after)) for reader in readers]
-    try:
+    with hooked(readers, before, after):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _has_rows(value: object, batch: int) -> bool:

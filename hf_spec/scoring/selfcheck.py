@@ -7,7 +7,6 @@ in the logits at once, though often not in the tokens for a long time, so logits
 from __future__ import annotations
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,66 +14,69 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..proposal import Proposal
 from .architectures import why_one_row
-from .recurrent import runner_for
-from .runner import TargetRunner, input_device, left_alone, new_cache, plain_logits, prompt_kwargs
+from .factory import runner_for
+from .plain import input_device, new_cache, plain_logits, prompt_kwargs
+from .runner import ModelRunner
+from .trials import tried_once
 
 PROMPT = 7
-CHAIN = [-1, 0, 1, 2]
-TREE = [-1, 0, 0, 1, 2, 2]
+
+
+class _Shape(NamedTuple):
+    """A shape of guesses that is tried: the parents of its nodes, and which nodes the first row keeps of them."""
+
+    parents: tuple[int, ...]
+    kept: tuple[int, ...]
+
+
+# The first row keeps the root and a child, the second row the root: so the rows advance differently.
+CHAIN = _Shape(parents=(-1, 0, 1, 2), kept=(0, 1))
+TREE = _Shape(parents=(-1, 0, 0, 1, 2, 2), kept=(0, 2))  # of two children the second: its states have to move
 # Largest difference that is put down to rounding, as a share of the logits' spread.
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 
-_passed: WeakKeyDictionary[PreTrainedModel, set[tuple[str, str]]] = WeakKeyDictionary()
-_causal: WeakKeyDictionary[PreTrainedModel, dict[str, bool]] = WeakKeyDictionary()
-
 
 def check_target(model: PreTrainedModel, trees: bool) -> None:
-    """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own steps.
-
-    Asked once per model and attention implementation.
-    """
+    """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own steps."""
     if model.training:  # dropout: no two forwards agree
         return
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    passed = _passed.setdefault(model, set())
-    for name, parents in (("chain", CHAIN), ("tree", TREE))[: 1 + trees]:
-        if (name, implementation) in passed:
-            continue
-        cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
-        try:
-            with left_alone(model):
-                difference = difference_from_plain(model, parents)
-        except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
-            raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
-        if not difference <= _tolerance(model):  # nan is refused too
-            raise ValueError(
-                f"{type(model).__name__} scores a {name} of guesses differently from single steps "
-                f"(by {difference:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
-            )
-        passed.add((name, implementation))
+    _check_shape(model, "chain")
+    if trees:
+        _check_shape(model, "tree")
 
 
-@torch.no_grad()
+@tried_once
+def _check_shape(model: PreTrainedModel, name: str) -> None:
+    cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
+    try:
+        difference = difference_from_plain(model, TREE if name == "tree" else CHAIN)
+    except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
+        raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
+    if not difference <= _tolerance(model):  # nan is refused too
+        raise ValueError(
+            f"{type(model).__name__} scores a {name} of guesses differently from single steps "
+            f"(by {difference:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
+        )
+
+
 def reads_prompts_causally(model: PreTrainedModel) -> bool:
     """Tell whether the end of a prompt says the same when guesses are read with it; measured once.
 
     Prefix language models (PaliGemma) let a whole prompt look at all of itself.
     """
-    if model.training:
-        return False
-    implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    known = _causal.setdefault(model, {})
-    if implementation not in known:
-        prompt, guesses = _prompt(model)[0][:1].tensor_split([PROMPT // 2], dim=1)
-        seen, chain = torch.ones_like(prompt), Proposal.chain(prompt[:, -1], guesses)
-        with left_alone(model):
-            alone = TargetRunner(model).prefill_tokens(prompt, seen)
-            kwargs = prompt_kwargs(model, prompt, seen)
-            together = TargetRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
-        assert alone is not None
-        first, again = alone.logits[:, 0].float(), together.logits[:, 0].float()  # (1, vocabulary)
-        known[implementation] = bool((first - again).abs().max() <= _tolerance(model) * first.std())
-    return known[implementation]
+    return not model.training and _reads_prompts_causally(model)
+
+
+@tried_once
+def _reads_prompts_causally(model: PreTrainedModel) -> bool:
+    prompt, guesses = _prompt(model)[0][:1].tensor_split([PROMPT // 2], dim=1)
+    seen, chain = torch.ones_like(prompt), Proposal.chain(prompt[:, -1], guesses)
+    alone = ModelRunner(model).prefill_tokens(prompt, seen)
+    kwargs = prompt_kwargs(model, prompt, seen)
+    together = ModelRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
+    assert alone is not None
+    first, again = alone.logits[:, 0].float(), together.logits[:, 0].float()  # (1, vocabulary)
+    return bool((first - again).abs().max() <= _tolerance(model) * first.std())
 
 
 class _Read(NamedTuple):
@@ -89,7 +91,7 @@ class _Read(NamedTuple):
 
 
 @torch.no_grad()
-def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
+def difference_from_plain(model: PreTrainedModel, shape: _Shape) -> float:
     """Score a block of two rows of different lengths, or one if the model takes no more, and compare it with plain
     steps along every path.
 
@@ -97,7 +99,7 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
     of the median path in half precision, where a mixture of experts may route one token otherwise. Some models of
     transformers read a padded row unlike the same row alone (Git): then the row alone is what counts.
     """
-    reads = _read_block(model, parents)
+    reads = _read_block(model, shape)
     together = _difference(model, reads, _plain(model, reads))
     if together <= _tolerance(model):
         return together
@@ -105,28 +107,27 @@ def difference_from_plain(model: PreTrainedModel, parents: list[int]) -> float:
     return min(together, _difference(model, reads, torch.cat([_plain(model, [read]) for read in alone])))
 
 
-def _read_block(model: PreTrainedModel, parents: list[int]) -> list[_Read]:
-    """Let the rows advance differently in one block and read another one, each as wide as ``parents``."""
+def _read_block(model: PreTrainedModel, shape: _Shape) -> list[_Read]:
+    """Let the rows advance differently in one block and read another one, both of this ``shape``."""
     ids, mask = _prompt(model)
-    rows = range(len(ids))
-    is_chain = parents == CHAIN
+    is_chain = shape == CHAIN
     runner = runner_for(model, new_cache(model), one_chain=is_chain)
     runner.prefill_tokens(ids, mask)
-    shape = torch.tensor([parents for _ in rows], device=ids.device)
-    first = Proposal(ids[:, 1 : 1 + len(parents)], shape, len(parents), is_chain=is_chain)
-    second = Proposal(first.tokens.flip(0, 1), shape, len(parents), is_chain=is_chain)
+    parents = torch.tensor([shape.parents for _ in ids], device=ids.device)  # (rows, nodes)
+    first = Proposal(ids[:, 1 : 1 + parents.shape[1]], parents, len(shape.parents), is_chain=is_chain)
+    second = Proposal(first.tokens.flip(0, 1), parents, len(shape.parents), is_chain=is_chain)
     runner.score(first)
-    child = len(parents) - 1 - parents[::-1].index(0)  # the root's last: in a tree its states must move to be kept
-    kept = [[0, child], [0]][: len(ids)]
-    runner.commit(torch.tensor([[0, child], [0, 0]], device=ids.device)[: len(ids)], [len(nodes) for nodes in kept])
+    kept = [shape.kept, (0,)][: len(ids)]
+    path = torch.tensor([shape.kept, (0, 0)], device=ids.device)[: len(ids)]
+    runner.commit(path, [len(nodes) for nodes in kept])
     logits = runner.score(second).logits.float()  # (rows, nodes, vocabulary)
     reads = []
-    for leaf in sorted(set(range(len(parents))) - set(parents)):
+    for leaf in sorted(set(range(len(shape.parents))) - set(shape.parents)):
         path = second.ancestors[0, leaf].nonzero()[:, 0]
-        for row, nodes in zip(rows, kept, strict=True):
-            following = torch.cat([first.tokens[row, nodes], second.tokens[row, path]])
+        for row, nodes in enumerate(kept):
+            following = torch.cat([first.tokens[row, list(nodes)], second.tokens[row, path]])
             # Equally long; the last is not compared.
-            following = torch.nn.functional.pad(following, (0, 2 - len(nodes)))
+            following = torch.nn.functional.pad(following, (0, len(shape.kept) - len(nodes)))
             reads.append(_Read(ids[row], mask[row], following, len(nodes), logits[row, path]))
     return reads
 

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
-from ..scoring.runner import decoder_of
+from ..scoring.features import decoder_of
 from .teacher import Reader
 
 # Names on disk are as they were first written: "ends" means embeddings and output layer.

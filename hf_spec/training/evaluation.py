@@ -12,7 +12,7 @@ from ..checkpoints.resolve import as_speculator
 from ..configuration import SpeculationConfig
 from ..decoding.loop import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
-from ..scoring.runner import input_device
+from ..scoring.plain import input_device
 from .data import check_ids
 
 

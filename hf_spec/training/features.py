@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..scoring.runner import input_device
+from ..scoring.plain import input_device
 from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import fingerprint, has_body, load_embeddings_and_head, save_embeddings_and_head
 from .teacher import Reader, bare

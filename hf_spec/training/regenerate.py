@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..scoring.runner import input_device
+from ..scoring.plain import input_device
 from .data import Unusable, check_ids, messages_of, render
 
 Turn = list[dict[str, Any]]  # messages

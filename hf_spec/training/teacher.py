@@ -6,7 +6,6 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..drafts.unrolling import positions
-from ..scoring.runner import TargetRunner, decoder_of, input_device
-
-_known: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()  # see Reader._separates_documents
+from ..scoring.features import Features, decoder_of
+from ..scoring.hooks import hooked
+from ..scoring.plain import input_device
+from ..scoring.trials import tried_once
 
 
 def bare(model: Any) -> Any:
@@ -31,7 +31,7 @@ class Reader:
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()) -> None:
         self.model: Any = model
         self.feature_layers = tuple(feature_layers)
-        self._runner = TargetRunner(model, feature_layers)
+        self._features = Features(model, self.feature_layers)
 
     def read(self, input_ids: Tensor, document_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Return the states of each feature layer (batch, length, width) and the last ones (batch, length, hidden).
@@ -41,14 +41,14 @@ class Reader:
         if document_ids is None or not bool((document_ids != document_ids[:, :1]).any()):
             return self._read(input_ids)
         position_ids = positions(input_ids, document_ids)
-        if self._separates_documents():
+        if keeps_documents_apart(self.model):
             return self._read(input_ids, position_ids)
         return self._read_in_rows(input_ids, (position_ids == 0).flatten().nonzero()[:, 0])
 
     @torch.no_grad()
     def check(self) -> None:
         """Raise a ValueError if the model lets a text look at what follows in it, which drafts have to guess."""
-        ids = self._some_ids()
+        ids = _some_ids(self.model)
         if not _alike(self._read(ids)[1][:, :4], self._read(ids[:, :4])[1]):
             raise ValueError(
                 f"{type(self.model).__name__} reads a text looking at all of it, as prefix models do, so that "
@@ -56,43 +56,22 @@ class Reader:
                 "guess with speculator='ngram'"
             )
 
-    def _some_ids(self) -> Tensor:
-        size: int = self.model.config.get_text_config(decoder=True).vocab_size
-        return torch.arange(11, 19, device=input_device(self.model))[None] % size
-
     def _read(self, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
         if position_ids is not None:
             kwargs["position_ids"] = position_ids
-        if asked := self._runner.asked_hidden_states:
+        if asked := self._features.asked:
             kwargs["output_hidden_states"] = asked
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number 1, Gemma 4 gives no more states either
-        caught: list[Any] = []
-        hook = decoder_of(self.model).register_forward_hook(lambda module, args, output: caught.append(output))
-        try:
-            with self._runner._watching() as last:
-                outputs = self.model(**kwargs, return_dict=True)
-        finally:
-            hook.remove()
-        return self._runner._layers(outputs, last), caught[-1].last_hidden_state
+        last: list[Any] = []
 
-    @torch.no_grad()
-    def _separates_documents(self) -> bool:
-        """Tell whether the model keeps documents apart if their positions begin anew, from trying it once.
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            last.append(output)
 
-        Many models of transformers take positions but do not see in them where a document begins.
-        """
-        known = _known.setdefault(self.model, {})
-        config = self.model.config.get_text_config(decoder=True)
-        if (way := config._attn_implementation) not in known:
-            known[way] = "position_ids" in inspect.signature(self.model.forward).parameters
-            if known[way]:
-                ids = self._some_ids()
-                _, packed = self._read(ids, torch.arange(8, device=ids.device)[None] % 4)
-                _, alone = self._read(ids[:, 4:])
-                known[way] = _alike(packed[:, 4:], alone)
-        return known[way]
+        with hooked([decoder_of(self.model)], after=keep), self._features.watching() as caught:
+            outputs = self.model(**kwargs, return_dict=True)
+        return self._features.states(outputs, caught), last[-1].last_hidden_state
 
     def _read_in_rows(self, input_ids: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
         """Read every document as a row of its own, as many at a time as take no more room than the batch.
@@ -122,6 +101,25 @@ class Reader:
         with _answering(decoder_of(self.model), _Answer(last_hidden_state=hidden[None])):
             outputs = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long), return_dict=True)
         return cast(Tensor, outputs.logits[0])
+
+
+@tried_once
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Tell whether ``model`` reads documents apart if their positions begin anew.
+
+    Many models of transformers take positions but do not see in them where a document begins.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return False
+    ids, reader = _some_ids(model), Reader(model)
+    _, packed = reader._read(ids, torch.arange(8, device=ids.device)[None] % 4)
+    _, alone = reader._read(ids[:, 4:])
+    return _alike(packed[:, 4:], alone)
+
+
+def _some_ids(model: PreTrainedModel) -> Tensor:
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return torch.arange(11, 19, device=input_device(model))[None] % size
 
 
 def _alike(states: Tensor, others: Tensor) -> bool:

@@ -10,8 +10,8 @@ from transformers.utils import logging
 from ...configuration import SpeculationConfig
 from ...proposal import Proposal
 from ...scoring.architectures import drops_cache, why_unsupported
-from ...scoring.recurrent import runner_for
-from ...scoring.runner import input_device, new_cache, position_limit
+from ...scoring.factory import runner_for
+from ...scoring.plain import input_device, new_cache, position_limit
 from ..base import Drafter, News, Request, Speculator
 from ..trees import grow
 

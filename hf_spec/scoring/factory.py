@@ -1,0 +1,59 @@
+"""Choose how a model is run over guesses: by the cache it keeps and by how it reads several tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from .architectures import keeps_own_states
+from .cache import has_states
+from .plain import input_device, plain_logits
+from .recurrent import LazyRunner, StepRunner
+from .runner import ModelRunner
+from .trials import tried_once
+
+PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
+# Largest difference that is put down to rounding, as a share of the logits' spread.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
+
+
+def runner_for(
+    model: PreTrainedModel,
+    cache: object,
+    feature_layers: Sequence[int] = (),
+    hidden_states: bool = False,
+    *,
+    one_chain: bool,
+) -> ModelRunner:
+    """Choose how guesses are scored behind a text in ``cache``.
+
+    ``one_chain`` promises that each row gets one chain, in one forward, between two commits.
+    """
+    if keeps_own_states(model):
+        if not one_chain:
+            raise ValueError(
+                f"{type(model).__name__} cannot be a draft: it keeps recurrent states in a cache of its own kind, "
+                "which takes back one chain of guesses at a time. Use another draft, or 'ngram'."
+            )
+        return LazyRunner(model, feature_layers, hidden_states)
+    if not has_states(cache):
+        return ModelRunner(model, feature_layers, hidden_states)
+    kind = LazyRunner if one_chain and reads_blocks(model) else StepRunner
+    return kind(model, feature_layers, hidden_states)
+
+
+@tried_once
+def reads_blocks(model: PreTrainedModel) -> bool:
+    """Tell whether ``model`` goes on from its state with several tokens as with one at a time; measured once.
+
+    Mamba, FalconMamba, Jamba and Zamba forget the state; Zamba2 and Nemotron-H bound the time step in blocks only.
+    """
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    ids = (torch.arange(2 * PROBE, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
+    prompt, rest = ids[:, :PROBE], ids[:, PROBE:]
+    block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
+    steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
+    difference = (block - steps).abs().max() / steps.std()
+    return bool(difference <= TOLERANCE.get(model.dtype, 1e-3))

@@ -1,0 +1,74 @@
+"""The hidden states of a model that a draft reads: which ones transformers is asked for, and which ones are caught."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .hooks import hooked
+
+
+class Features:
+    """Read the hidden states of ``model`` at ``layers``, which are named as transformers does.
+
+    ``hidden_states[i]`` is what layer i is given. The number of layers itself names what the last layer gives, before
+    the final norm, and -1 the same after it: transformers has one of these two at most, so both are caught by hooks.
+
+    ``asked`` is the ``output_hidden_states`` of a forward: all of them (``every``), or those in front of some layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), every: bool = False) -> None:
+        self._model = model
+        self.layers = tuple(layers)
+        self._count: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.every = every
+        self.asked: bool | list[int] = every or [layer for layer in self.layers if 0 <= layer < self._count]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[dict[int, Tensor]]:
+        """Catch what the last layer and the final norm give in the forwards of this context, by the layer's name."""
+        caught: dict[int, Tensor] = {}
+        watched = {}
+        if self._count in self.layers:
+            watched[_last_layer(self._model, self._count)] = self._count
+        if -1 in self.layers:
+            watched[decoder_of(self._model)] = -1
+
+        def catch(module: nn.Module, args: Any, output: Any) -> None:
+            caught[watched[module]] = output if isinstance(output, Tensor) else output[0]
+
+        with hooked(watched, after=catch):
+            yield caught
+
+    def states(self, outputs: Any, caught: dict[int, Tensor]) -> list[Tensor]:
+        """Return the hidden states of each of ``layers``, (batch, length, width), from a forward that was watched."""
+        return [caught[layer] if layer in caught else outputs.hidden_states[layer] for layer in self.layers]
+
+    def joined(self, outputs: Any, caught: dict[int, Tensor]) -> Tensor | None:
+        """Return the same side by side, (batch, length, sum of widths), on one device; ``None`` without layers."""
+        states = self.states(outputs, caught)
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
+
+    def all_hidden(self, outputs: Any) -> tuple[Tensor, ...]:
+        """Return all hidden states as transformers does, (batch, length, hidden) each, if they were asked for."""
+        return tuple(outputs.hidden_states) if self.every else ()
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the module that gives the last hidden states; transformers' ``get_decoder`` may name another."""
+    found = model.get_decoder()
+    if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
+        return model.base_model
+    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama stop at the whole model
+        return found.model
+    return found
+
+
+def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:
+    stacks = [module for module in decoder_of(model).modules() if isinstance(module, nn.ModuleList)]
+    return next(stack[-1] for stack in stacks if len(stack) == count)

@@ -1,0 +1,42 @@
+"""Look into the forwards of a model, in this thread only: other threads may generate with the same model."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
+
+
+@contextlib.contextmanager
+def hooked(modules: Iterable[nn.Module], before: Before | None = None, after: After | None = None) -> Iterator[None]:
+    """Call ``before`` and ``after`` around the forwards of ``modules`` while the context is open, as torch does.
+
+    ``before(module, args, kwargs)`` returns what the module is given; ``after(module, args, output)`` returns what it
+    gives, or ``None`` to leave that as it is.
+    """
+    handles = []
+    try:
+        for module in modules:
+            if before is not None:
+                handles.append(module.register_forward_pre_hook(_in_this_thread(before), with_kwargs=True))
+            if after is not None:
+                handles.append(module.register_forward_hook(_in_this_thread(after)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    def guarded(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == thread else None
+
+    return guarded

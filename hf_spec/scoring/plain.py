@@ -1,0 +1,68 @@
+"""Read texts as plain ``generate`` does: its caches, its arguments, its steps one by one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .architectures import cache_name, keeps_own_states
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Return the device on which ``model`` computes first: offloaded weights come there when they are used."""
+    if model.device.type == "meta":
+        for module in model.modules():  # with accelerate's hooks
+            if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
+                return torch.device(device)
+    return model.device
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """Make the empty cache that transformers would make for ``model``; ``None`` if it makes one of its own kind."""
+    if keeps_own_states(model):
+        return None
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return how many positions ``model`` has if it looks them up in a table, which ends; ``None`` if not."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "rope_parameters", None):
+        return None
+    names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
+    size = next((size for name in names if (size := getattr(config, name, None))), None)
+    return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
+
+
+def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
+    """Build what ``generate`` would hand to the prefill, with an empty cache."""
+    mask = None if bool(attention_mask.all()) else attention_mask
+    kwargs: dict[str, Any] = {cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        known = {"attention_mask": attention_mask}
+        kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
+    return kwargs
+
+
+def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
+    kwargs = prompt_kwargs(model, input_ids, attention_mask)
+    outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
+    logits = []
+    for piece in pieces:
+        new = piece.shape[1]
+        kwargs = model._update_model_kwargs_for_generation(
+            outputs, kwargs, is_encoder_decoder=False, num_new_tokens=new
+        )
+        input_ids = torch.cat([input_ids, piece], dim=1)
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
+        inputs.pop("logits_to_keep", None)  # some put 1 there
+        outputs = model(**inputs, return_dict=True)
+        logits.append(outputs.logits)
+    return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)

@@ -1,0 +1,47 @@
+"""Try a model once and remember what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Concatenate, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+Options = ParamSpec("Options")
+Found = TypeVar("Found")
+
+
+def tried_once(
+    trial: Callable[Concatenate[PreTrainedModel, Options], Found],
+) -> Callable[Concatenate[PreTrainedModel, Options], Found]:
+    """Let ``trial(model, ...)`` run once for each model, attention implementation and other arguments.
+
+    What it returns is remembered, what it raises is not. It runs without gradients and leaves the model as it was.
+    """
+    known: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Found]] = WeakKeyDictionary()
+
+    @functools.wraps(trial)
+    def remembered(model: PreTrainedModel, /, *args: Options.args, **kwargs: Options.kwargs) -> Found:
+        way = model.config.get_text_config(decoder=True)._attn_implementation
+        found = known.setdefault(model, {})
+        if (key := (way, args, tuple(kwargs.items()))) not in found:
+            with torch.no_grad(), _left_alone(model):
+                found[key] = trial(model, *args, **kwargs)
+        return found[key]
+
+    return cast(Callable[Concatenate[PreTrainedModel, Options], Found], remembered)
+
+
+@contextlib.contextmanager
+def _left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Put back what trial forwards change on ``model``: how far positions lag behind the images of the last prompt."""
+    lags = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
+    try:
+        yield
+    finally:
+        for module, lag in lags:
+            module.rope_deltas = lag
