@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -134,14 +135,24 @@ class _Answer(BaseModelOutputWithPast):
             raise AttributeError(name)
 
 
+_one_answer_at_a_time = threading.Lock()
+
+
 @contextlib.contextmanager
 def _answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Let ``module`` give ``output`` whatever it is asked."""
-    wrapped = module.__dict__.get("forward")  # by whoever spreads models over devices
-    module.forward = lambda *args, **kwargs: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if wrapped is not None:
-            module.forward = wrapped
+    """Let ``module`` give ``output`` whatever this thread asks it."""
+    thread = threading.get_ident()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return output if threading.get_ident() == thread else own_forward(*args, **kwargs)
+
+    with _one_answer_at_a_time:
+        wrapped = module.__dict__.get("forward")  # by whoever spreads models over devices
+        own_forward = module.forward
+        module.forward = forward
+        try:
+            yield
+        finally:
+            del module.forward
+            if wrapped is not None:
+                module.forward = wrapped
