@@ -163,7 +163,7 @@ def _searched(
     import torch
 
     from ..bench import Contender
-    from ..scoring.runner import input_device
+    from ..scoring.plain import input_device
 
     ids = [torch.tensor([prompt], device=input_device(target)) for prompt in prompts]
     contenders, expected = [], {}

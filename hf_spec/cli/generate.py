@@ -43,7 +43,7 @@ def _generate(args: argparse.Namespace) -> None:
     from transformers import TextStreamer
 
     from ..bench import Prompt
-    from ..scoring.runner import input_device
+    from ..scoring.plain import input_device
     from .loading import load_models
 
     target: Any
