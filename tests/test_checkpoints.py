@@ -559,7 +559,12 @@ def test_a_report_says_what_a_checkpoint_is() -> None:
         assert part in text
     specforge = inspect(GOLDENS / "specforge_eagle3_31" / "checkpoint")
     assert "feeds back the normed output" in specforge.engines["SGLang"][0]
-    assert inspect(GOLDENS / "eagle3_orig_a" / "checkpoint").engines == {"vLLM": [], "SGLang": [], "llama.cpp": []}
+    assert inspect(GOLDENS / "eagle3_orig_a" / "checkpoint").engines == {
+        "vLLM": [],
+        "SGLang": [],
+        "llama.cpp": [],
+        "speculators": ["does not read this layout; convert to speculators"],
+    }
 
 
 def test_the_config_alone_is_ours(tmp_path: Path) -> None:
@@ -568,3 +573,21 @@ def test_the_config_alone_is_ours(tmp_path: Path) -> None:
     assert isinstance(config, Eagle3SpeculatorConfig)
     assert config.architectures == ["Eagle3DraftModel"]
     assert config.shared_with_target == ["embed_tokens"]
+
+
+@torch.no_grad()
+def test_a_draft_that_borrows_is_written_whole_for_readers_that_lend_nothing(tmp_path: Path) -> None:
+    case = "eagle3_orig_a"
+    source, target = GOLDENS / case / "checkpoint", load_target(case)
+    shared = AutoDraftModel.from_pretrained(source).config.shared_with_target
+    assert shared == ["embed_tokens"]
+    convert(source, tmp_path / "borrows")
+    missing = "takes what lies in memory for the missing embed_tokens; convert with --whole TARGET writes them in"
+    assert inspect(tmp_path / "borrows").engines["speculators"] == [missing]
+    convert(tmp_path / "borrows", tmp_path / "whole", whole=True, target=target)
+    assert inspect(tmp_path / "whole").engines["speculators"] == []
+    whole = AutoModel.from_pretrained(tmp_path / "whole")
+    assert torch.equal(whole.embed_tokens.weight, target.get_input_embeddings().weight)
+    assert torch.equal(logits(whole, case), logits(AutoDraftModel.from_pretrained(source, target=target), case))
+    with pytest.raises(ValueError, match="whole=True needs target="):
+        convert(tmp_path / "borrows", tmp_path / "no", whole=True)

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from transformers.utils import logging
 
-from ..drafts.files import SPECULATORS, Files
+from ..drafts.files import SPECULATORS, Checkpoint, Files
 from ..drafts.modeling import DraftModel
 from .auto import AutoDraftModel
 from .kinds import layouts
+
+logger = logging.get_logger(__name__)
 
 
 def convert(
@@ -22,6 +25,7 @@ def convert(
     dst: str | os.PathLike[str],
     to: str = "speculators",
     verifier: str | None = None,
+    whole: bool = False,
     **kwargs: Any,
 ) -> None:
     """Write the draft at ``src``, of any known format, to the directory ``dst`` in another layout.
@@ -29,8 +33,9 @@ def convert(
     ``"speculators"``: what ``save_pretrained`` writes. ``"eagle3"``: the layout of SafeAILab, for llama.cpp and
     TensorRT-LLM. ``"sglang"``: the same with ``eagle_config``, for SGLang and vLLM. ``"native"``: an MTP layer under
     the names of its target, as ``mtp.safetensors`` to be put beside the target's own files and named in their index.
-    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``kwargs`` are those of
-    ``AutoDraftModel.from_pretrained``.
+    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
+    the output layer of ``target`` into a draft that borrows them, for readers that borrow nothing. ``kwargs`` are
+    those of ``AutoDraftModel.from_pretrained``, ``target`` among them.
 
     Errors: what loading raises; a ValueError if the layout cannot express the draft; a FileExistsError if ``dst``
     holds files. ``dst`` appears complete or not at all.
@@ -38,6 +43,10 @@ def convert(
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
     if verifier is not None:
         draft.config.speculators_config["verifier"]["name_or_path"] = verifier
+    if whole:
+        if kwargs.get("target") is None:
+            raise ValueError("whole=True needs target=, the model whose embeddings and output layer are written in")
+        draft.keep_borrowed()
     export(draft, dst, to)
 
 
@@ -50,6 +59,8 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
         raise FileExistsError(f"{path} exists; choose another directory or remove it")
     draft.sort_features()
     files = None if to == SPECULATORS.name else _in_layout(draft, to)
+    if files is None and (found := draft.engines(draft.config, *_as_saved(draft)).get("speculators")):
+        logger.warning_once(f"the speculators library {'; '.join(found)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -61,6 +72,10 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
         os.replace(partial, path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _as_saved(draft: DraftModel) -> tuple[Checkpoint, str]:
+    return Checkpoint("", draft.config.to_dict(), {}), SPECULATORS.name
 
 
 def _in_layout(draft: DraftModel, to: str) -> Files:

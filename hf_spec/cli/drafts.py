@@ -40,13 +40,19 @@ def add_convert(commands: Any) -> None:
     add("--to", type=layout_of, default=DEFAULT_LAYOUT, metavar="LAYOUT",
         help="such as speculators, or native for MTP layers; a wrong one is told with all (%(default)s)")  # fmt: skip
     add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
+    add("--whole", metavar="TARGET", help="the target, whose embeddings and output layer are written into the draft")
 
 
 def _convert(args: argparse.Namespace) -> None:
     from ..checkpoints.conversion import convert
     from ..checkpoints.inspection import inspect
 
-    convert(args.draft, args.out, args.to, verifier=args.verifier)
+    given: dict[str, Any] = {}
+    if args.whole:
+        from transformers import AutoModelForCausalLM
+
+        given = {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
+    convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
     if args.to == "native":  # no draft by itself any more
         print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")
     else:

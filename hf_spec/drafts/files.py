@@ -119,6 +119,15 @@ def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:
     return size
 
 
+def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
+    """List what is in the way of the speculators library, version 0.9.0, to read a draft of a kind that it knows."""
+    if layout != SPECULATORS.name:
+        return ["does not read this layout; convert to speculators"]
+    if missing := " and ".join(config.shared_with_target or ()):
+        return [f"takes what lies in memory for the missing {missing}; convert with --whole TARGET writes them in"]
+    return []
+
+
 def applying(obstacles: list[tuple[bool, str]]) -> list[str]:
     """Return the sentences about what is in an engine's way that apply."""
     return [sentence for applies, sentence in obstacles if applies]

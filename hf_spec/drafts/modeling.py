@@ -118,7 +118,7 @@ class DraftModel(PreTrainedModel, Speculator):
     @property
     def target_ids(self) -> Tensor | None:
         """Return the token of the target that each guess stands for, (draft vocabulary,); None: all of them."""
-        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+        return None if self.d2t is None else self.to_target_ids(torch.arange(len(self.d2t), device=self.d2t.device))
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary, of any shape, to ids of the target's."""
@@ -156,6 +156,23 @@ class DraftModel(PreTrainedModel, Speculator):
                 weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
             lent |= {"lm_head": weight, "lm_head_bias": bias}
         self._lent = lent  # at once: another thread may be guessing
+
+    def keep_borrowed(self) -> None:
+        """Make what the target of ``bind`` lends weights of this draft's own, which are saved with it.
+
+        Errors: a ValueError if nothing was lent, or if the output layer has a bias, which a draft has no place for.
+        """
+        shared = self.config.shared_with_target or ()
+        if "lm_head" in shared and self._lent.get("lm_head_bias") is not None:
+            raise ValueError("the target's output layer has a bias, which a draft has no place for: leave it shared")
+        if "embed_tokens" in shared:
+            own = self._borrowed("embed_tokens").clone().to(self.device, self.dtype)
+            self.embed_tokens = nn.Embedding.from_pretrained(own)
+        if "lm_head" in shared:
+            own = self._borrowed("lm_head").clone().to(self.device, self.dtype)
+            self.lm_head = nn.Linear(own.shape[1], own.shape[0], bias=False, device=own.device, dtype=own.dtype)
+            self.lm_head.weight = nn.Parameter(own, requires_grad=False)
+        self.config.shared_with_target, self._lent = [], {}
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens of the target, (batch, length) -> (batch, length, hidden)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..files import Checkpoint, applying
+from ..files import Checkpoint, applying, in_speculators
 from .configuration import Eagle3SpeculatorConfig
 
 # A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
@@ -19,6 +19,7 @@ def in_the_way(config: Eagle3SpeculatorConfig, checkpoint: Checkpoint, layout: s
         "vLLM": applying(_vllm(checkpoint, layout, config)),
         "SGLang": applying(_sglang(checkpoint, layout, config)),
         "llama.cpp": applying(_llama_cpp(checkpoint, config)),
+        "speculators": in_speculators(config, layout),
     }
 
 

@@ -112,6 +112,10 @@ class MedusaDraftModel(DraftModel):
     ) -> dict[str, list[str]]:
         return unserved()
 
+    def keep_borrowed(self) -> None:
+        """Refuse: the heads end in the target's layer or in their own from the start."""
+        raise ValueError("Medusa heads that end in the target's output layer have no place for one of their own")
+
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         """Let every head read the same states: head k is step k, and nothing is fed back."""
         from ..unrolling import Unrolled

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from ...configuration import default_speculators_config
-from ..files import Files, Format, needed, shared_with_target
+from ..files import Files, Format, in_speculators, needed, shared_with_target
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 # How the names of tensors begin in the target's checkpoint, and in our files, which use those of speculators.
@@ -107,9 +107,9 @@ def write_native(draft: Any) -> Files:
     return Files({_renamed(name, names): tensor for name, tensor in tensors.items()}, "mtp.safetensors")
 
 
-def in_the_way(layout: str) -> dict[str, list[str]]:
+def in_the_way(config: MTPSpeculatorConfig, layout: str) -> dict[str, list[str]]:
     """List what is in each engine's way to serve files in ``layout``, nothing if it reads them as meant."""
-    return {"vLLM": []} if layout == "mtp" else unserved()
+    return ({"vLLM": []} if layout == "mtp" else unserved()) | {"speculators": in_speculators(config, layout)}
 
 
 def unserved() -> dict[str, list[str]]:

@@ -99,7 +99,7 @@ class MTPDraftModel(DraftModel):
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
     ) -> dict[str, list[str]]:
-        return unserved() if checkpoint is None else in_the_way(layout)
+        return unserved() if checkpoint is None else in_the_way(config, layout)
 
     @classmethod
     def use_in_vllm(cls, config: Any, target: str, path: str) -> str:
