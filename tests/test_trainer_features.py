@@ -17,7 +17,7 @@ import torch
 from architectures import build
 from test_trainer import arguments, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
 
 import hf_spec
 from hf_spec import demo
@@ -73,6 +73,28 @@ def test_compiled_layers_learn_the_same(make: Any, tmp_path: Path) -> None:
         trainer.train()
         found.append([*losses(trainer), trainer.evaluate()["eval_acceptance_length"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [eagle3, mtp, medusa, vanilla])
+def test_training_in_bfloat16_measures_what_the_saved_draft_does(make: Any, tmp_path: Path) -> None:
+    """Autocast is around the forward of training only; in batches it made keys of another dtype than the cache's."""
+    target, data = sharp_target(), {"train_dataset": text(), "eval_dataset": text(seed=4)}
+    steps = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2}
+    args = arguments(tmp_path, bf16=True, eval_prompts=4, per_device_eval_batch_size=4, eval_temperature=1.0, **steps)
+    trainer = DraftTrainer(make(target), target, args, **data)
+    dtypes = []
+    layer = next(module for module in trainer.draft.modules() if isinstance(module, torch.nn.Linear))
+    hook = layer.register_forward_hook(lambda module, inputs, output: dtypes.append((module.training, output.dtype)))
+    trainer.train()
+    hook.remove()
+    assert {dtype for training, dtype in dtypes if not training} == {torch.bfloat16, torch.float32}  # loss, measured
+    assert {dtype for training, dtype in dtypes if training} == {torch.bfloat16}  # after an evaluation too
+    measured = trainer.evaluate()
+    trainer.save_model()
+    loaded = (AutoModelForCausalLM if make is vanilla else AutoModel).from_pretrained(tmp_path)
+    alone = DraftTrainer(loaded, target, arguments(tmp_path, eval_prompts=4, eval_temperature=1.0), **data).evaluate()
+    names = [name for name in alone if "acceptance" in name]
+    assert len(names) > 2 and [measured[name] for name in names] == [alone[name] for name in names]
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -323,11 +324,8 @@ class DraftTrainer(Trainer):
             if name and temperature is None:
                 continue
             draft = self.draft
-            training = draft.training
-            draft.eval()
-            with sharding.gathered(cast(nn.Module, self.model)):
+            with sharding.gathered(cast(nn.Module, self.model)), _as_loaded(draft):
                 counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
-            draft.train(training)
             figures |= {f"{name}{key}": value for key, value in self._acceptance(counts).items()}
         return figures
 
@@ -381,11 +379,37 @@ def _let_forward_compute_a_loss(draft: Any) -> None:
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, batch_loss: Any = None, **kwargs: Any) -> Any:
-        return plain(self, *args, **kwargs) if batch_loss is None else batch_loss(self)
+        if batch_loss is None:
+            return plain(self, *args, **kwargs)
+        with _unwrapped(self):  # autocast would not end if a language model's forward were wrapped within itself
+            return batch_loss(self)
 
     draft.forward = MethodType(forward, draft)
     if isinstance(draft, DraftModel):  # its steps are recomputed as a whole, see unrolling.outputs
         draft.activation_checkpointing_enable = lambda **kwargs: None  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _as_loaded(draft: Any) -> Iterator[None]:
+    """Let ``draft`` compute as it will when it is loaded: in evaluation mode, without autocast around ``forward``."""
+    training = draft.training
+    draft.eval()
+    try:
+        with _unwrapped(draft):
+            yield
+    finally:
+        draft.train(training)
+
+
+@contextlib.contextmanager
+def _unwrapped(draft: Any) -> Iterator[None]:
+    """Give ``draft`` the ``forward`` of its class, without what training has put around it."""
+    wrapped = draft.__dict__.pop("forward", None)
+    try:
+        yield
+    finally:
+        if wrapped is not None:
+            draft.forward = wrapped
 
 
 def _feature_loss(made: Unrolled, hidden: Tensor, weights: Tensor) -> Tensor:
