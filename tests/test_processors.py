@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +57,7 @@ OF_THE_PREFIX: dict[str, Callable[[], LogitsProcessor]] = {
     "ngram_3": lambda: host.NoRepeatNGramLogitsProcessor(3),
     "bias": lambda: host.SequenceBiasLogitsProcessor({(3,): -2.0, (0, 1): 3.0, (2, 1): 2.5, (1, 2, 3): 4.0}),
     "bad_words": lambda: host.NoBadWordsLogitsProcessor([[4], [1, 2], [3, 3], [0, 5, 1]], EOS),
-    "allowed": lambda: host.PrefixConstrainedLogitsProcessor(is_even, 1),
+    "allowed": lambda: host.PrefixConstrainedLogitsProcessor(pure(is_even), 1),
     "forced_bos": lambda: host.ForcedBOSTokenLogitsProcessor(3),
     "forced_eos": lambda: host.ForcedEOSTokenLogitsProcessor(9, [EOS, 4]),
     "decay": lambda: host.ExponentialDecayLengthPenalty((2, 1.4), EOS, 4),
@@ -320,7 +322,7 @@ def test_every_processor_of_transformers_has_its_tier() -> None:
     for one in OF_THE_PREFIX.values():
         processors = Processors(LogitsProcessorList([one()]))
         assert not processors.memoryless and not processors.lockstep
-    assert lockstep(host.PrefixConstrainedLogitsProcessor(is_even, 2))
+    assert lockstep(host.PrefixConstrainedLogitsProcessor(pure(is_even), 2))
 
 
 def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
@@ -347,6 +349,34 @@ def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
     assert not Processors(LogitsProcessorList()).lockstep
     assert Processors(LogitsProcessorList([*make("temperature"), Nothing()])).lockstep
     assert not Processors(LogitsProcessorList([*make("temperature"), Declared()])).memoryless
+
+
+class Fsm:
+    """Look like a function of the prefix, and count."""
+
+    calls = 0
+
+    def allowed(self, row: int, prefix: Tensor) -> list[int]:
+        self.calls += 1
+        return [self.calls % VOCAB]
+
+    __call__ = allowed
+
+
+def test_functions_that_allow_tokens_are_lockstep_unless_declared_pure() -> None:
+    def function(row: int, prefix: Tensor) -> list[int]:
+        return [1]
+
+    def waits(function: Any) -> bool:
+        return lockstep(host.PrefixConstrainedLogitsProcessor(function, 1))
+
+    fsm, other = Fsm(), Fsm()
+    for undeclared in (function, fsm, fsm.allowed, functools.partial(function)):
+        assert waits(undeclared)
+    for declared in (pure(function), pure(fsm), pure(other.allowed), pure(functools.partial(function))):
+        assert not waits(declared)
+    assert waits(other.allowed) and pure(other.allowed)(0, torch.zeros(1)) == [1], "the wrapper calls the method"
+    assert waits(Fsm())
 
 
 def test_watermarks_of_a_generation_config_are_sorted() -> None:

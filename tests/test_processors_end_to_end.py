@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,17 @@ def allowed(batch: int, prefix: Tensor) -> list[int]:
     return [token for token in range(99) if (token + batch + int(prefix.sum())) % 3]
 
 
+class Remembering:
+    """Allow tokens by how often each row was asked: a state per row, as a grammar has."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[int] = Counter()
+
+    def __call__(self, batch: int, prefix: Tensor) -> list[int]:
+        self.asked[batch] += 1
+        return [token for token in range(99) if (token + batch + self.asked[batch]) % 3]
+
+
 # What plain `generate` is asked for, given what it would say otherwise.
 OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "repetition penalty": lambda said: {"repetition_penalty": 1.8},
@@ -50,7 +62,8 @@ OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
         "eos_token_id": 7,
         "pad_token_id": 0,
     },
-    "allowed tokens": lambda said: {"prefix_allowed_tokens_fn": allowed},
+    "allowed tokens": lambda said: {"prefix_allowed_tokens_fn": pure(allowed)},
+    "allowed tokens, undeclared": lambda said: {"prefix_allowed_tokens_fn": Remembering()},
     "suppressed tokens": lambda said: {"suppress_tokens": said[:, 6].tolist()},
     "suppressed at the start": lambda said: {"begin_suppress_tokens": said[:, 0].tolist()},
     "repaired values": lambda said: {"remove_invalid_values": True, "renormalize_logits": True},
@@ -78,16 +91,16 @@ OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_processor(case: str, batch: str) -> None:
-    inputs, options = prompts(*BATCHES[batch]), OPTIONS[case](text(batch))
+    inputs, make_options = prompts(*BATCHES[batch]), functools.partial(OPTIONS[case], text(batch))
     if case == "forced start":  # acts on a prompt of one token
         inputs = {name: value[:, -1:] for name, value in inputs.items()}
-    plain = generate(inputs, options)
+    plain = generate(inputs, make_options())
     if case != "repaired values":
         assert not torch.equal(plain[:, inputs["input_ids"].shape[1] :], text(batch)), "the processor does nothing"
     for config in SHAPES.values():
         for speculator in (Oracle(plain, wrong=5), draft()):
             out = generate(
-                inputs, options, speculator=speculator, speculation_config=config, return_dict_in_generate=True
+                inputs, make_options(), speculator=speculator, speculation_config=config, return_dict_in_generate=True
             )
             assert torch.equal(out.sequences, plain)
             assert out.speculation.accepted or case == "forced start"
@@ -161,6 +174,22 @@ class Parity(LogitsProcessor):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_pure_function_that_allows_tokens(shape: str) -> None:
+    """Undeclared it may remember, so that rows wait for each other; declared, they need not."""
+
+    def undeclared(batch: int, prefix: Tensor) -> list[int]:
+        return allowed(batch, prefix)
+
+    inputs = prompts(3)
+    plain = generate(inputs, {"prefix_allowed_tokens_fn": undeclared})
+    ours = {"speculator": Oracle(plain, wrong=3), "speculation_config": SHAPES[shape], "return_dict_in_generate": True}
+    waiting = generate(inputs, {"prefix_allowed_tokens_fn": undeclared}, **ours)
+    free = generate(inputs, {"prefix_allowed_tokens_fn": pure(undeclared)}, **ours)
+    assert torch.equal(waiting.sequences, plain) and torch.equal(free.sequences, plain)
+    assert free.speculation.steps < waiting.speculation.steps
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_pure_processor(shape: str) -> None:
     inputs = prompts(3)
     plain = generate(inputs, {}, logits_processor=LogitsProcessorList([Parity()]))
@@ -192,7 +221,12 @@ def test_nobody_is_asked_behind_the_end(sample: bool, shape: SpeculationConfig) 
         assert stop not in prefix[start:], "asked behind the end"
         return allowed(0, prefix[:start]) if len(prefix) < start + 3 else [stop, 40]
 
-    options = {"prefix_allowed_tokens_fn": constraint, "eos_token_id": stop, "pad_token_id": 0, "do_sample": sample}
+    options = {
+        "prefix_allowed_tokens_fn": pure(constraint),
+        "eos_token_id": stop,
+        "pad_token_id": 0,
+        "do_sample": sample,
+    }
     plain = generate(prompts(1), options)
     oracle = Oracle(torch.nn.functional.pad(plain, (0, NEW), value=40), wrong=1000)
     for seed in range(10):

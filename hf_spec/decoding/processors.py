@@ -6,15 +6,15 @@ which never become text, so processors are told apart by what their result depen
 1. *memoryless*: on the logits alone. All nodes of all rows in one call.
 2. *of the prefix*: on the row's own prefix too, its length included. Every node with the prefix it would have if it
    were text, prefixes of one length in one call.
-3. *lockstep*: everything else, custom processors above all. They may count calls, keep a state or look at the other
-   rows, so they get the contract of plain ``generate``, and rows advance together.
+3. *lockstep*: everything else, what the user wrote above all (``prefix_allowed_tokens_fn`` too). It may count calls,
+   keep a state or look at the other rows, so it gets the contract of plain ``generate``, and rows advance together.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
@@ -53,7 +53,6 @@ OF_THE_PREFIX: frozenset[type] = frozenset(
         logits_process.MinNewTokensLengthLogitsProcessor,
         logits_process.NoBadWordsLogitsProcessor,
         logits_process.NoRepeatNGramLogitsProcessor,
-        logits_process.PrefixConstrainedLogitsProcessor,  # its function is told the row and the prefix, nothing else
         logits_process.RepetitionPenaltyLogitsProcessor,
         logits_process.SequenceBiasLogitsProcessor,
         logits_process.SuppressTokensAtBeginLogitsProcessor,
@@ -74,9 +73,14 @@ def pure(processor: P) -> P:
     """Declare that a custom processor is a pure function of each row's own prefix and logits, and return it.
 
     It may then be called with any number of rows, in any order, several times or never for one prefix, and rows need
-    not wait for each other. Use it on an instance, or as a decorator on a class; subclasses have to declare it again.
+    not wait for each other. The same goes for a ``prefix_allowed_tokens_fn``, whose list of tokens must then follow
+    from the row's number and its prefix alone. Use it on an instance or a function, or as a decorator on a class;
+    subclasses have to declare it again. What takes no attributes, such as a bound method, is returned in a wrapper.
     """
-    setattr(processor, _PURE, True)
+    try:
+        setattr(processor, _PURE, True)
+    except AttributeError:
+        return cast(P, pure(functools.partial(cast(Callable[..., Any], processor))))
     return processor
 
 
@@ -191,12 +195,12 @@ class NodeScores:
             scores[batch, node] = self._score(batch, node)
         return scores
 
-    @cached_property
+    @functools.cached_property
     def _ends(self) -> Tensor:
         """Measure the prefix of each node, itself included: (batch, nodes)."""
         return torch.tensor(self._lengths, device=self._text.device)[:, None] + self._proposal.depth
 
-    @cached_property
+    @functools.cached_property
     def _ended(self) -> Tensor:
         """Tell which nodes are guesses that end their row, or stand behind one: (batch, nodes) bool."""
         last = torch.tensor(list(self._last_tokens), dtype=torch.long, device=self._text.device)
@@ -244,9 +248,13 @@ def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) ->
 
 def _is_of_the_prefix(processor: Any) -> bool:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
-        return bool(processor._num_beams == 1)  # it looks at all beams of a row together
-    declared = _PURE in vars(type(processor)) or _PURE in getattr(processor, "__dict__", {})
-    return declared or type(processor) in OF_THE_PREFIX
+        one_text = processor._num_beams == 1  # it looks at all beams of a row together
+        return one_text and _is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
+    return type(processor) in OF_THE_PREFIX or _is_declared_pure(processor)
+
+
+def _is_declared_pure(one: Any) -> bool:
+    return _PURE in vars(type(one)) or _PURE in getattr(one, "__dict__", {})
 
 
 def _bind(processor: Any, rows: list[int]) -> Any:
