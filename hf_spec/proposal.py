@@ -91,6 +91,16 @@ class Proposal:
         found, index = match.max(dim=1)
         return torch.where(found, index, -1)
 
+    def within(self, room: Sequence[int]) -> Proposal:
+        """Leave out the guesses of row b that are more than ``room[b]`` deep, whatever they are.
+
+        ``room`` must not depend on guesses that were drawn: then leaving some out changes no distribution.
+        """
+        if min(room) >= self.max_depth:
+            return self
+        beyond = self.depth > torch.tensor(room, device=self.tokens.device)[:, None]
+        return replace(self, parents=self.parents.masked_fill(beyond, ABSENT))
+
     def to(self, device: torch.device) -> Proposal:
         """Return the proposal on ``device``."""
         if self.tokens.device == device:

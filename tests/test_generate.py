@@ -24,6 +24,7 @@ import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.training import new_draft
+from hf_spec.training.evaluation import measure
 
 NEW = 20
 
@@ -404,16 +405,54 @@ def test_a_mask_with_holes(model: PreTrainedModel) -> None:
         assert torch.equal(out, greedy(model, inputs))
 
 
-def test_the_end_of_a_position_table() -> None:
-    """Rows that are ahead must not guess beyond the last position that the model knows."""
-    model = target("gpt2", max_position_embeddings=48)
-    inputs = prompts(3, (13, 12, 11))
-    plain = greedy(model, inputs, max_new_tokens=48 - 13)
-    for shape in SHAPES.values():
-        out = greedy(
-            model, inputs, max_new_tokens=48 - 13, speculator=Oracle(plain, wrong=9), speculation_config=shape
-        )
-        assert torch.equal(out, plain)
+@pytest.mark.parametrize("ends", [False, True], ids=["all to the end", "one ends early"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_the_end_of_a_position_table(name: str, shape: str, ends: bool) -> None:
+    """Rows that are ahead have no positions for as many guesses as those behind; the tables are exactly full."""
+    model = target(name, max_position_embeddings=48)
+    inputs, options = prompts(3, (13, 12, 11)), {"max_new_tokens": 48 - 13, "return_dict_in_generate": True}
+    if ends:  # its last token is read beside the others' guesses
+        options |= {"eos_token_id": int(greedy(model, inputs, **options).sequences[0, -3]), "pad_token_id": 0}
+    plain = greedy(model, inputs, **options)
+    for depth in (3, 4, 6, 7):
+        ahead, config = Halting(plain.sequences), SHAPES[shape].merge(num_speculative_tokens=depth)
+        out = greedy(model, inputs, speculator=ahead, speculation_config=config, **options)
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.past_key_values.get_seq_length() == plain.past_key_values.get_seq_length()
+
+
+class Halting(Oracle):
+    """Be right in row 0 and wrong in all others, so that it is far ahead of them."""
+
+    def __init__(self, text: Tensor) -> None:
+        super().__init__(torch.cat([text[:1], (text[1:] + 1) % 99]), wrong=1000)
+
+
+@pytest.mark.parametrize("tree", [None, [(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0)]], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", ["vanilla", "ngram", "oracle"])
+def test_a_row_guesses_as_deep_in_a_batch_as_alone(model: PreTrainedModel, kind: str, tree: Any) -> None:
+    """The limit of the longest row is not that of the others."""
+    inputs = prompts(8)
+    plain = greedy(model, inputs)
+    config = SpeculationConfig(num_speculative_tokens=4, tree=tree)
+
+    def counts(rows: slice) -> list[dict[str, Any]]:
+        speculator = {"vanilla": draft(), "ngram": "ngram", "oracle": Oracle(plain[rows], wrong=1000)}[kind]
+        given = {name: value[rows] for name, value in inputs.items()}
+        out = greedy(model, given, speculator=speculator, speculation_config=config, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain[rows])
+        return [{**row.to_dict(), "seconds": 0} for row in out.speculation.per_row]
+
+    together, alone = counts(slice(0, 8)), [counts(slice(row, row + 1))[0] for row in range(8)]
+    assert together == alone
+
+
+def test_measured_acceptance_does_not_depend_on_the_batch(model: PreTrainedModel) -> None:
+    inputs = prompts(8)
+    texts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
+    by_batch = [measure(draft(), model, texts, max_new_tokens=NEW, batch_size=size) for size in (1, 3, 8)]
+    assert by_batch[0] == by_batch[1] == by_batch[2] and by_batch[0].accepted
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

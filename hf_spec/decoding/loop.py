@@ -111,9 +111,10 @@ class Call:
             self.record.hidden_states,
             one_chain=config.tree is None,
         )
-        # Where the loop stands: rows that were still growing in the last step; the rows of the next forward, which may
-        # read the ends of others too; and features of the nodes that were scored last, (rows, nodes, widths).
-        self.rows = self.reading = text.rows
+        self.target.most_new_tokens = max(text.room(text.rows)) + 1
+        # Where the loop stands: rows that were still growing in the last step, and features of the nodes that were
+        # scored last, (rows, nodes, widths).
+        self.rows = text.rows
         self.features: Tensor | None = None
 
     def read_prompt(self, input_ids: Tensor) -> Choice:
@@ -138,7 +139,6 @@ class Call:
         """Go on behind the last ``choice`` with the rows that still grow."""
         growing = set(self.text.rows)
         going_on = [i for i, row in enumerate(self.rows) if row in growing]
-        self.reading = self.text.rows
         if len(going_on) < len(self.rows):
             self._leave_behind(going_on, choice.tokens.device)
         self.rows = self.text.rows
@@ -158,8 +158,8 @@ class Call:
         if len(staying) < len(self.rows):
             self.target.keep_rows(torch.tensor(staying, device=device), keep_finished=self._returns_cache)
         if len(going_on) < len(staying):
-            self.reading = [self.rows[i] for i in staying]
-            self.target.close_rows([staying.index(i) for i in going_on], self.text.last_tokens(self.reading))
+            last_tokens = self.text.last_tokens([self.rows[i] for i in staying])
+            self.target.close_rows([staying.index(i) for i in going_on], last_tokens)
         self.drafter.keep_rows(torch.tensor(going_on, device=device))
 
     def _ended_early(self) -> list[int]:
@@ -174,8 +174,9 @@ class Call:
 
     def _step(self, news: News, score: Callable[[Proposal], Scores]) -> Choice:
         with self.stats.timed("propose"):
-            limit = max(0, min(self.length.limit(self.stats), self.text.room(self.reading) - 1))
-            proposal = self.target.fit(self.drafter.propose(news, limit), limit)
+            room = self.text.room(self.rows)
+            limit = min(self.length.limit(self.stats), max(room))
+            proposal = self.target.fit(self.drafter.propose(news, limit).within(room), limit)
         with self.stats.timed("verify"):
             scores = score(proposal)
         with self.stats.timed("choose"):

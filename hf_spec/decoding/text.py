@@ -51,11 +51,10 @@ class Text:
         """Return the length of the longest row: the others are padded to it."""
         return max(self.lengths)
 
-    def room(self, rows: Sequence[int]) -> int:
-        """Return how many tokens fit behind the longest of ``rows``: beyond may be no position to put a guess."""
-        if self.stops.max_length is None:
-            return 1 << 30
-        return self.stops.max_length - max(self.lengths[row] for row in rows)
+    def room(self, rows: Sequence[int]) -> list[int]:
+        """Return how many guesses can become text in each of ``rows``, where one more token follows the last guess."""
+        end = self.stops.max_length
+        return [1 << 30 if end is None else max(0, end - self.lengths[row] - 1) for row in rows]
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """Return the last token of each of ``rows``, (rows,)."""

@@ -39,14 +39,22 @@ class Block:
     ancestors: Tensor | None = None
     window: int | None = None
     sees_all: bool = False  # one new node in each of rows that are equally long: nothing to hide
+    end: int | None = None  # no text reaches this column
     asked: int = 0
 
     @cached_property
     def query(self) -> Tensor:
-        """The logical column of each new node, (batch, nodes)."""
+        """The logical column of each new node, (batch, nodes).
+
+        Where a row's text is longer than others', it has nodes that only pad it, some of which may stand behind all
+        text. There the model need not have a position, so they share the last column that text may reach.
+        """
         if self.depth is None:
-            return self.lengths[:, None] + torch.arange(self.open, self.open + self.count, device=self.lengths.device)
-        return self.lengths[:, None] + self.depth[:, -self.count :]
+            behind = torch.arange(self.open, self.open + self.count, device=self.lengths.device)[None]
+        else:
+            behind = self.depth[:, -self.count :]
+        column = self.lengths[:, None] + behind
+        return column if self.end is None or self.width <= self.end else column.clamp(max=self.end - 1)
 
     @cached_property
     def column(self) -> Tensor:

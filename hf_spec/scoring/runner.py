@@ -123,6 +123,7 @@ class ModelRunner:
         self._position_readers: list[nn.Module] = []  # where positions are put in if the model takes none
         self._step_kwargs: dict[str, Any] = {}  # arguments of ``generate`` that every forward is given
         self._closing: _Closing | None = None  # rows to be read once more with the next proposal
+        self.most_new_tokens: int | None = None  # that any row may get; set before the prefill
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class ModelRunner:
     ) -> None:
         self._first_position = None if last_position is None else last_position + 1
         self._position_readers = _position_readers(self.model) if last_position is None else []
-        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open)
+        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open, self.most_new_tokens)
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 

@@ -18,15 +18,23 @@ class Slots:
     """Hold the slots of one model's text, the open forest behind it, and the masks over both.
 
     ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none. The last ``open`` columns
-    of ``cache`` are a chain of open nodes, whose root is the last token of the prompt.
+    of ``cache`` are a chain of open nodes, whose root is the last token of the prompt. No row gets more than
+    ``most_new`` tokens behind the prompt.
     """
 
     def __init__(
-        self, cache: DynamicCache, batch: int, device: torch.device, padding: Tensor | None, open: int = 0
+        self,
+        cache: DynamicCache,
+        batch: int,
+        device: torch.device,
+        padding: Tensor | None,
+        open: int = 0,
+        most_new: int | None = None,
     ) -> None:
         self.cache = SlotCache.adopt(cache, batch, device, open)
         self._transformers_cache = cache
         self._prompt = self.cache.rows.longest + min(open, 1)
+        self._end = None if most_new is None else self._prompt + most_new
         if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
             before = max(0, self._prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(device, torch.bool), (before, 0), value=True)
@@ -61,6 +69,7 @@ class Slots:
             ancestors,
             self.cache.window,
             sees_all=ancestors is None and count == 1 and is_level,
+            end=self._end,
         )
         with showing(block, config._attn_implementation):
             yield block
