@@ -176,11 +176,19 @@ class SpeculatorConfig(PreTrainedConfig):
                 if (path := kwargs.get("name_or_path")) is None:
                     raise
                 raise ValueError(f"config.json of {path}: {error}") from error
-        known = {kind.speculators_model_type: kind for kind in SpeculatorConfig.__subclasses__()}
+        known = cls.kinds()
         wanted = config_dict.get("speculators_model_type")
         if wanted not in known:
             raise ValueError(f"speculators_model_type is {wanted!r}, but hf_spec reads only {sorted(known)}")
         return known[wanted].from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def kinds(cls) -> dict[str, type[SpeculatorConfig]]:
+        """Map every ``speculators_model_type`` to its config."""
+        found = {cls.speculators_model_type: cls} if cls.speculators_model_type else {}
+        for kind in cls.__subclasses__():
+            found |= kind.kinds()
+        return found
 
     @property
     def layers(self) -> PreTrainedConfig:
@@ -302,7 +310,10 @@ class SpeculatorConfig(PreTrainedConfig):
                 f"transformer_layer_config.layer_types is {kinds}; name 'full_attention' or 'sliding_attention' for "
                 f"each of the {layers.num_hidden_layers} layers"
             )
-        if "sliding_attention" in kinds and not getattr(layers, "sliding_window", None):
+        self._check_window(kinds)
+
+    def _check_window(self, kinds: list[str]) -> None:
+        if "sliding_attention" in kinds and not getattr(self.layers, "sliding_window", None):
             raise ValueError(
                 "transformer_layer_config.sliding_window is not set, but a layer is sliding_attention; set it"
             )

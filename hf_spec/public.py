@@ -11,6 +11,10 @@ from .decoding.loop import SpeculativeDecoding
 from .decoding.outputs import SpeculativeOutput
 from .decoding.processors import pure
 from .drafts.base import Drafter, News, Request, Speculator
+from .drafts.dflash.configuration import DFlashSpeculatorConfig
+from .drafts.dflash.modeling import DFlashDraftModel
+from .drafts.dspark.configuration import DSparkSpeculatorConfig
+from .drafts.dspark.modeling import DSparkDraftModel
 from .drafts.eagle.configuration import EagleSpeculatorConfig
 from .drafts.eagle.modeling import EagleDraftModel
 from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
@@ -29,6 +33,10 @@ from .proposal import Proposal
 
 __all__ = [
     "AutoDraftModel",
+    "DFlashDraftModel",
+    "DFlashSpeculatorConfig",
+    "DSparkDraftModel",
+    "DSparkSpeculatorConfig",
     "DraftModel",
     "DraftOutput",
     "Drafter",

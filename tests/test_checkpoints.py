@@ -474,8 +474,8 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no draft that hf_spec knows"):
         AutoDraftModel.from_pretrained(tmp_path / "llama")
     path = copy_of(PLAIN, tmp_path / "draft")
-    edit_config(path, speculators_model_type="dflash")
-    with pytest.raises(ValueError, match="'dflash'"):
+    edit_config(path, speculators_model_type="dflash2")
+    with pytest.raises(ValueError, match="'dflash2'"):
         AutoDraftModel.from_pretrained(path)
     edit_config(path, speculators_model_type="eagle3", transformer_layer_config=None)
     with pytest.raises(ValueError, match="no transformer_layer_config"):

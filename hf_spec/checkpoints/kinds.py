@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel
 
 from ..configuration import SpeculatorConfig
+from ..drafts.dflash.modeling import DFlashDraftModel
+from ..drafts.dspark.modeling import DSparkDraftModel
 from ..drafts.eagle.modeling import EagleDraftModel
 from ..drafts.eagle3.modeling import Eagle3DraftModel
 from ..drafts.files import SPECULATORS, Checkpoint, Format, is_speculators
@@ -18,7 +20,14 @@ from ..drafts.medusa.modeling import MedusaDraftModel
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
 
-KINDS: tuple[type[DraftModel], ...] = (Eagle3DraftModel, EagleDraftModel, MedusaDraftModel, MTPDraftModel)
+KINDS: tuple[type[DraftModel], ...] = (
+    Eagle3DraftModel,
+    DFlashDraftModel,
+    DSparkDraftModel,
+    EagleDraftModel,
+    MedusaDraftModel,
+    MTPDraftModel,
+)
 
 
 def kind_of(config: SpeculatorConfig) -> type[DraftModel]:
@@ -55,7 +64,7 @@ def find_format(checkpoint: Checkpoint) -> Format:
         )
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
-        f"MTP layers of Qwen and MiMo): its tensors are {sorted(names)[:4]}..."
+        f"MTP layers of Qwen and MiMo, DFlash, DSpark): its tensors are {sorted(names)[:4]}..."
     )
 
 

@@ -26,6 +26,8 @@ from ..sampling import best, draw_distinct
 # (batch, new, forest), to their log-probabilities, (batch, new, vocabulary). Parents are forest numbers, -1 follows
 # the text. No ancestors: the nodes continue a chain.
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# How probable it is that the next guess of each chain will be accepted, (batch,), as the last step saw it.
+Confidence = Callable[[], Tensor]
 
 
 @dataclass
@@ -56,16 +58,25 @@ class Forest:
         return self.step(tokens, parents, rows)
 
 
-def grow(root: Tensor, log_probs: Tensor, step: Step, config: SpeculationConfig, limit: int, sample: bool) -> Proposal:
+def grow(
+    root: Tensor,
+    log_probs: Tensor,
+    step: Step,
+    config: SpeculationConfig,
+    limit: int,
+    sample: bool,
+    confidence: Confidence | None = None,
+) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
     ``root`` (batch,) is the last token of the text, ``log_probs`` (batch, vocabulary) say what follows it; ``limit``
-    bounds the depth; ``sample`` draws the guesses where it would choose the best ones.
+    bounds the depth; ``sample`` draws the guesses where it would choose the best ones. ``confidence`` of a draft that
+    knows how far it can be trusted ends chains, instead of the probability of their guesses.
     """
     if limit == 0:
         return Proposal.nothing(root)
     if config.tree is None:
-        return _chain(root, log_probs, step, limit, sample, config.min_confidence)
+        return _chain(root, log_probs, step, limit, sample, config.min_confidence, confidence)
     if config.tree == "dynamic":
         return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
     if config.tree == "sampled":
@@ -73,21 +84,35 @@ def grow(root: Tensor, log_probs: Tensor, step: Step, config: SpeculationConfig,
     return _static(root, log_probs, step, [path[:limit] for path in config.tree], sample)
 
 
-def _chain(root: Tensor, log_probs: Tensor, step: Step, limit: int, sample: bool, min_confidence: float) -> Proposal:
+def _chain(
+    root: Tensor,
+    log_probs: Tensor,
+    step: Step,
+    limit: int,
+    sample: bool,
+    min_confidence: float,
+    confidence: Confidence | None = None,
+) -> Proposal:
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
     counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
     for depth in range(limit):
         if depth:
             log_probs = step(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None], None)[:, 0]
+        if min_confidence > 0 and confidence is not None:  # asked before the guess is in, of which it knows nothing
+            going = going & (confidence() >= min_confidence)
+            if not bool(going.any()):
+                break
         guess = draw_distinct(log_probs, 1)[:, 0] if sample else log_probs.argmax(-1)
         guesses.append(guess)
         by_depth.append(log_probs)
-        if min_confidence > 0:  # asked once the guess is in, so that leaving out the next one tells nothing about it
-            counts += going
+        counts += going
+        if min_confidence > 0 and confidence is None:  # once the guess is in, which tells nothing of the next one
             going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
             if not bool(going.any()):
                 break
+    if not guesses:
+        return Proposal.nothing(root)
     q = torch.stack(by_depth, dim=1).exp() if sample else None  # (batch, k, vocabulary)
     return Proposal.chain(root, torch.stack(guesses, dim=1), counts if min_confidence > 0 else None, q)
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts in files: of the speculators library, SafeAILab, SpecForge and ModelOpt.
+"""EAGLE-3 drafts in files: of the speculators library, SafeAILab, SpecForge, DeepSpec and ModelOpt.
 
 =============== ================================================  ==========================================
 format          how it is recognised                              what its files leave unsaid
@@ -6,6 +6,7 @@ format          how it is recognised                              what its files
 ``speculators`` ``speculators_model_type`` eagle3 or peagle       nothing; ``peagle`` holds an EAGLE-3 draft
 ``specforge``   ``LlamaForCausalLMEagle3`` and ``midlayer.*``     ``norm_output`` is the norm before the head
 ``eagle3``      other ``midlayer.*`` (SafeAILab's own)            the layers read, rope base, layer count
+``deepspec``    ``target_layer_ids``, otherwise as the next       nothing; ids are outputs of layers
 ``modelopt``    ``layers.0.hidden_norm`` in a flat config         no ``t2d``
 =============== ================================================  ==========================================
 
@@ -86,6 +87,18 @@ def _read_flat(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     return _flat(raw, needed(tensors))
 
 
+def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
+    return _is_modelopt(config, names) and "target_layer_ids" in config
+
+
+def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": raw["target_layer_ids"]}  # outputs of layers as well
+    config, tensors = _flat(raw, needed(tensors))
+    method = (config.speculators_config or {})["proposal_methods"][0]
+    method["speculative_tokens"] = raw.get("ttt_length", method["speculative_tokens"])
+    return config, tensors
+
+
 def _read_specforge(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     return _flat(raw, needed(tensors), norm_output_is_before_head=SERVED_FLAGS not in raw)
 
@@ -129,6 +142,7 @@ FORMATS = (
     Format("speculators", _is_ours, _read_speculators),
     Format("specforge", _is_specforge, _read_specforge),
     Format("eagle3", _is_safeailab, _read_flat, owner="SafeAILab"),
+    Format("deepspec", _is_deepspec, _read_deepspec, owner="DeepSpec"),
     Format("modelopt", _is_modelopt, _read_flat),
 )
 

@@ -1,0 +1,127 @@
+"""Block drafts in files: what the formats of all kinds of them have in common, and who serves them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from ..configuration import default_speculators_config, is_int
+from .blocks import BlockSpeculatorConfig
+from .files import Checkpoint, Files, Format, applying, complete_vocabulary, flat_layers, is_speculators, needed
+from .files import shared_with_target as left_to_target
+
+Read = tuple[BlockSpeculatorConfig, dict[str, Tensor]]
+
+
+def speculators_format(kind: type[BlockSpeculatorConfig]) -> Format:
+    """Describe the files of the speculators library that hold drafts of one kind."""
+
+    def recognises(config: dict[str, Any], names: Collection[str]) -> bool:
+        return config.get("speculators_model_type") == kind.speculators_model_type
+
+    def read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+        if not isinstance(raw.get("transformer_layer_config"), dict):
+            raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+        return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], needed(tensors))
+
+    return Format("speculators", recognises, read)
+
+
+def read_flat(
+    kind: type[BlockSpeculatorConfig], raw: dict[str, Any], tensors: dict[str, Tensor], **given: Any
+) -> Read:
+    """Read a flat config, whose own fields are those of the decoder layers; the caller has ``given`` the rest."""
+    tensors = needed(tensors)
+    layers = flat_layers(raw, tensors)
+    layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # the target may have had more
+    width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
+    speculators_config = default_speculators_config(kind.speculators_model_type)
+    speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")
+    given |= {
+        "transformer_layer_config": layers,
+        "target_hidden_size": None if width == layers.hidden_size else width,
+        "block_size": raw["block_size"],
+        "dtype": raw.get("dtype", raw.get("torch_dtype")),
+    }
+    config, tensors = completed(kind, given, layers.vocab_size, tensors)
+    speculators_config["proposal_methods"][0]["speculative_tokens"] = config.num_guesses
+    config.speculators_config = speculators_config
+    return config, tensors
+
+
+def outputs_of_layers(ids: Any) -> list[int]:
+    """Turn ``target_layer_ids``, which name layers whose output is read, into ids of ``hidden_states``; -1 embeds."""
+    if not isinstance(ids, list) or not ids or not all(is_int(i) and i >= -1 for i in ids):
+        raise ValueError(
+            f"target_layer_ids is {ids!r}; list the layers of the target whose outputs the draft reads, as the "
+            "draft's card or training recipe says: no rule gives them for all published drafts"
+        )
+    return [i + 1 for i in ids]
+
+
+def completed(
+    kind: type[BlockSpeculatorConfig], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
+) -> Read:
+    """Take what a config does not say from the ``tensors``, and build the config of ``kind``."""
+    raw["shared_with_target"] = left_to_target(tensors)
+    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
+    known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
+    return kind(**{name: value for name, value in raw.items() if name in known}), tensors
+
+
+def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> Files:
+    """Write the layers' config at the top level, with ``more`` beside it.
+
+    Errors: a ValueError for what the layout leaves ``unsaid``: pairs of whether this draft has it and what it is.
+    """
+    config: BlockSpeculatorConfig = draft.config
+    found = applying(
+        [
+            (config.draft_vocab_size != config.layers.vocab_size, "has a vocabulary of its own"),
+            (config.aux_hidden_state_layer_ids is None, "does not name the layers it reads"),
+            *unsaid,
+        ]
+    )
+    if found:
+        raise ValueError(f"this flat layout cannot express a draft that {', and '.join(found)}; use to='speculators'")
+    raw = config.layers.to_diff_dict() | {
+        "block_size": config.block_size,
+        "dtype": str(draft.dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+    }
+    return Files(draft.state_dict(), config=raw | more)
+
+
+def layer_outputs(config: BlockSpeculatorConfig) -> list[int]:
+    """Name the layers whose outputs the draft reads, as flat configs do; -1 is the embedding."""
+    return [i - 1 for i in config.aux_hidden_state_layer_ids or ()]
+
+
+# -- who serves them: vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter -----------------------------------------
+
+
+def engines(
+    config: BlockSpeculatorConfig, checkpoint: Checkpoint | None, unserved: list[str], layout: str
+) -> dict[str, list[str]]:
+    """List what is in each engine's way: what all leave ``unserved`` of this draft, and what these files do not say.
+
+    ``layout`` is the flat one that SGLang and llama.cpp read.
+    """
+    found = {engine: list(unserved) for engine in ("vLLM", "SGLang", "llama.cpp")}
+    window = "sliding_attention" in config.layer_kinds and getattr(config.layers, "sliding_window", None)
+    if window and not config.sliding_window_per_slot:
+        found["vLLM"].append("ends windows at each slot, where the draft was trained to end them at the root")
+    if checkpoint is None or not is_speculators(checkpoint.config):
+        return found
+    name = (config.speculators_config or {})["verifier"].get("name_or_path")
+    if not name or os.path.exists(name):
+        found["vLLM"].append("needs --speculative-config: verifier.name_or_path is no Hub id")
+    if config.aux_hidden_state_layer_ids is None:
+        found["vLLM"].append("needs aux_hidden_state_layer_ids in the config")
+    for engine in ("SGLang", "llama.cpp"):
+        found[engine].append(f"does not read this config; convert to {layout}")
+    return found

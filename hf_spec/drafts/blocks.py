@@ -1,0 +1,366 @@
+"""Drafts that guess a whole block in one forward (DFlash, arXiv 2602.06036): what all kinds of them share.
+
+The text is *context*: of every position before the root the draft keeps, in each of its layers, a key and a value made
+from the target's features alone. The root and mask tokens behind it form a *block* of slots, which see the context and
+each other::
+
+    context   g0  g1  g2  g3 │ x4  [mask]  [mask]  [mask]        root x4 at position 4; its feature is not known yet
+    position   0   1   2   3 │  4     5       6       7
+    guesses                  │ x5    x6      x7      x8          ``sample_from_anchor``: each guesses what follows
+                             │       x5      x6      x7          otherwise its own token, and the root's slot nothing
+
+Context grows with the text and is never computed anew: a feature passes one projection and two more per layer. The
+keys of a block know its masks, and are forgotten with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.configuration_utils import SubConfigSpec
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.auto import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from ..configuration import default_speculators_config, is_int
+from ..proposal import Proposal
+from ..scoring.cache import SlotCache
+from .base import Drafter, News, Request
+from .features import FeatureSpeculatorConfig
+from .modeling import LAYERS, NORMS, DraftModel, DraftOutput
+from .trees import grow
+
+BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot")
+
+
+class BlockSpeculatorConfig(FeatureSpeculatorConfig):
+    """Describe a draft that guesses a block at a time, with the flags of the speculators library, all of them saved.
+
+    Args:
+        aux_hidden_state_layer_ids: which ``hidden_states[i]`` of the target are read, in the order of the columns of
+            ``fc``; the number of layers means the last one *before* the final norm. ``None``: ``[2, n // 2, n - 3]``.
+        block_size: slots of a block: the root and ``block_size - 1`` mask tokens.
+        mask_token_id: the token that stands for what is to be guessed, one that never occurs in text.
+        sample_from_anchor: every slot guesses the token behind its own, ``block_size`` in all. ``False``: slots guess
+            their own token, and the root's none.
+        sliding_window_non_causal: slots of a block see each other in sliding layers as they do in full ones, and not
+            only earlier ones. Without a ``sliding_window`` sliding layers see all of the context.
+        sliding_window_per_slot: a window ends at the slot that looks through it. ``False``: all slots of a block see
+            the ``sliding_window`` positions before the root, as the speculators library trains. Only hf_spec knows
+            this one.
+    """
+
+    method: ClassVar[str] = "a block draft"
+    layer_ids_field: ClassVar[str] = "aux_hidden_state_layer_ids"
+    flags: ClassVar[tuple[str, ...]] = BLOCK_FLAGS
+    layer_model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
+        "transformer_layer_config": SubConfigSpec(AutoConfig, "qwen3", {"num_hidden_layers": 5})
+    }
+
+    aux_hidden_state_layer_ids: list[int] | None = None
+    block_size: int = 8
+    mask_token_id: int | None = None
+    sample_from_anchor: bool = False
+    sliding_window_non_causal: bool = False
+    sliding_window_per_slot: bool = False
+
+    @property
+    def num_guesses(self) -> int:
+        """Count the tokens that a block guesses."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        return min(self.num_guesses, super().num_speculative_tokens)
+
+    def describe(self) -> dict[str, str]:
+        window = getattr(self.layers, "sliding_window", None) if "sliding_attention" in self.layer_kinds else None
+        more = {"blocks": f"{self.num_guesses} guesses per block, mask token {self.mask_token_id}"}
+        return super().describe() | more | ({} if window is None else {"window": str(window)})
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Name the kind of each layer."""
+        kinds: list[str] | None = getattr(self.layers, "layer_types", None)
+        return kinds or ["full_attention"] * self.layers.num_hidden_layers
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
+        text = target.get_text_config()
+        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+        shape: dict[str, Any] = {"model_type": "qwen3", "num_hidden_layers": 5}
+        if not getattr(text, "head_dim", None):
+            shape["head_dim"] = text.hidden_size // heads
+        shape |= layers or {}
+        if shape.get("hidden_size", text.hidden_size) == text.hidden_size:  # train between the target's own ends
+            whole = flags.get("draft_vocab_size") in (None, text.vocab_size)
+            flags.setdefault("shared_with_target", ["embed_tokens"] + ["lm_head"] * whole)
+        config = super().for_target(target, shape, **flags)
+        if "speculators_config" not in flags:
+            config._default_method()["speculative_tokens"] = config.num_guesses
+        return config
+
+    def _fill_in(self) -> None:
+        super()._fill_in()
+        if self.speculators_config == default_speculators_config(self.speculators_model_type) and self.num_guesses:
+            self._default_method()["speculative_tokens"] = self.num_guesses
+
+    def validate(self) -> None:
+        if not (is_int(self.block_size) and self.block_size >= 1):
+            raise ValueError(f"block_size is {self.block_size!r}; set a whole number of slots, the root's included")
+        super().validate()
+        if self.num_guesses < 1:
+            raise ValueError(
+                "block_size is 1, and the slot of the root guesses nothing; set at least 2, or sample_from_anchor=True"
+            )
+        mask, total = self.mask_token_id, self.layers.vocab_size
+        if not (is_int(mask) and 0 <= mask < total):
+            raise ValueError(
+                f"mask_token_id is {mask!r}; name a token of the target, 0..{total - 1}, that never occurs in text, "
+                "such as a reserved or a padding token (a published draft's config or card says which)"
+            )
+
+    def _check_window(self, kinds: list[str]) -> None:
+        """Let sliding layers do without a window: they are causal within the block, and see all of the context."""
+        window = getattr(self.layers, "sliding_window", None)
+        if "sliding_attention" in kinds and window is not None and not (is_int(window) and window >= 1):
+            raise ValueError(f"transformer_layer_config.sliding_window is {window!r}; set at least 1, or None")
+
+
+class BlockDraftModel(DraftModel):
+    """Guess with a block draft; ``forward`` says what the slots guess, each for itself."""
+
+    config: BlockSpeculatorConfig
+    _supports_flash_attn = _supports_flex_attn = False  # a block of few slots, and a mask of its own each time
+
+    def __init__(self, config: BlockSpeculatorConfig) -> None:
+        super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
+        layers: Any = config.layers
+        kind, norm = layers.model_type, NORMS[layers.model_type]
+        self.layers = nn.ModuleList(LAYERS[kind](layers, i) for i in range(layers.num_hidden_layers))
+        self.fc = nn.Linear(config.num_features * config.feature_size, layers.hidden_size, bias=False)
+        self.hidden_norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
+        self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        num_guesses: int | None = None,
+    ) -> DraftOutput:
+        """Guess a block behind each of the roots ``input_ids`` (batch, blocks).
+
+        ``features`` (batch, length, features x target width) are context that ``past_key_values`` does not hold yet,
+        up to the position before the root; ``hidden_states`` is the same after ``fuse``. ``attention_mask`` (batch,
+        context) is 0 where context is padding, or a dict of masks by kind of layer; ``position_ids`` (batch, blocks)
+        those of the roots. Blocks have ``config.num_guesses`` guesses, or fewer on request.
+
+        Returns logits (batch, blocks x guesses, draft vocabulary), the states behind them, (batch, blocks x slots,
+        hidden), and the cache with the context. Several blocks need masks that hide them from each other.
+        """
+        cache = self.new_cache(len(input_ids), input_ids.device) if past_key_values is None else past_key_values
+        if features is not None:
+            hidden_states = self.fuse(features)
+        if hidden_states is not None:
+            self.remember(hidden_states, cache, attention_mask)
+            cast(SlotCache, cache).commit(input_ids[:, :0], [hidden_states.shape[1]] * len(input_ids), in_place=True)
+        guesses = min(num_guesses or self.config.num_guesses, self.config.num_guesses)
+        unused = int(not self.config.sample_from_anchor)
+        slots = torch.arange(guesses + unused, device=input_ids.device)
+        if position_ids is None:
+            position_ids = self._next_positions(cast(SlotCache, cache), attention_mask)
+        if not isinstance(attention_mask, dict):
+            attention_mask = self._block_masks(cast(SlotCache, cache), len(slots), attention_mask)
+        tokens = input_ids[:, :, None].repeat(1, 1, len(slots))  # (batch, blocks, slots)
+        tokens[:, :, 1:] = cast(int, self.config.mask_token_id)
+        positions = (position_ids[:, :, None] + slots).flatten(1)  # (batch, blocks x slots)
+        hidden = self.decode(self.embed(tokens.flatten(1)), (), positions, attention_mask, cache)
+        hidden = self.norm(hidden)
+        guessing = hidden.unflatten(1, (-1, len(slots)))[:, :, unused:].flatten(1, 2)
+        return DraftOutput(self.logits(guessing), hidden, cache)
+
+    # -- context ------------------------------------------------------------------------------------------------------
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Shrink the target's ``features`` (batch, length, features x width) to what all layers read of them."""
+        return cast(Tensor, self.hidden_norm(self.fc(features)))
+
+    def remember(self, context: Tensor, cache: Any, attention_mask: Tensor | None = None) -> None:
+        """Write the keys and values of fused features ``context`` (batch, length, hidden) behind what ``cache`` holds.
+
+        The caller commits as many as each row has. ``attention_mask``: see ``forward``.
+        """
+        rotary = self.rotary_emb(context, self._next_positions(cache, attention_mask, context.shape[1]))
+        self.write_context(context, rotary, cache)
+
+    def write_context(self, context: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> None:
+        """Write keys and values of ``context`` (batch, length, hidden), turned by ``rotary``, into every layer."""
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            shape = (*context.shape[:2], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+            values = attention.v_proj(context).view(shape).transpose(1, 2)
+            _, keys = apply_rotary_pos_emb(keys[:, :0], keys, *rotary)
+            cache.update(keys, values, attention.layer_idx)
+
+    def new_cache(self, batch: int, device: torch.device) -> SlotCache:
+        """Make an empty cache for the context of ``batch`` rows."""
+        window = getattr(self.layer_config, "sliding_window", None)
+        if window is not None and not self.config.sliding_window_per_slot:
+            window += 1  # so many positions before the root, instead of the root and one less
+        empty = DynamicCache()
+        empty.layers = [
+            DynamicSlidingWindowLayer(window) if window and kind == "sliding_attention" else DynamicLayer()
+            for kind in self.config.layer_kinds
+        ]
+        return SlotCache.adopt(empty, batch, device)
+
+    def _next_positions(self, cache: SlotCache, attention_mask: Tensor | None, count: int = 1) -> Tensor:
+        """Count on from the context of each row, (batch, count), where padding has no position."""
+        before = cache.rows.lengths[:, None]
+        positions = before + torch.arange(count, device=before.device)
+        if isinstance(attention_mask, Tensor):
+            positions = positions - (attention_mask == 0).sum(1, keepdim=True)
+        return positions.clamp(min=0)
+
+    # -- who sees whom ------------------------------------------------------------------------------------------------
+
+    def _block_masks(self, cache: SlotCache, slots: int, padding: Tensor | None) -> dict[str, Any]:
+        """Return the masks of one block per row behind the context, by kind of layer."""
+        config = self.layer_config
+        masks: dict[str, Any] = {}
+        for layer, kind in enumerate(self.config.layer_kinds):
+            if kind in masks:
+                continue
+            length, first = cache.get_mask_sizes(slots, layer)
+            seen = self._seen(
+                cache.rows.lengths, slots, first + torch.arange(length, device=cache.rows.lengths.device), kind
+            )
+            if padding is not None:
+                known = padding.to(seen.device, torch.bool)[:, first:]
+                seen[:, :, : known.shape[1]] &= known[:, None]
+            masks[kind] = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+                batch_size=len(seen),
+                q_length=slots,
+                kv_length=length,
+                mask_function=lambda batch, head, query, key, seen=seen: seen[batch, query, key],
+                attention_mask=None,
+                allow_is_causal_skip=False,
+                dtype=self.dtype,
+                device=seen.device,
+                config=config,
+            )
+        return masks
+
+    def _seen(self, lengths: Tensor, slots: int, column: Tensor, kind: str) -> Tensor:
+        """Tell which columns of context and block each slot sees: (batch, slots, columns) bool."""
+        slot = torch.arange(slots, device=column.device)[None, :, None]
+        place = column - lengths[:, None, None]  # (batch, 1, columns), from 0 on in the block
+        seen = (place < slots).expand(-1, slots, -1)
+        if kind == "full_attention":
+            return seen.clone()
+        config = self.config
+        window: int | None = getattr(self.layer_config, "sliding_window", None)
+        if not config.sliding_window_non_causal:
+            seen = seen & (place <= slot)
+        if window is None:
+            return seen
+        if not config.sliding_window_per_slot:
+            return seen & (place >= -window)
+        return seen & ((place - slot).abs() < window)
+
+    # -- drafting -----------------------------------------------------------------------------------------------------
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        return self.config.feature_layers(target.config.get_text_config().num_hidden_layers)
+
+    def drafter(self, request: Request) -> Drafter:
+        self.bind(request.target)
+        return BlockDrafter(self, request)
+
+
+class BlockDrafter(Drafter):
+    """Keep the context of one call, and let every block say what follows it."""
+
+    def __init__(self, draft: BlockDraftModel, request: Request) -> None:
+        self._draft = draft
+        self._request = request
+        self._device = draft.device
+        self._cache = draft.new_cache(len(request.input_ids), self._device)
+        self._padding: Tensor | None = None  # (batch, prompt), 0 where it is padded
+        self._log_probs: Tensor  # (batch, guesses, vocabulary)
+        self._read_prompt()
+
+    def _read_prompt(self) -> None:
+        """Remember the prompt but for its last position, which comes with the first news."""
+        features, mask = self._request.features, self._request.attention_mask
+        assert features is not None  # every draft of this kind names its feature layers
+        # The target may have read more than these tokens (embeddings) or less (a cache handed in).
+        length = max(0, min(mask.shape[1], features.shape[1]) - 1)
+        if length:
+            mask = mask[:, -length - 1 : -1].to(self._device)
+            self._padding = None if bool(mask.all()) else mask
+            self._remember(features[:, -length - 1 : -1], [length] * len(mask))
+
+    def _remember(self, features: Tensor, counts: list[int]) -> None:
+        """Make ``counts[b]`` of the ``features`` (batch, m, widths) context."""
+        context = self._draft.fuse(features.to(self._device, self._draft.dtype))
+        self._draft.remember(context, self._cache, self._padding)
+        self._cache.commit(self._cache.rows.lengths[:, None], counts, in_place=True)
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Remember what became text before the root, read one block, and grow a proposal from it."""
+        assert news.features is not None
+        self._remember(news.features, news.counts.tolist())
+        limit = min(limit, self._draft.config.num_guesses)
+        if limit == 0:
+            return Proposal.nothing(news.root)
+        root = news.root.to(self._device)
+        output: DraftOutput = self._draft(
+            root[:, None], attention_mask=self._padding, past_key_values=self._cache, num_guesses=limit
+        )
+        log_probs = self._open(root, output)
+        config, sample = self._request.config, self._request.sample
+        return grow(root, log_probs, self._step, config, limit, sample, self._confidence).to(news.tokens.device)
+
+    @property
+    def _confidence(self) -> Callable[[], Tensor] | None:
+        """Return what says how probable it is that the next guess will be accepted, where the draft can tell."""
+        return None
+
+    def _open(self, root: Tensor, output: DraftOutput) -> Tensor:
+        """Take in what the block says, and return the log-probabilities (batch, vocabulary) behind the root."""
+        assert output.logits is not None
+        self._log_probs = self._over_target(output.logits)
+        return self._log_probs[:, 0]
+
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        """Look up what the slots say: the same behind all guesses of a depth."""
+        return at_depth(self._log_probs, parents, ancestors)
+
+    def _over_target(self, logits: Tensor) -> Tensor:
+        """Turn logits over the draft vocabulary into the log-probabilities of guesses over the target's."""
+        logits = self._draft.over_target(logits)
+        return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        rows = rows.to(self._device)
+        self._cache.keep_rows(rows)
+        self._padding = None if self._padding is None else self._padding.index_select(0, rows)
+
+
+def at_depth(by_depth: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    """Pick from ``by_depth`` (batch, depths, ...) what stands at the depth of each new node of a ``Step``."""
+    depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
+    return by_depth[torch.arange(len(depth), device=depth.device)[:, None], depth]

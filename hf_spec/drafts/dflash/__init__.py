@@ -1,0 +1,1 @@
+"""DFlash drafts: config, model, files, engines."""

@@ -1,0 +1,14 @@
+"""The config of a DFlash draft."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..blocks import BlockSpeculatorConfig
+
+
+class DFlashSpeculatorConfig(BlockSpeculatorConfig):
+    """Describe a DFlash draft (arXiv 2602.06036): a block draft whose slots guess each for itself."""
+
+    method: ClassVar[str] = "DFlash"
+    speculators_model_type: str = "dflash"

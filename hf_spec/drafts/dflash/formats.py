@@ -1,0 +1,56 @@
+"""DFlash drafts in files: of the speculators library and of z-lab.
+
+=============== ================================== ==================================================================
+format          how it is recognised               what its files leave unsaid
+=============== ================================== ==================================================================
+``speculators`` ``speculators_model_type`` dflash  nothing
+``dflash``      ``dflash_config`` in a flat config  embeddings and head are the target's; the root's slot guesses
+                                                   nothing; windows of sliding layers end at each slot, both ways
+=============== ================================== ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from ..block_files import Read, layer_outputs, outputs_of_layers, read_flat, speculators_format, write_flat
+from ..files import Files, Format, is_speculators
+from .configuration import DFlashSpeculatorConfig
+
+
+def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
+    heads = any(name.startswith("markov_head.") for name in names)  # of a DSpark draft
+    return isinstance(config.get("dflash_config"), dict) and not heads and not is_speculators(config)
+
+
+def _read_zlab(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    given = raw["dflash_config"]
+    return read_flat(
+        DFlashSpeculatorConfig,
+        raw,
+        tensors,
+        aux_hidden_state_layer_ids=outputs_of_layers(given.get("target_layer_ids")),
+        mask_token_id=given.get("mask_token_id"),
+        sliding_window_non_causal=True,
+        sliding_window_per_slot=True,
+    )
+
+
+def write_zlab(draft: Any) -> Files:
+    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp, which lend the target's embeddings and head."""
+    config: DFlashSpeculatorConfig = draft.config
+    slides = "sliding_attention" in config.layer_kinds
+    unsaid = [
+        (config.sample_from_anchor, "guesses from the root's slot"),
+        (slides and not config.sliding_window_non_causal, "has causal blocks"),
+        (slides and not config.sliding_window_per_slot, "ends its windows at the root"),
+        (set(config.shared_with_target or ()) != {"embed_tokens", "lm_head"}, "has embeddings or a head of its own"),
+    ]
+    ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
+    return write_flat(draft, unsaid, architectures=["DFlashDraftModel"], dflash_config=ids)
+
+
+FORMATS = (speculators_format(DFlashSpeculatorConfig), Format("dflash", _is_zlab, _read_zlab, owner="z-lab"))

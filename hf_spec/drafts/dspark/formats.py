@@ -1,0 +1,58 @@
+"""DSpark drafts in files: of the speculators library and of DeepSpec, whose DFlash drafts are DSpark without heads.
+
+=============== ========================================== ===========================================================
+format          how it is recognised                       what its files leave unsaid
+=============== ========================================== ===========================================================
+``speculators`` ``speculators_model_type`` dspark          nothing
+``deepspec``    ``block_size`` and ``target_layer_ids`` or  ids are outputs of layers; every slot guesses; keys of
+                ``markov_head.*`` in a flat config         heads that are off
+=============== ========================================== ===========================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from ..block_files import Read, layer_outputs, outputs_of_layers, read_flat, speculators_format, write_flat
+from ..files import Files, Format, is_speculators
+from .configuration import DSparkSpeculatorConfig
+
+HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
+    heads = "target_layer_ids" in config or any(name.startswith("markov_head.") for name in names)
+    return "block_size" in config and "hidden_norm.weight" in names and heads and not is_speculators(config)
+
+
+def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    raw = (raw.get("dflash_config") or {}) | raw  # of files that were repackaged for engines
+    off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    return read_flat(
+        DSparkSpeculatorConfig,
+        raw,
+        tensors,
+        aux_hidden_state_layer_ids=outputs_of_layers(raw.get("target_layer_ids")),
+        mask_token_id=raw.get("mask_token_id"),
+        sample_from_anchor=True,
+        **off | {name: raw[name] for name in HEADS if name in raw},
+    )
+
+
+def write_deepspec(draft: Any) -> Files:
+    """Write the layout of DeepSpec, for SGLang, vLLM and llama.cpp."""
+    config: DSparkSpeculatorConfig = draft.config
+    unsaid = [
+        (not config.sample_from_anchor, "does not guess from the root's slot"),
+        ("sliding_attention" in config.layer_kinds, "has sliding layers"),
+        (bool(config.shared_with_target), "has no embeddings or no head of its own"),
+    ]
+    heads = {name: getattr(config, name) for name in HEADS}
+    ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
+    return write_flat(draft, unsaid, architectures=["Qwen3DSparkModel"], **ids, **heads)
+
+
+FORMATS = (speculators_format(DSparkSpeculatorConfig), Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec"))

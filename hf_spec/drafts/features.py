@@ -1,0 +1,106 @@
+"""What the configs of drafts share that read several hidden states of their target: EAGLE-3, DFlash and their kin."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from ..configuration import SpeculatorConfig, is_int
+
+# How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
+STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
+
+
+class FeatureSpeculatorConfig(SpeculatorConfig):
+    """Describe a draft that reads several hidden states of its target and may guess fewer tokens than it has.
+
+    Which ones says the field that ``layer_ids_field`` names, or its default ``[2, n // 2, n - 3]`` if that is None:
+    id i is ``hidden_states[i]``, the residual stream after i layers; the number of layers means the last one *before*
+    the final norm.
+
+    Args:
+        draft_vocab_size: tokens the draft can guess; ``None`` for the whole vocabulary of the target.
+        target_hidden_size: width of the target's features; ``None`` if it is the draft's.
+    """
+
+    method: ClassVar[str] = ""  # the name of the kind for people
+    layer_ids_field: ClassVar[str] = ""
+    flags: ClassVar[tuple[str, ...]] = ()  # fields that are True or False
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+
+    @property
+    def layer_ids(self) -> list[int] | None:
+        """Return the ids as the file lists them; ``None`` for the default."""
+        ids: list[int] | None = getattr(self, self.layer_ids_field)
+        return ids
+
+    @property
+    def num_features(self) -> int:
+        """Count the hidden states of the target that the draft reads."""
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
+    @property
+    def feature_size(self) -> int:
+        """Return the width of one feature: the target's hidden size."""
+        return int(self.target_hidden_size or self.layers.hidden_size)
+
+    def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """Return the ids that are read of a target with so many layers."""
+        if self.layer_ids is None:
+            return (2, num_target_layers // 2, num_target_layers - 3)
+        return tuple(self.layer_ids)
+
+    def describe(self) -> dict[str, str]:
+        reads = f"hidden_states{self.layer_ids}" if self.layer_ids else "hidden_states[2, n // 2, n - 3] of n layers"
+        return super().describe() | {
+            "reads": f"{reads} of width {self.feature_size}",
+            "guesses": f"{self.draft_vocab_size} of {self.layers.vocab_size} tokens",
+            "flags": ", ".join(f"{name}={getattr(self, name)}" for name in self.flags),
+        }
+
+    def check_target(self, target: PreTrainedConfig) -> None:
+        super().check_target(target)
+        text = target.get_text_config()
+        if streams := next((name for name in STREAMS if getattr(text, name, 1) > 1), None):
+            raise ValueError(
+                f"a {text.model_type} target has several residual streams ({streams}={getattr(text, streams)}), and "
+                f"{self.method} reads one: use EAGLE-1, Medusa or MTP, which read what comes out of the final norm"
+            )
+        if self.feature_size != text.hidden_size:
+            raise ValueError(
+                f"target_hidden_size is {self.target_hidden_size} and the draft's hidden_size "
+                f"{self.layers.hidden_size}, but the target's is {text.hidden_size}: the draft was made for another "
+                f"target; use that one, or set target_hidden_size={text.hidden_size} and train"
+            )
+        ids, count = self.feature_layers(text.num_hidden_layers), text.num_hidden_layers
+        if not all(0 <= i <= count for i in ids) or len(set(ids)) < len(ids):
+            raise ValueError(
+                f"{self.layer_ids_field} {list(ids)} do not fit a target of {count} layers; "
+                f"name distinct ones of 0..{count}"
+            )
+
+    def _fill_in(self) -> None:
+        super()._fill_in()
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.layers.vocab_size
+
+    def validate(self) -> None:
+        super().validate()
+        for name in self.flags:
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} is {value!r}; set True or False")
+        for name in ("draft_vocab_size", "target_hidden_size"):
+            size: Any = getattr(self, name)
+            if size is not None and not (is_int(size) and size >= 1):
+                raise TypeError(f"{name} is {size!r}; set a whole number of at least 1 or None")
+        if self.draft_vocab_size is not None and self.draft_vocab_size > self.layers.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, larger than the target's vocabulary of "
+                f"{self.layers.vocab_size} (transformer_layer_config.vocab_size); set at most that"
+            )
+        ids = self.layer_ids
+        if ids is not None and not (isinstance(ids, list) and ids and all(is_int(i) and i >= 0 for i in ids)):
+            raise ValueError(f"{self.layer_ids_field} is {ids!r}; list whole numbers i >= 0, one per hidden_states[i]")

@@ -1,0 +1,99 @@
+"""Greedy text with a block draft equals plain `generate`: every shape of proposal, ragged batches, architectures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from test_exactness import BATCHES, Way, plain, prompts, speculative
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hf_spec import SpeculationConfig
+from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
+from hf_spec.drafts.dflash.modeling import DFlashDraftModel
+from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
+from hf_spec.drafts.dspark.modeling import DSparkDraftModel
+
+NAMES = """llama qwen3 qwen2:swa gemma2 gemma3_text gpt2 phi3 qwen3_moe cohere2 falcon starcoder2
+    qwen3_next mamba""".split()
+SHAPES = {
+    "chain": SpeculationConfig(num_speculative_tokens=4),
+    "static": SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "dynamic": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8),
+    "sampled": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=7),
+}
+LAYERS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 32,
+}
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
+FLAGS = {"mask_token_id": 0, "aux_hidden_state_layer_ids": [3, 1]}
+MARKOV = {"markov_rank": 8, "markov_head_type": "rnn", "sample_from_anchor": True}
+
+
+def drafts_for(model: PreTrainedModel) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = model.config
+    kinds = {
+        "dflash": DFlashDraftModel(DFlashSpeculatorConfig.for_target(config, LAYERS | WINDOW, block_size=5, **FLAGS)),
+        "dspark": DSparkDraftModel(DSparkSpeculatorConfig.for_target(config, LAYERS, block_size=4, **FLAGS | MARKOV)),
+    }
+    return kinds
+
+
+def teacher_forced(draft: Any, root: Tensor, following: Tensor, features: Tensor, mask: Tensor) -> Tensor:
+    """Return the logits of one block per row, (batch, guesses, draft vocabulary), behind the true tokens."""
+    out = draft(root, features=features, attention_mask=mask)
+    if not isinstance(draft, DSparkDraftModel):
+        return out.logits
+    hidden = out.hidden_states[:, -out.logits.shape[1] :]
+    state, logits = None, []
+    for slot, before in enumerate(torch.cat([root, following], dim=1)[:, : hidden.shape[1]].unbind(1)):
+        reading, _ = draft.read(before, hidden[:, slot], state)
+        state = None if reading is None else reading.state
+        logits.append(draft.correct(out.logits[:, slot], reading))
+    return torch.stack(logits, dim=1)
+
+
+def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps: int = 60) -> Any:
+    """Teach ``draft`` by heart some of the ``text`` of ``model``, (batch, length): it will be right now and then."""
+    draft.bind(model)
+    with torch.no_grad():
+        states = model(text, attention_mask=mask, output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in draft.feature_layers(model)], dim=-1)
+    optimizer = torch.optim.Adam(draft.parameters(), lr=0.01)
+    guesses = draft.config.num_guesses
+    for step in range(steps):
+        root = text.shape[1] - 2 - guesses - 5 * step % 16
+        following = text[:, root + 1 : root + 1 + guesses]
+        logits = teacher_forced(draft, text[:, root : root + 1], following, features[:, :root], mask[:, :root])
+        loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.eval()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_text_as_plain_generate(name: str) -> None:
+    model = build(name)
+    texts = {batch: plain(model, batch) for batch in BATCHES}
+    mask = functional.pad(prompts(8, BATCHES[8])["attention_mask"], (0, texts[8].shape[1] - 13), value=1)
+    for kind, draft in drafts_for(model).items():
+        fitted(draft, model, texts[8], mask)
+        for shape, config in SHAPES.items():
+            accepted = proposed = 0
+            for batch, text in texts.items():
+                out = speculative(model, batch, Way(shape, draft, config))
+                assert torch.equal(out.sequences, text), f"{kind}, {shape}, batch {batch}"
+                accepted += out.speculation.counts.accepted
+                proposed += out.speculation.counts.proposed
+            assert 0 < accepted < proposed, f"{kind}, {shape}: {accepted} of {proposed} guesses accepted"
