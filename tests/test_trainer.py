@@ -23,7 +23,7 @@ from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
-from hf_spec.training.teacher import Reader
+from hf_spec.training.teacher import Reader, separates_documents
 
 STEPS = 3
 
@@ -449,7 +449,7 @@ def test_packed_documents_are_read_apart(kind: str) -> None:
             alone, last = reader.read(ids[row : row + 1, start:end])
             for found, expected in zip((*layers, packed), (*alone, last), strict=True):
                 torch.testing.assert_close(found[row : row + 1, start:end], expected, atol=1e-2, rtol=1e-2)
-    assert reader._separates_documents() == (kind in APART)
+    assert separates_documents(model) == (kind in APART)
 
 
 def test_a_language_model_learns_from_packed_documents_as_from_single_ones(tmp_path: Path) -> None:

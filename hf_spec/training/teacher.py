@@ -42,7 +42,7 @@ class Reader:
         if document_ids is None or not bool((document_ids != document_ids[:, :1]).any()):
             return self._read(input_ids)
         position_ids = positions(input_ids, document_ids)
-        if keeps_documents_apart(self.model):
+        if separates_documents(self.model):
             return self._read(input_ids, position_ids)
         return self._read_in_rows(input_ids, (position_ids == 0).flatten().nonzero()[:, 0])
 
@@ -105,7 +105,7 @@ class Reader:
 
 
 @tried_once
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
+def separates_documents(model: PreTrainedModel) -> bool:
     """Tell whether ``model`` reads documents apart if their positions begin anew.
 
     Many models of transformers take positions but do not see in them where a document begins.
