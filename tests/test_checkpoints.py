@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -591,3 +592,11 @@ def test_a_draft_that_borrows_is_written_whole_for_readers_that_lend_nothing(tmp
     assert torch.equal(logits(whole, case), logits(AutoDraftModel.from_pretrained(source, target=target), case))
     with pytest.raises(ValueError, match="whole=True needs target="):
         convert(tmp_path / "borrows", tmp_path / "no", whole=True)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_no_conversion_is_advised_that_is_then_refused(case: str, tmp_path: Path) -> None:
+    found = inspect(GOLDENS / case / "checkpoint").engines.values()
+    advised = {match for lines in found for line in lines for match in re.findall(r"convert to (\w+)", line)}
+    for layout in advised:
+        convert(GOLDENS / case / "checkpoint", tmp_path / layout, to=layout)

@@ -326,7 +326,17 @@ def test_inspect_tells_the_layer_and_its_flags() -> None:
     report = str(inspect(GOLDENS / QWEN / "checkpoint"))
     assert "mtp, 1 qwen3_next layer(s) of width 32" in report
     assert "features_after_norm=True" in report
-    assert "convert to native" in str(inspect(GOLDENS / SPECULATORS / "checkpoint"))
+    theirs = str(inspect(GOLDENS / SPECULATORS / "checkpoint"))  # a layer of qwen3, whose targets keep none
+    assert "reads such a layer only as a part of its target" in theirs
+    assert "convert to native" not in theirs
+
+
+def test_a_layer_that_can_be_written_into_its_target_is_told_so(tmp_path: Path) -> None:
+    AutoDraftModel.from_pretrained(GOLDENS / QWEN / "checkpoint").save_pretrained(tmp_path / "alone")
+    assert "only as a part of its target; convert to native" in str(inspect(tmp_path / "alone"))
+    convert(tmp_path / "alone", tmp_path / "layer", to="native")
+    draft = AutoDraftModel.from_pretrained(tmp_path / "alone")
+    assert "--to native" in draft.use_in_vllm(draft.config, "org/target", "me/draft")
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

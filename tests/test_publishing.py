@@ -82,7 +82,7 @@ def test_a_draft_for_a_target_with_an_adapter_learns_what_that_says(tmp_path: Pa
 EXPECTED = {
     eagle3: '"method": "eagle3", "model": "me/draft", "num_speculative_tokens": 5',
     vanilla: '"method": "draft_model", "model": "me/draft", "num_speculative_tokens": 5',
-    mtp: "`hf-spec convert me/draft layer --to native`",
+    mtp: "vLLM serves MTP layers only within the checkpoints of targets that have some.",
     medusa: "vLLM does not serve drafts of this kind (medusa)",
     eagle1: "vLLM does not serve drafts of this kind (eagle)",
 }

@@ -68,6 +68,7 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
     kind, expected = config.layers.model_type, config.layers.to_dict().get("num_aux_hidden_states", 3)
     only_outputs = "eagle_config" in raw and "eagle_aux_hidden_state_layer_ids" not in raw
+    both = "speculators" if beyond_flat(config) else "sglang, which names both"
     return [
         (ids != sorted(ids), f"sorts the layer ids {ids} and so permutes the features; convert to speculators"),
         (
@@ -76,7 +77,7 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
         ),
         (nested and "norm_before_residual" not in raw, "takes the missing norm_before_residual for True"),
         (nested and raw.get("speculators_model_type") == "peagle", "drafts in parallel, unlike hf_spec"),
-        (bool(ids) and only_outputs, "reads the layer ids of eagle_config one too low; convert to sglang names both"),
+        (bool(ids) and only_outputs, f"reads the layer ids of eagle_config one too low; convert to {both}"),
         (
             _misread_norm_output(checkpoint, layout),
             "feeds back the normed output, unlike SpecForge in training; convert it",
@@ -105,12 +106,10 @@ def _lends_part_of_head(config: Eagle3SpeculatorConfig) -> bool:
 def _sglang(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -> Obstacles:
     raw, ids, nested = checkpoint.config, config.eagle_aux_hidden_state_layer_ids, layout == "speculators"
     outputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    cure = "" if beyond_flat(config) else "; convert to sglang"
     return [
-        (nested, "does not read this config; convert to sglang"),
-        (
-            not nested and not outputs and not _default_ids(ids),
-            "reads layer ids from eagle_config only; convert to sglang",
-        ),
+        (nested, f"does not read this config{cure}"),
+        (not nested and not outputs and not _default_ids(ids), f"reads layer ids from eagle_config only{cure}"),
         (
             _misread_norm_output(checkpoint, layout),
             "feeds back the normed output, unlike SpecForge in training; convert it",

@@ -92,29 +92,42 @@ def write_native(draft: Any) -> Files:
     """
     config: MTPSpeculatorConfig = draft.config
     tensors: dict[str, Tensor] = draft.state_dict()
-    kind = config.layers.model_type
-    family = "qwen" if kind.startswith(("qwen3_next", "qwen3_5")) else "mimo" if kind == "qwen2" else None
-    if family is None:
-        raise ValueError(
-            f"the layer is one of {kind}; only those of Qwen3-Next, Qwen3.5 and MiMo are written as in their targets"
-        )
-    for name, expected in NATIVE_FLAGS[family].items():
-        if getattr(config, name) != expected:
-            raise ValueError(f"{name} is {getattr(config, name)}, but the engines run such a layer as if {expected}")
-    names = {ours: native for native, ours in NATIVE_NAMES[family].items()}
-    if kind == "qwen3_next":
+    if (reason := why_not_native(config)) is not None:
+        raise ValueError(reason)
+    names = {ours: native for native, ours in NATIVE_NAMES[_family(config)].items()}
+    if config.layers.model_type == "qwen3_next":
         tensors = _unstack_experts(tensors)
     return Files({_renamed(name, names): tensor for name, tensor in tensors.items()}, "mtp.safetensors")
 
 
+def _family(config: MTPSpeculatorConfig) -> str:
+    """Name the targets that keep such a layer, empty if there are none."""
+    kind = config.layers.model_type
+    return "qwen" if kind.startswith(("qwen3_next", "qwen3_5")) else "mimo" if kind == "qwen2" else ""
+
+
+def why_not_native(config: MTPSpeculatorConfig) -> str | None:
+    """Say why the layer cannot be written as in its target, or return ``None`` if it can."""
+    if not (family := _family(config)):
+        return (
+            f"the layer is one of {config.layers.model_type}; only those of Qwen3-Next, Qwen3.5 and MiMo are written "
+            "as in their targets"
+        )
+    for name, expected in NATIVE_FLAGS[family].items():
+        if getattr(config, name) != expected:
+            return f"{name} is {getattr(config, name)}, but the engines run such a layer as if {expected}"
+    return None
+
+
 def in_the_way(config: MTPSpeculatorConfig, layout: str) -> dict[str, list[str]]:
     """List what is in each engine's way to serve files in ``layout``, nothing if it reads them as meant."""
-    return ({"vLLM": []} if layout == "mtp" else unserved()) | {"speculators": in_speculators(config, layout)}
+    return ({"vLLM": []} if layout == "mtp" else unserved(config)) | {"speculators": in_speculators(config, layout)}
 
 
-def unserved() -> dict[str, list[str]]:
+def unserved(config: MTPSpeculatorConfig) -> dict[str, list[str]]:
     """List what each engine cannot serve of such a layer that stands by itself."""
-    return {"vLLM": ["reads such a layer only as a part of its target; convert to native"]}
+    cure = "; convert to native" if why_not_native(config) is None else ""
+    return {"vLLM": [f"reads such a layer only as a part of its target{cure}"]}
 
 
 def _one_layer(raw: dict[str, Any], is_dense: bool) -> Any:

@@ -16,7 +16,7 @@ from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
 from ..modeling import DraftModel, DraftOutput, only_one
 from .configuration import MTPSpeculatorConfig
-from .formats import FORMATS, in_the_way, unserved, write_native
+from .formats import FORMATS, in_the_way, unserved, why_not_native, write_native
 
 if TYPE_CHECKING:
     from ..unrolling import Unrolled, UnrollInput
@@ -99,10 +99,12 @@ class MTPDraftModel(DraftModel):
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
     ) -> dict[str, list[str]]:
-        return unserved() if checkpoint is None else in_the_way(config, layout)
+        return unserved(config) if checkpoint is None else in_the_way(config, layout)
 
     @classmethod
     def use_in_vllm(cls, config: Any, target: str, path: str) -> str:
+        if why_not_native(config) is not None:
+            return "vLLM serves MTP layers only within the checkpoints of targets that have some."
         return (
             "vLLM serves an MTP layer within the target's checkpoint, by the method `mtp`: "
             f"`hf-spec convert {path} layer --to native` writes it as such."
