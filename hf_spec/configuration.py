@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, TypeGuard, cast, get_args
 
 from huggingface_hub.errors import StrictDataclassError
@@ -98,6 +98,10 @@ class SpeculationConfig:
         if unknown := set(changes) - known:
             raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")
         return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings by name, ready for JSON; a ``GenerationConfig`` that holds them saves this."""
+        return asdict(self)
 
 
 def is_int(value: object) -> TypeGuard[int]:

@@ -4,37 +4,80 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
-from weakref import WeakKeyDictionary
+import os
+from typing import Any, Literal, Protocol, overload
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from torch import LongTensor, Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.utils import logging
 
 from .checkpoints.kinds import register_auto_classes
-from .checkpoints.resolve import as_speculator, base_model
+from .checkpoints.resolve import as_speculator
 from .configuration import SpeculationConfig
 from .decoding.loop import SpeculativeDecoding
-from .decoding.refusals import refuse_cache
+from .decoding.outputs import SpeculativeOutput, forget_speculation
+from .decoding.refusals import Refusal, refuse_cache
+from .defaults import configured, default_speculator, option
+from .drafts.base import Speculator
 from .scoring.masks import unhook_masks
 
-_defaults: WeakKeyDictionary[PreTrainedModel, tuple[Any, SpeculationConfig | None]] = WeakKeyDictionary()
+KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
+DOCUMENTATION = """
+
+        With hf_spec, `generate` knows three more keywords. The text has the same distribution with them as without.
+
+        speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
+            What guesses: a draft, `"ngram"`, `"mtp"`, or a directory or Hub id of a draft. `False` turns off what
+            `hf_spec.set_speculator` or a generation config asks for.
+        speculation_config (`hf_spec.SpeculationConfig`, *optional*):
+            How to guess and how to verify; by default as the draft says.
+        num_speculative_tokens (`int` or `"auto"`, *optional*):
+            Length of a chain of guesses, depth of a tree.
+
+        With `return_dict_in_generate=True` the output has `speculation`, a `hf_spec.SpeculationStats`.
+"""
+
+logger = logging.get_logger(__name__)
 
 
-def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
-    """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
+class SpeculativeModel(Protocol):
+    """Be, to type checkers, a model whose ``generate`` knows speculators: ``cast(SpeculativeModel, model).generate``.
 
-    Nothing is stored on the model. A call's own ``speculator=``, ``assistant_model=`` or ``custom_generate=`` comes
-    first; ``speculator=False`` turns it off once.
+    Any causal language model of transformers is one at run time. Its own class cannot be annotated from outside.
     """
-    model = base_model(model)
-    if speculator is None:
-        _defaults.pop(model, None)
-    else:
-        found = as_speculator(speculator, model)
-        found.check(model, found.settings(config))
-        _defaults[model] = (speculator, config)
+
+    @overload
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        speculator: Speculator | PreTrainedModel | str | os.PathLike[str],
+        speculation_config: SpeculationConfig | None = None,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
+        return_dict_in_generate: Literal[True],
+        **kwargs: Any,
+    ) -> SpeculativeOutput: ...
+
+    @overload
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        speculator: Speculator | PreTrainedModel | str | os.PathLike[str] | Literal[False] | None = None,
+        speculation_config: SpeculationConfig | None = None,
+        num_speculative_tokens: int | Literal["auto"] | None = None,
+        return_dict_in_generate: Literal[False] | None = None,
+        **kwargs: Any,
+    ) -> LongTensor: ...
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as any model of transformers does, with three keywords more."""
 
 
 def install() -> None:
@@ -46,14 +89,20 @@ def install() -> None:
     if not hasattr(GenerationMixin.generate, "_hf_spec_original"):
         register_auto_classes()
         GenerationMixin.generate = _speculative(GenerationMixin.generate)  # type: ignore[method-assign]
+        batching = _owner("generate_batch")
+        batching.generate_batch = _plain_batch(batching.generate_batch)
 
 
 def uninstall() -> None:
     """Undo ``install``: ``generate`` and the mask functions of transformers are its own again."""
-    GenerationMixin.generate = getattr(  # type: ignore[method-assign]
-        GenerationMixin.generate, "_hf_spec_original", GenerationMixin.generate
-    )
+    for owner, name in ((GenerationMixin, "generate"), (_owner("generate_batch"), "generate_batch")):
+        ours = getattr(owner, name)
+        setattr(owner, name, getattr(ours, "_hf_spec_original", ours))
     unhook_masks()
+
+
+def _owner(name: str) -> Any:
+    return next(kind for kind in GenerationMixin.__mro__ if name in vars(kind))
 
 
 def _speculative(plain: Any) -> Any:
@@ -68,56 +117,137 @@ def _speculative(plain: Any) -> Any:
         num_speculative_tokens: int | str | None = None,
         **kwargs: Any,
     ) -> Any:
-        hook = kwargs.get("custom_generate")
-        if speculator is None and hook is None and kwargs.get("assistant_model") is None:
-            speculator, speculation_config = _default(self, speculation_config)
-        elif speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what transformers drops
-            del kwargs["custom_generate"]
-            speculator, speculation_config = hook.speculator, speculation_config or hook.config
-            kwargs = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | kwargs
+        given = kwargs | dict(zip(names, args, strict=False))
+        hook, own = given.get("custom_generate"), (speculation_config, num_speculative_tokens)
+        if speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what transformers drops
+            del given["custom_generate"]
+            given = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | given
+            speculator, own = hook.speculator, (speculation_config or hook.config, num_speculative_tokens)
+        asked = speculator is not None
+        if not asked and hook is None and given.get("assistant_model") is None:
+            speculator, default_config = default_speculator(self, given.get("generation_config"))
+            own = (speculation_config or default_config, num_speculative_tokens)
         if speculator is None or speculator is False:
-            if speculation_config is not None or num_speculative_tokens is not None:
-                raise ValueError(
-                    "speculation_config and num_speculative_tokens need a speculator; pass speculator=..."
-                )
+            _refuse_without_speculator(given, speculation_config, num_speculative_tokens)
             return plain(self, *args, **kwargs)
-        kwargs |= dict(zip(names, args, strict=False))
-        _refuse_other_ways(self, kwargs)
-        speculator, tokenizer = as_speculator(speculator, self), kwargs.pop("tokenizer", None)
-        decoding = SpeculativeDecoding(
-            speculator, speculation_config, streamer=kwargs.pop("streamer", None), tokenizer=tokenizer
-        )
-        if num_speculative_tokens is not None:
-            decoding.config = speculator.settings(decoding.config, num_speculative_tokens=num_speculative_tokens)
-        return plain(self, **_with_stop_strings(self, kwargs, tokenizer) | {"custom_generate": decoding})
+        if asked or speculation_config is not None or num_speculative_tokens is not None:
+            return _speculate(plain, self, speculator, *own, given)
+        try:
+            return _speculate(plain, self, speculator, *own, given, ends_stream=False)
+        except Refusal as refusal:
+            logger.warning_once(
+                f"The model's default speculator is not used: {refusal} The text is generated plainly."
+            )
+            forget_speculation(self)
+            return plain(self, *args, **kwargs)
 
     generate._hf_spec_original = plain  # type: ignore[attr-defined]
+    generate.__signature__ = _with_keywords(generate, plain)  # type: ignore[attr-defined]
+    generate.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
     return generate
 
 
-def _default(model: Any, config: SpeculationConfig | None) -> tuple[Any, SpeculationConfig | None]:
-    speculator, default_config = _defaults.get(model, (None, None))
-    return speculator, config or default_config
+def _with_keywords(ours: Any, plain: Any) -> inspect.Signature:
+    """Return the signature of ``plain`` with our keywords, which ``inspect`` and ``help`` show."""
+    signature = inspect.signature(plain)
+    *first, rest = signature.parameters.values()
+    known = inspect.signature(ours, follow_wrapped=False).parameters
+    return signature.replace(parameters=[*first, *(known[name] for name in KEYWORDS), rest])
+
+
+def _speculate(
+    plain: Any,
+    model: Any,
+    speculator: Any,
+    config: SpeculationConfig | None,
+    num_speculative_tokens: int | str | None,
+    given: dict[str, Any],
+    ends_stream: bool = True,
+) -> Any:
+    """Call ``plain`` with our loop as its way of decoding; end the stream of a call that is refused."""
+    kwargs = dict(given)
+    stream = _Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
+    try:
+        _refuse_other_ways(model, kwargs)
+        found, tokenizer = as_speculator(speculator, model), kwargs.pop("tokenizer", None)
+        if config is None:
+            config = configured(model, kwargs)
+            if num_speculative_tokens is None:
+                num_speculative_tokens = option(model, kwargs, "num_speculative_tokens")
+        decoding = SpeculativeDecoding(found, config, streamer=stream, tokenizer=tokenizer)
+        if num_speculative_tokens is not None:
+            decoding.config = found.settings(config, num_speculative_tokens=num_speculative_tokens)
+        return plain(model, **_with_stop_strings(model, kwargs, tokenizer) | {"custom_generate": decoding})
+    except BaseException:
+        if stream is not None and ends_stream and not stream.began:
+            stream.end()  # who reads it, in another thread, would wait for ever
+        raise
+
+
+class _Stream(BaseStreamer):
+    """Pass on to a user's streamer, and know whether anything was passed on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.began = inner, False
+
+    def put(self, value: Tensor) -> None:
+        self.began = True
+        self.inner.put(value)
+
+    def end(self) -> None:
+        self.inner.end()
+
+
+def _plain_batch(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if named := [name for name in KEYWORDS if kwargs.get(name) not in (None, False)]:
+            raise ValueError(
+                f"generate_batch has no {named[0]}: its continuous batching is transformers' own. Pass the prompts, "
+                "padded on the left, to generate(..., speculator=...)"
+            )
+        kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
+        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        if default_speculator(self, config)[0]:
+            logger.warning_once(
+                "generate_batch decodes plainly, without the model's default speculator: its continuous batching is "
+                "transformers' own"
+            )
+        return plain(self, *args, **kwargs)
+
+    generate_batch._hf_spec_original = plain  # type: ignore[attr-defined]
+    return generate_batch
+
+
+def _refuse_without_speculator(given: dict[str, Any], *settings: Any) -> None:
+    if any(one is not None for one in settings):
+        raise ValueError("speculation_config and num_speculative_tokens need a speculator; pass speculator=...")
+    if isinstance(given.get("assistant_model"), Speculator):
+        raise ValueError(
+            f"assistant_model takes a language model, and {type(given['assistant_model']).__name__} only guesses for "
+            "one; pass it as speculator=..."
+        )
 
 
 def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError for what transformers would do, or drop, before the loop is asked."""
+    """Raise a Refusal for what transformers would do, or drop, before the loop is asked."""
     if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. "
-            "Drop `speculator`."
+        raise Refusal(
+            f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. Drop "
+            "`speculator`; transformers' own assisted generation takes a smaller encoder-decoder model: "
+            "generate(..., assistant_model=...)."
         )
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
+            raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
     if _synced(model, kwargs.get("synced_gpus")):
-        raise ValueError(
+        raise Refusal(
             "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
-    refuse_cache(_option(model, kwargs, "cache_implementation"))  # before transformers makes it
-    if _option(model, kwargs, "token_healing"):
-        raise ValueError(
+    refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
+    if option(model, kwargs, "token_healing"):
+        raise Refusal(
             "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
             "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
         )
@@ -134,7 +264,7 @@ def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
 
 def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Turn ``stop_strings`` into a criterion: transformers keeps the tokenizer from a ``custom_generate`` call."""
-    strings = _option(model, kwargs, "stop_strings")
+    strings = option(model, kwargs, "stop_strings")
     if not strings:
         return kwargs
     if tokenizer is None:
@@ -143,11 +273,3 @@ def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
     if not any(type(one) is StopStringCriteria for one in criteria):  # the caller's own one takes precedence
         criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
     return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
-
-
-def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
-    """Look an option up where transformers does: in the call, in its configuration, in the model's."""
-    if name in kwargs:  # None turns off what the configurations ask for
-        return kwargs[name]
-    found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
-    return next((value for value in found if value is not None), None)

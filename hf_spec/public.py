@@ -8,8 +8,9 @@ from .checkpoints.inspection import inspect
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculationConfig, SpeculatorConfig
 from .decoding.loop import SpeculativeDecoding
-from .decoding.outputs import SpeculativeOutput
+from .decoding.outputs import SpeculativeOutput, last_speculation
 from .decoding.processors import pure
+from .defaults import get_speculator, set_speculator
 from .drafts.base import Drafter, News, Request, Speculator
 from .drafts.dflash.configuration import DFlashSpeculatorConfig
 from .drafts.dflash.modeling import DFlashDraftModel
@@ -27,7 +28,7 @@ from .drafts.mtp.modeling import MTPDraftModel
 from .drafts.mtp.target import TargetMtp
 from .drafts.ngram.speculator import NgramSpeculator
 from .drafts.vanilla.speculator import VanillaSpeculator
-from .integration import install, set_speculator, uninstall
+from .integration import SpeculativeModel, install, uninstall
 from .metrics import SpeculationStats
 from .proposal import Proposal
 
@@ -55,6 +56,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeDecoding",
+    "SpeculativeModel",
     "SpeculativeOutput",
     "Speculator",
     "SpeculatorConfig",
@@ -62,8 +64,10 @@ __all__ = [
     "VanillaSpeculator",
     "as_speculator",
     "convert",
+    "get_speculator",
     "inspect",
     "install",
+    "last_speculation",
     "pure",
     "set_speculator",
     "uninstall",

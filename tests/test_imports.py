@@ -18,6 +18,7 @@ LAYERS = (
     ("drafts",),
     ("checkpoints",),
     ("decoding",),
+    ("defaults",),
     ("integration", "training"),
     ("bench", "demo"),
     ("public",),

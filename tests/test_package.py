@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pydoc
 import re
+import typing
 from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+import mypy.api
 import pytest
 import torch
 from hatchling.builders.wheel import WheelBuilder
+from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig
 
 import hf_spec
 from hf_spec import demo
@@ -57,6 +62,47 @@ def test_commands_exist(wheel: ZipFile) -> None:
 def test_public_names_are_there_and_documented() -> None:
     assert len(set(hf_spec.__all__)) == len(hf_spec.__all__)
     assert [name for name in hf_spec.__all__ if not getattr(hf_spec, name).__doc__] == []
+
+
+def test_generate_tells_its_keywords() -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
+    shown, plain = (inspect.signature(one) for one in (model.generate, GenerationMixin.generate._hf_spec_original))
+    ours = set(shown.parameters) - set(plain.parameters)
+    assert ours == {"speculator", "speculation_config", "num_speculative_tokens"}
+    assert all(shown.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in ours)
+    assert shown.return_annotation == plain.return_annotation
+    told = pydoc.render_doc(model.generate)
+    assert all(name in told for name in ours) and "SpeculationStats" in told
+    typed = [inspect.signature(one).parameters for one in typing.get_overloads(hf_spec.SpeculativeModel.generate)]
+    assert len(typed) == 2 and all(
+        ours < set(one) < {*shown.parameters, "self", "return_dict_in_generate"} for one in typed
+    )
+
+
+TYPED = """
+from typing import cast
+from transformers import AutoModelForCausalLM
+import hf_spec
+model = cast(hf_spec.SpeculativeModel, AutoModelForCausalLM.from_pretrained("x"))
+out = model.generate(speculator="ngram", return_dict_in_generate=True, max_new_tokens=3)
+reveal_type(out.speculation)
+reveal_type(model.generate(speculator=False))
+model.generate(speculator=3)
+model.generate(speculator="ngram", num_speculative_tokens="many")
+out.speculations
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_keywords(tmp_path: Path) -> None:
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED, encoding="utf-8")
+    out, _, _ = mypy.api.run([str(file), "--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(tmp_path)])
+    told = [line.split(": ", 1)[1] for line in out.splitlines() if line.startswith(str(file))]
+    assert 'note: Revealed type is "hf_spec.metrics.SpeculationStats | None"' in told
+    assert 'note: Revealed type is "torch._C.LongTensor"' in told
+    assert sum('No overload variant of "generate"' in line for line in told) == 2
+    assert sum('"SpeculativeOutput" has no attribute "speculations"' in line for line in told) == 1
 
 
 def test_readme_examples_run() -> None:

@@ -23,10 +23,11 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
 )
+from transformers.generation.streamers import BaseStreamer
 from twins import TREE, draft, noisy, target
 
 import hf_spec
-from hf_spec import NgramSpeculator, SpeculationConfig
+from hf_spec import NgramSpeculator, SpeculationConfig, demo
 
 INPUTS = prompts(2)
 SAMPLED = SpeculationConfig(tree="sampled")
@@ -57,9 +58,16 @@ def static() -> StaticCache:
     return StaticCache(config=target().config, max_cache_len=30)
 
 
+class Closed(BaseStreamer):
+    """Is given nothing, and its end."""
+
+    def end(self) -> None:
+        """Let no consumer wait."""
+
+
 OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "beams": ("num_beams=3", "num_beams=1", {"num_beams": 3}),
-    "beams with a streamer": ("num_beams=3", "num_beams=1", {"num_beams": 3, "streamer": object()}),
+    "beams with a streamer": ("num_beams=3", "num_beams=1", {"num_beams": 3, "streamer": Closed()}),
     "no cache": ("use_cache=False", "True", {"use_cache": False}),
     "static cache": ("cache_implementation='static'", "unset", {"cache_implementation": "static"}),
     "offloaded cache": ("cache_implementation='offloaded'", "unset", {"cache_implementation": "offloaded"}),
@@ -112,10 +120,16 @@ def test_encoder_decoder() -> None:
         decoder_attention_heads=2,
     )
     model = BartForConditionalGeneration(config)
-    refuse("encoder-decoder", "decoder-only", model)
+    refuse("encoder-decoder", "generate(..., assistant_model=...)", model)
     with pytest.raises(ValueError, match="decoder-only"):
         model.generate(**INPUTS, custom_generate=hf_spec.SpeculativeDecoding("ngram"))
     refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=model)
+
+
+def test_a_draft_given_as_an_assistant() -> None:
+    eagle = hf_spec.AutoDraftModel.from_pretrained(demo.path("draft-eagle3"))
+    for assistant in (eagle, NgramSpeculator(), hf_spec.VanillaSpeculator(draft())):
+        refuse("assistant_model takes a language model", "speculator=", speculator=None, assistant_model=assistant)
 
 
 def test_a_model_with_a_loop_of_its_own() -> None:
@@ -223,7 +237,7 @@ def test_a_corpus_of_another_tokenizer() -> None:
 def test_a_draft_for_another_target_is_no_default() -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         hf_spec.set_speculator(target(), target(vocab_size=80))
-    assert target() not in hf_spec.integration._defaults
+    assert hf_spec.get_speculator(target()) is None
 
 
 def kind(value: Any) -> str:

@@ -241,6 +241,34 @@ def test_async_streamer() -> None:
     assert asyncio.run(pieces(speculator=draft())) == asyncio.run(pieces())
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "by the keyword": {"cache_implementation": "static"},
+    "by the loop": {"num_beams": 2},
+    "by the draft": {"speculator": hf_spec.NgramSpeculator(corpus=[[5, 10**6]])},
+    "by what reads drafts": {"speculator": "/nowhere"},
+    "by transformers": {"no_such_option": 3},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_stream_of_a_refused_call_ends(case: str) -> None:
+    """Whoever reads it in another thread would wait for ever."""
+    streamer, errors = TextIteratorStreamer(tokenizer(), timeout=60), []
+
+    def call() -> None:
+        try:
+            generate(prompts(1), {}, **{"streamer": streamer, "speculator": "ngram"} | REFUSED[case])
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert "".join(streamer) == ""
+    thread.join()
+    assert len(errors) == 1
+    assert streamer.text_queue.empty(), "the stream was ended twice"
+
+
 # --- After a failure -------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .common import (
     TEMPERATURE_HELP,
@@ -18,6 +18,9 @@ from .common import (
     temperature_of,
     tree_of,
 )
+
+if TYPE_CHECKING:
+    from ..integration import SpeculativeModel
 
 
 def add_generate(commands: Any) -> None:
@@ -46,7 +49,6 @@ def _generate(args: argparse.Namespace) -> None:
     from ..scoring.plain import input_device
     from .loading import load_models
 
-    target: Any
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
     )
@@ -54,7 +56,7 @@ def _generate(args: argparse.Namespace) -> None:
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    out = target.generate(
+    out = cast("SpeculativeModel", target).generate(
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
         speculator=speculator,

@@ -19,9 +19,9 @@ from ..scoring.factory import runner_for
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from .choice import Choice, Chooser
-from .outputs import Record, SpeculativeOutput
+from .outputs import Record, SpeculativeOutput, remember_speculation
 from .processors import Processors
-from .refusals import refuse_call
+from .refusals import refuse_call, refusing
 from .stopping import Stops
 from .text import Text
 
@@ -65,10 +65,11 @@ class SpeculativeDecoding:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = speculator.settings(self.config)
         text = Text(input_ids, Stops(stopping_criteria), generation_config._pad_token_tensor, self.streamer)
-        refuse_call(model, generation_config, model_kwargs, config, text)
-        speculator.check(model, config)
-        if config.self_check:
-            check_target(model, trees=config.tree is not None)
+        with refusing():
+            refuse_call(model, generation_config, model_kwargs, config, text)
+            speculator.check(model, config)
+            if config.self_check:
+                check_target(model, trees=config.tree is not None)
 
         call = Call(model, speculator, config, text, logits_processor, generation_config, model_kwargs, self.tokenizer)
         choice = call.read_prompt(input_ids)
@@ -204,6 +205,7 @@ class Call:
             with self.stats.timed("verify"):
                 self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
         self.stats.finish()
+        remember_speculation(self.model, self.stats)
         sequences = self.text.finish()
         emitted = self.text.length - self.text.prompt_length
         cache = self.target.release(emitted - 1) if self._returns_cache else None

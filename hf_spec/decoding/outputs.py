@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..checkpoints.resolve import base_model
 from ..metrics import SpeculationStats
 
 
@@ -19,6 +21,27 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went."""
 
     speculation: SpeculationStats | None = None
+
+
+_last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
+
+
+def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
+    """Return how the guessing went in the last ``generate`` call of ``model``; None if nothing was guessed.
+
+    For callers that are given no output of ``generate``, such as those of a pipeline.
+    """
+    return _last.get(base_model(model))
+
+
+def remember_speculation(model: PreTrainedModel, stats: SpeculationStats) -> None:
+    """Keep ``stats`` as those of the last call of ``model``."""
+    _last[model] = stats
+
+
+def forget_speculation(model: PreTrainedModel) -> None:
+    """Note that nothing was guessed in the last call of ``model``."""
+    _last.pop(model, None)
 
 
 class Record:

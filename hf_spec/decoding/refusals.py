@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
@@ -10,6 +12,21 @@ from ..configuration import SpeculationConfig
 from ..scoring.architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from ..scoring.cache import has_states
 from .text import Text
+
+
+class Refusal(ValueError):
+    """Say why a call cannot be decoded speculatively; nothing of it has run yet."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Make every ValueError inside a ``Refusal``."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except ValueError as error:
+        raise Refusal(str(error)) from error
 
 
 def refuse_call(
@@ -29,7 +46,10 @@ def refuse_call(
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if model.config.is_encoder_decoder:
-        raise _refusal(f"{type(model).__name__} is an encoder-decoder model; only decoder-only targets are supported")
+        raise _refusal(
+            f"{type(model).__name__} is an encoder-decoder model; only decoder-only targets are supported. "
+            "transformers' own assisted generation takes a smaller one of its kind: generate(..., assistant_model=...)"
+        )
     if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
         raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
     if (generation_config.num_beams or 1) > 1:
@@ -125,5 +145,5 @@ def _refuse_growing_rope(
         )
 
 
-def _refusal(reason: str) -> ValueError:
-    return ValueError(f"Cannot generate with a speculator: {reason}.")
+def _refusal(reason: str) -> Refusal:
+    return Refusal(f"Cannot generate with a speculator: {reason}.")

@@ -1,0 +1,227 @@
+"""What guesses where a call does not say: stored for a model, or named in its generation config."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    StaticCache,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.utils import logging
+from twins import CHAIN, TREE, draft, noisy, target, tokenizer
+
+import hf_spec
+from hf_spec import SpeculationConfig, demo
+
+NEW = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    """Copy the target, so that its generation config is our own."""
+    logging.warning_once.cache_clear()
+    model = copy.deepcopy(target())
+    yield model
+    hf_spec.set_speculator(model, None)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the warnings that are given."""
+    found: list[str] = []
+    monkeypatch.setattr(hf_spec.integration.logger, "warning", lambda text, *args: found.append(text))
+    return found
+
+
+# --- set_speculator --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_is_given_back(model: PreTrainedModel) -> None:
+    assert hf_spec.get_speculator(model) is None
+    eagle = hf_spec.NgramSpeculator()
+    hf_spec.set_speculator(model, eagle)
+    assert hf_spec.get_speculator(model) is eagle
+    hf_spec.set_speculator(model, draft())
+    assert isinstance(hf_spec.get_speculator(model), hf_spec.VanillaSpeculator)
+    hf_spec.set_speculator(model, None)
+    assert hf_spec.get_speculator(model) is None
+
+
+def test_a_path_is_read_once(model: PreTrainedModel, tmp_path: Path) -> None:
+    draft().save_pretrained(tmp_path)
+    hf_spec.set_speculator(model, str(tmp_path))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert torch.equal(model.generate(**prompts(3), **NEW), target().generate(**prompts(3), **NEW))
+    assert hf_spec.last_speculation(model).accepted > 0
+
+
+def test_a_model_with_a_default_is_not_kept_alive() -> None:
+    model = noisy(target(), 0.0)
+    hf_spec.set_speculator(model, draft())
+    model.generation_config.speculator = "ngram"
+    model.generate(**prompts(1), **NEW)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def static(model: PreTrainedModel) -> dict[str, Any]:
+    return {"past_key_values": StaticCache(config=model.config, max_cache_len=30)}
+
+
+REFUSED: dict[str, tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = {
+    "beams": ("num_beams=3", lambda model: {"num_beams": 3}),
+    "no cache": ("use_cache=False", lambda model: {"use_cache": False}),
+    "a static cache": ("StaticCache", static),
+    "a static cache by name": ("cache_implementation='static'", lambda model: {"cache_implementation": "static"}),
+    "prompt lookup": ("prompt_lookup_num_tokens", lambda model: {"prompt_lookup_num_tokens": 2}),
+    "attention weights": ("output_attentions", lambda model: {"output_attentions": True}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_call_that_a_default_cannot_serve_is_plain(case: str, model: PreTrainedModel, warned: list[str]) -> None:
+    cause, options = REFUSED[case]
+    plain = model.generate(**prompts(1), **NEW, **options(model))
+    hf_spec.set_speculator(model, draft())
+    model.generate(**prompts(1), **NEW)
+    assert hf_spec.last_speculation(model)
+    for _ in range(2):
+        out = model.generate(**prompts(1), **NEW, **options(model))
+        assert torch.equal(out, plain)
+        assert hf_spec.last_speculation(model) is None
+    assert len(warned) == 1, "more than one warning"
+    assert cause in warned[0] and "generated plainly" in warned[0]
+    for own in ({"speculator": draft()}, {"num_speculative_tokens": 3}, {"speculation_config": CHAIN}):
+        with pytest.raises(ValueError, match=cause.split("=")[0]):
+            model.generate(**prompts(1), **NEW, **options(model), **own)
+
+
+def test_the_stream_of_a_call_that_falls_back_is_plain_generates(model: PreTrainedModel) -> None:
+    hf_spec.set_speculator(model, draft())
+    streamer = TextIteratorStreamer(tokenizer(), timeout=60)
+    text = model.generate(**prompts(1), **NEW, streamer=streamer, use_cache=False)
+    assert "".join(streamer) == tokenizer().decode(text[0])
+    assert streamer.text_queue.empty()
+
+
+def test_mistakes_of_a_call_are_not_hidden_by_a_default(model: PreTrainedModel, warned: list[str]) -> None:
+    hf_spec.set_speculator(model, draft())
+    with pytest.raises(ValueError, match="no_such_option"):
+        model.generate(**prompts(1), **NEW, no_such_option=3)
+    assert warned == []
+
+
+def test_continuous_batching_says_that_it_is_plain(model: PreTrainedModel, warned: list[str]) -> None:
+    nothing: list[list[int]] = []  # for which transformers starts no thread
+    assert model.generate_batch(nothing) == {}
+    assert warned == []
+    hf_spec.set_speculator(model, "ngram")
+    for _ in range(2):
+        assert model.generate_batch(nothing, max_new_tokens=2, speculator=None) == {}
+    assert len(warned) == 1 and "plainly" in warned[0]
+    with pytest.raises(ValueError, match="generate_batch has no speculator"):
+        model.generate_batch(nothing, speculator="ngram")
+    try:
+        hf_spec.uninstall()
+        assert model.generate_batch(nothing) == {}
+    finally:
+        hf_spec.install()
+    assert len(warned) == 1
+
+
+# --- Generation configs ----------------------------------------------------------------------------------------------
+
+
+def test_a_generation_config_names_a_speculator_and_is_saved(model: PreTrainedModel, tmp_path: Path) -> None:
+    plain = model.generate(**prompts(3), **NEW)
+    draft().save_pretrained(tmp_path / "draft")
+    model.generation_config.speculator = str(tmp_path / "draft")
+    model.generation_config.speculation_config = TREE
+    model.save_pretrained(tmp_path / "target")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert loaded.generation_config.speculation_config == TREE.to_dict()
+    for one in (model, loaded):
+        assert torch.equal(one.generate(**prompts(3), **NEW), plain)
+        stats = hf_spec.last_speculation(one)
+        assert stats is not None and stats.proposed > 3 * stats.row_steps, "not the tree"
+    assert hf_spec.get_speculator(loaded) is None  # which is what set_speculator stored
+
+
+def test_the_config_of_a_call_comes_first_then_what_is_stored(model: PreTrainedModel) -> None:
+    def deepest(**options: Any) -> int:
+        model.generate(**prompts(3), do_sample=False, **options)
+        stats = hf_spec.last_speculation(model)
+        return len(stats.acceptance_by_position) if stats else 0
+
+    model.generation_config.speculator, model.generation_config.num_speculative_tokens = "ngram", 2
+    assert deepest(max_new_tokens=16) <= 2
+    hf_spec.set_speculator(model, draft(), SpeculationConfig(num_speculative_tokens=3))
+    assert deepest(max_new_tokens=16) == 3
+    own = GenerationConfig(max_new_tokens=16, speculator="ngram", num_speculative_tokens=1)
+    assert deepest(generation_config=own) == 1
+    assert deepest(generation_config=own, speculator=draft(), num_speculative_tokens=4) == 4
+    assert deepest(generation_config=own, speculator=draft()) == 1
+    off = GenerationConfig(max_new_tokens=16, speculator=False)
+    before = hf_spec.last_speculation(model)
+    assert torch.equal(
+        model.generate(**prompts(3), generation_config=off, do_sample=False),
+        target().generate(**prompts(3), max_new_tokens=16, do_sample=False),
+    )
+    assert hf_spec.last_speculation(model) is before
+    with pytest.raises(ValueError, match="num_beams"):
+        model.generate(**prompts(3), generation_config=own, num_beams=2, speculator=draft())
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"speculator": 3}, "speculator is a int"),
+        ({"speculator": "ngram", "speculation_config": "tree"}, "write a hf_spec.SpeculationConfig or a dict"),
+        ({"speculator": "ngram", "speculation_config": {"shape": 3}}, "has no .'shape'"),
+    ],
+)
+def test_what_no_generation_config_can_hold_is_refused(model: PreTrainedModel, options: Any, cause: str) -> None:
+    with pytest.raises(TypeError, match=cause):
+        model.generate(**prompts(1), generation_config=GenerationConfig(**NEW, **options))
+
+
+def test_a_draft_in_a_generation_config_is_refused(model: PreTrainedModel) -> None:
+    model.generation_config.speculator = draft()
+    with pytest.raises(TypeError, match=r"set_speculator\(model, draft\)"):
+        model.generate(**prompts(1), **NEW)
+
+
+# --- Pipelines -------------------------------------------------------------------------------------------------------
+
+
+def test_the_statistics_of_a_pipeline_are_kept() -> None:
+    model = AutoModelForCausalLM.from_pretrained(demo.path())
+    assert hf_spec.last_speculation(model) is None
+    pipe = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained(demo.path()))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    plain = pipe("Once upon a time", **options)
+    assert hf_spec.last_speculation(model) is None
+    hf_spec.set_speculator(model, str(demo.path("draft-eagle3")))
+    assert pipe("Once upon a time", **options) == plain
+    stats = hf_spec.last_speculation(model)
+    assert stats is not None
+    assert 0 < stats.emitted <= 12
+    out = model.generate(torch.tensor([[1, 5, 7]]), **options, speculator="ngram", return_dict_in_generate=True)
+    assert hf_spec.last_speculation(model) is out.speculation
