@@ -49,6 +49,7 @@ class _FusingLayer(nn.Module):
             setattr(self.self_attn, name, wide)
 
     def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:
+        """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)  # (batch, length, 2 hidden)
         attended, _ = self.self_attn(both, **kwargs)
