@@ -1,1 +1,1 @@
-"""One file per kind of draft."""
+"""Drafts: a folder for each kind, and beside the folders what kinds share."""
