@@ -314,6 +314,20 @@ def test_a_wrong_draft_is_told_before_the_target_is_read(models, prompts, tmp_pa
     assert "model.safetensors" in capsys.readouterr().err
 
 
+def test_inspect_counts_small_drafts_too(capsys):
+    assert main(["inspect", str(EAGLE)]) == 0
+    assert re.search(r" [1-9]\d*\.\d k values ", capsys.readouterr().out)
+    assert main(["inspect", str(demo.path("draft-eagle3"))]) == 0
+    assert re.search(r" [1-9]\d*\.\d [kM] values ", capsys.readouterr().out)
+
+
+def test_convert_writes_in_what_a_draft_borrows(tmp_path, capsys):
+    assert main(["convert", str(demo.path("draft-mtp")), str(tmp_path / "whole"), "--whole", str(demo.path())]) == 0
+    assert re.search("from target +nothing", capsys.readouterr().out)
+    assert main(["convert", str(demo.path("draft-mtp")), str(tmp_path / "borrowing")]) == 0
+    assert re.search("from target +.*lm_head", capsys.readouterr().out)
+
+
 def test_layouts_are_told(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["convert", str(EAGLE), "out", "--to", "ggml"])

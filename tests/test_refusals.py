@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
@@ -28,6 +31,7 @@ from twins import TREE, draft, noisy, target
 
 import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig, demo
+from hf_spec.checkpoints import resolve
 
 INPUTS = prompts(2)
 SAMPLED = SpeculationConfig(tree="sampled")
@@ -124,6 +128,7 @@ def test_encoder_decoder() -> None:
     with pytest.raises(ValueError, match="decoder-only"):
         model.generate(**INPUTS, custom_generate=hf_spec.SpeculativeDecoding("ngram"))
     refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=model)
+    refuse("speculator must be", "generate(..., assistant_model=...)", error=TypeError, speculator=model)
 
 
 def test_a_draft_given_as_an_assistant() -> None:
@@ -226,6 +231,7 @@ def test_rotary_frequencies_of_one_type_of_layer_that_change_with_the_length(kin
 def test_vocabularies_that_differ() -> None:
     refuse("vocabulary of 120", "of the target's family", speculator=target(vocab_size=120))
     refuse("vocabulary of 80", "'ngram'", speculator=target(vocab_size=80))
+    refuse("vocabulary of 80", "assistant_tokenizer=", speculator=target(vocab_size=80))
 
 
 def test_a_corpus_of_another_tokenizer() -> None:
@@ -257,8 +263,55 @@ def test_a_model_without_a_head() -> None:
     refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=target().model)
 
 
-def test_a_name_that_is_nearly_right() -> None:
-    refuse("n-gram", "", error=Exception, speculator="n-gram")
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        *((name, "did you mean 'ngram'?") for name in ("n-gram", "ngrams", "Ngram", "n_gram")),
+        *((name, "did you mean 'mtp'?") for name in ("MTP", "mpt")),
+        *((name, "is a kind of draft with weights; pass the directory") for name in ("eagle", "eagle3", "Medusa")),
+    ],
+)
+def test_a_name_that_is_nearly_right(name: str, cure: str) -> None:
+    refuse(f"no draft can be read at '{name}'", cure, speculator=name)
+
+
+def test_a_name_that_is_like_no_other() -> None:
+    with pytest.raises(ValueError, match="no draft can be read at 'org/quantum': "):
+        target().generate(**INPUTS, speculator="org/quantum")
+
+
+@pytest.mark.parametrize("name", [name for name in demo.MODELS if name not in ("target", "draft-vanilla")])
+def test_a_draft_is_no_language_model(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is a draft.*generate\(..., speculator=draft\)"):
+        AutoModelForCausalLM.from_pretrained(demo.path(name))
+    with pytest.raises(ValueError, match="is a draft"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo.path(name)))
+
+
+def local(path: Path, seed: int, names: str) -> PreTrainedModel:
+    """Save a model with a tokenizer that knows the letters of ``names`` in this order."""
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    words.save(str(path / "tokenizer.json"))
+    noisy(target(), 0.01, seed).save_pretrained(path)
+    return AutoModelForCausalLM.from_pretrained(path)
+
+
+@pytest.mark.parametrize(("names", "warns"), [("abcdefghij", False), ("abcdefghiz", False), ("jihgfedcba", True)])
+def test_a_tokenizer_of_the_same_size(
+    names: str, warns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(resolve.logger, "warning", lambda text, *args: found.append(text))
+    places = [tmp_path / name for name in ("target", "draft")]
+    for place in places:
+        place.mkdir()
+    model = local(places[0], 1, "abcdefghij")
+    for guesses in (local(places[1], 2, names), str(places[1])):
+        for _ in range(2):
+            hf_spec.as_speculator(guesses, model)
+    assert len(found) == warns
+    if warns:
+        assert "only 0% of the tokens" in found[0] and "assistant_tokenizer=" in found[0]
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "many", True])

@@ -35,7 +35,7 @@ class Report:
         lines = {
             "format": self.layout,
             "draft": f"{config.speculators_model_type}, {config.shape} of width {layers.hidden_size}, "
-            f"{self.parameters / 1e6:.1f} M values ({', '.join(self.dtypes)})",
+            f"{_counted(self.parameters)} values ({', '.join(self.dtypes)})",
             "target": f"{verifier.get('name_or_path') or 'not named'}, vocabulary {layers.vocab_size or 'not named'}",
             "from target": ", ".join(config.shared_with_target or ()) or "nothing: what it needs is in the file",
         }
@@ -64,6 +64,14 @@ def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
         engines=kind_of(config).engines(config, checkpoint, found.name),
         problem=problem,
     )
+
+
+def _counted(number: int) -> str:
+    """Write a number with a unit that leaves something before the point: 512, 21.5 k, 1.2 M, 3.0 G."""
+    for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
 
 
 def _name(checkpoint: Checkpoint, found: Format) -> str:

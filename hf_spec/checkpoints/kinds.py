@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ..configuration import SpeculatorConfig
 from ..drafts.dflash.modeling import DFlashDraftModel
@@ -105,3 +105,20 @@ def register_auto_classes() -> None:
     AutoConfig.register(SpeculatorConfig.model_type, SpeculatorConfig, exist_ok=True)
     for kind in KINDS:
         AutoModel.register(kind.config_class, kind, exist_ok=True)
+        AutoModelForCausalLM.register(kind.config_class, NoLanguageModel, exist_ok=True)
+
+
+class NoLanguageModel:
+    """Stand where ``AutoModelForCausalLM`` looks for the class of a draft, which is no language model."""
+
+    @classmethod
+    def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Raise a ValueError that says how to load the draft at ``path``."""
+        raise ValueError(
+            f"{path} is a draft: it guesses for a language model and is none by itself. Load it with "
+            "AutoModel.from_pretrained and pass it to the language model: target.generate(..., speculator=draft)"
+        )
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        return cls.from_pretrained(config.name_or_path or type(config).__name__)

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
 import os
+from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 from ..drafts.base import Speculator
 from ..drafts.files import Checkpoint
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.speculator import NgramSpeculator
-from ..drafts.vanilla.speculator import VanillaSpeculator
+from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.plain import input_device
 from .auto import AutoDraftModel, load
 from .files import read_checkpoint
-from .kinds import find_format
+from .kinds import config_classes, find_format
+
+# Tokenizers of one family differ in a few tokens that were added.
+MOST_IN_COMMON = 0.9
+
+logger = logging.get_logger(__name__)
 
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
@@ -28,6 +38,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
     if isinstance(base := base_model(speculator), Speculator):
+        warn_of_tokenizers(base, target)
         return base
     if speculator == "ngram":
         return NgramSpeculator()
@@ -36,12 +47,17 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if isinstance(speculator, str | os.PathLike):
         return as_speculator(load_draft(speculator, target, **_beside(target)), target)
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
-        return VanillaSpeculator(base)
+        return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
         "speculator must be a draft model, a causal language model, 'ngram', 'mtp' or a path or Hub id of one, "
         f"got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained."
+        + (" An encoder-decoder model assists its like: generate(..., assistant_model=...)." if _encodes(base) else "")
     )
+
+
+def _encodes(model: Any) -> bool:
+    return isinstance(model, PreTrainedModel) and bool(model.config.is_encoder_decoder)
 
 
 def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: Any) -> Any:
@@ -52,10 +68,18 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
     try:
         checkpoint = read_checkpoint(path, only_names=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no draft can be read at {os.fspath(path)!r}: {error}") from error
+        raise ValueError(f"no draft can be read at {os.fspath(path)!r}{_meant(os.fspath(path))}: {error}") from error
     if _is_draft(checkpoint, target):
         return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
     return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+
+def _meant(name: str) -> str:
+    """Guess what someone meant by a ``name`` at which nothing is."""
+    if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp"), 1):
+        return f" (did you mean {near[0]!r}?)"
+    is_kind = name.lower() in config_classes()
+    return f" ({name!r} is a kind of draft with weights; pass the directory or Hub id of one)" if is_kind else ""
 
 
 def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
@@ -86,6 +110,40 @@ def _own_layers(target: PreTrainedModel) -> Speculator:
     draft: MTPDraftModel = load(found, **_beside(target))
     draft.bind(target)
     return draft
+
+
+def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
+    """Warn once if the tokenizers that were saved beside draft and target give other meanings to the same ids.
+
+    A vocabulary of the same size says nothing about its words. Only local directories are looked at.
+    """
+    draft = getattr(speculator, "model", speculator)
+    if isinstance(draft, PreTrainedModel):
+        own, wanted = draft.name_or_path, target.name_or_path
+        if (share := _common_tokens(own, wanted)) < MOST_IN_COMMON:
+            logger.warning_once(
+                f"only {share:.0%} of the tokens of the draft {own} and the target {wanted} are the same: their "
+                "tokenizers differ, so that hardly a guess will be right. The text is the target's all the same. "
+                f"Drafts of other tokenizers are served by transformers' own {OTHER_TOKENIZERS}"
+            )
+
+
+@functools.cache
+def _common_tokens(draft: str, target: str) -> float:
+    """Return the share of the ids known to both tokenizers that stand for the same token; 1 if it cannot be told."""
+    files = [Path(place, "tokenizer.json") for place in (draft, target)]
+    if (
+        not (draft and target and all(file.is_file() for file in files))
+        or files[0].read_bytes() == files[1].read_bytes()
+    ):
+        return 1.0
+    own, wanted = ({id: token for token, id in _vocabulary(file).items()} for file in files)
+    both = own.keys() & wanted.keys()
+    return sum(own[id] == wanted[id] for id in both) / max(1, len(both))
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    return Tokenizer.from_file(str(file)).get_vocab()
 
 
 def _beside(target: PreTrainedModel) -> dict[str, Any]:

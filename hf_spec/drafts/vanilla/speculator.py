@@ -17,6 +17,8 @@ from ..trees import grow
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
+# How transformers itself serves a draft whose tokenizer is not the target's.
+OTHER_TOKENIZERS = "generate(..., assistant_model=draft, tokenizer=..., assistant_tokenizer=...)"
 
 logger = logging.get_logger(__name__)
 
@@ -37,7 +39,8 @@ class VanillaSpeculator(Speculator):
         if abs(own - wanted) >= MOST_PADDING or (own != wanted and min(own, wanted) < 16 * MOST_PADDING):
             raise ValueError(
                 f"the draft {name} has a vocabulary of {own} tokens and the target one of {wanted}: their tokenizers "
-                "differ, so the draft's guesses mean other words. Use a draft of the target's family, or 'ngram'."
+                "differ, so the draft's guesses mean other words. Use a draft of the target's family, or 'ngram', or "
+                f"transformers' own {OTHER_TOKENIZERS}."
             )
         if self.model is target:
             raise ValueError(
