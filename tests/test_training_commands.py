@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
 from hf_spec.cli import main
@@ -21,6 +21,7 @@ from hf_spec.cli import main
 datasets = pytest.importorskip("datasets")
 from hf_spec.training import DraftTrainingArguments  # noqa: E402
 from hf_spec.training.recipe import read_recipe, train, training_arguments  # noqa: E402
+from hf_spec.training.sources import is_prepared, prepared  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(demo.path())
@@ -85,6 +86,12 @@ def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path,
     call[2] = str(tmp_path / "again")
     assert main(call) == 0
     assert answers.read_text(encoding="utf-8") == whole
+    capsys.readouterr()
+    call[2] = str(tmp_path / "mixed")
+    assert main([*call, "--max-new-tokens", "13"]) == 1
+    assert "max_new_tokens was 12, not 13" in capsys.readouterr().err and not (tmp_path / "mixed").exists()
+    assert main([*call, "--cut-answers", "drop"]) == 1  # all of them
+    assert "no example is left to train on: 3 examples have an answer that was cut off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -275,7 +282,23 @@ def test_a_dataset_that_was_saved_is_raw_until_it_is_prepared(split: bool, stori
     raw = datasets.load_dataset("json", data_files=str(stories), split="train")
     (datasets.DatasetDict(train=raw) if split else raw).save_to_disk(str(tmp_path / "raw"))
     options = {"prepare": {"max_length": 64, "held_out": 2}}
-    train(read_recipe(recipe(tmp_path, tmp_path / "raw", {"kind": "medusa", "num_heads": 2}, **options)))
+    draft = {"kind": "medusa", "num_heads": 2}
+    assert not is_prepared(str(tmp_path / "raw"))
+    directory, metrics = train(read_recipe(recipe(tmp_path, tmp_path / "raw", draft, **options)))
+    assert f"{len(raw) - 2} examples" in Path(directory, "README.md").read_text(encoding="utf-8")
+    prepared(raw, AutoTokenizer.from_pretrained(TARGET), **options["prepare"]).save_to_disk(str(tmp_path / "rows"))
+    assert is_prepared(str(tmp_path / "rows"))
+    second = recipe(tmp_path, tmp_path / "rows", draft, trainer={"output_dir": str(tmp_path / "second")})
+    assert train(read_recipe(second))[1]["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-4)
+
+
+def test_prepared_data_of_another_tokenizer_are_refused(stories: Path, tmp_path: Path, capsys: Any) -> None:
+    other = AutoTokenizer.from_pretrained(TARGET)
+    other.add_tokens(["<extra>"])
+    raw = datasets.load_dataset("json", data_files=str(stories), split="train")
+    prepared(raw, other, max_length=64, held_out=2).save_to_disk(str(tmp_path / "rows"))
+    assert main(["train", recipe(tmp_path, tmp_path / "rows", {"kind": "eagle3"})]) == 1
+    assert "were prepared with another tokenizer" in capsys.readouterr().err and not (tmp_path / "draft").exists()
 
 
 WITHOUT_EXTRA = """

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,20 @@ import datasets
 import pytest
 import torch
 from golden import in_another_process, tiny_target
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_spec.training import (
     DraftCollator,
     DraftTrainer,
     DraftTrainingArguments,
+    cache_features,
     count_tokens,
     most_frequent,
     prepare_dataset,
     regenerate,
 )
-from hf_spec.training.data import messages_of
+from hf_spec.training.chat import messages_of
 from hf_spec.training.evaluation import prompts_of
 
 PLAIN = (
@@ -78,6 +80,27 @@ def test_answers_and_their_ends_are_marked(template: str) -> None:
     (row,) = prepare_dataset(chats(CHAT), tokenizer(template))
     assert answers(row) == "three four <end> six seven eight <end>"
     assert tokenizer().decode(row["input_ids"]).startswith("<user> one two <end> <assistant> three")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_no_token_of_the_prompt_is_an_answer_where_one_ends_as_the_answer_begins() -> None:
+    """With ChatML and a token per character, the prompt's last token ends exactly where the answer's first begins."""
+    characters = sorted({*"<|im_start|>assistant\nuser<|im_end|>system", *"".join(one["content"] for one in CHAT)})
+    made = Tokenizer(models.WordLevel({one: i for i, one in enumerate(["?", *characters])}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="?")
+    fast.chat_template = CHATML
+    assert fast("a\n", return_offsets_mapping=True)["offset_mapping"] == [(0, 1), (1, 2)]
+    (row,) = prepare_dataset(chats(CHAT), fast)
+    shown = fast.convert_ids_to_tokens(row["input_ids"])
+    marked = "".join(one if answer else "·" for one, answer in zip(shown, row["loss_mask"], strict=True))
+    assert [run for run in marked.split("·") if run] == ["three four<|im_end|>", "six seven eight<|im_end|>"]
+    assert "".join(shown)[: marked.index("three")].endswith("<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -177,6 +200,16 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
 def test_plain_text_is_an_answer_throughout() -> None:
     (row,) = prepare_dataset(datasets.Dataset.from_dict({"text": ["one two three"]}), tokenizer(None))
     assert row["loss_mask"] == [1, 1, 1]
+
+
+def test_a_plain_text_of_two_tokens_has_nothing_to_guess(caplog: pytest.LogCaptureFixture) -> None:
+    """Prefill gives the second token, or it is the prompt's: the first guess is the third."""
+    logging.getLogger("transformers").propagate = True
+    texts = datasets.Dataset.from_dict({"text": ["one two three", "one two", "one"]})
+    assert [len(ids) for ids in prepare_dataset(texts, tokenizer(None))["input_ids"]] == [3]
+    assert "1 of 3 examples are kept: 2 examples have no two answer tokens one after the other" in caplog.text
+    with pytest.raises(ValueError, match="no example is left to train on: 2 examples have no two answer tokens"):
+        prepare_dataset(texts.select([1, 2]), tokenizer(None))
 
 
 def test_examples_without_a_guess_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -312,6 +345,25 @@ def test_tokens_outside_the_vocabulary_are_not_counted() -> None:
         count_tokens([{"input_ids": [2, 10], "loss_mask": [1, 1]}], 10)
 
 
+def test_prepared_examples_know_their_tokenizer(tmp_path: Path) -> None:
+    rows = prepare_dataset(chats(CHAT, CHAT), tokenizer(), packing=True, max_length=20)
+    rows.train_test_split(test_size=1, seed=0).save_to_disk(str(tmp_path / "rows"))
+    rows = datasets.load_from_disk(str(tmp_path / "rows"))["train"]
+    arguments = DraftTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    target, count = tiny_target(vocab_size=len(tokenizer())), len(tokenizer())
+    other = tokenizer()
+    other.add_tokens(["ten"])
+    with pytest.raises(ValueError, match="prepared with another tokenizer: prepare the data again"):
+        DraftTrainer(tiny_target(vocab_size=count), target, arguments, train_dataset=rows, processing_class=other)
+    with pytest.raises(ValueError, match="prepared with another tokenizer"):
+        cache_features(rows, target, (), tmp_path / "features", tokenizer=other, progress=False)
+    smaller = tiny_target(vocab_size=count - 2)  # which has the ids of these examples, but they mean other tokens
+    with pytest.raises(ValueError, match=f"a tokenizer of {count} tokens, of which the target has {count - 2}"):
+        DraftTrainer(tiny_target(vocab_size=count - 2), smaller, arguments, train_dataset=rows)
+    for given in (None, tokenizer(MARKED)):  # the same tokens
+        DraftTrainer(tiny_target(vocab_size=count), target, arguments, train_dataset=rows, processing_class=given)
+
+
 def test_counts_are_of_answers(tmp_path: Path) -> None:
     rows = prepare_dataset(chats(CHAT), tokenizer())
     counts = count_tokens(rows, len(tokenizer()))
@@ -337,12 +389,93 @@ def test_the_target_answers_anew_and_goes_on_after_an_interruption(tmp_path: Pat
     broken = tmp_path / "broken.jsonl"
     lines = whole.read_text().splitlines(keepends=True)
     broken.write_text(lines[0] + lines[1][:9])
+    shutil.copy(f"{whole}.made_from.json", f"{broken}.made_from.json")
     regenerate(conversations, target, words, broken, batch_size=1, **options)
     assert broken.read_text() == whole.read_text()
     with pytest.raises(ValueError, match="no chat template"):
         regenerate(conversations, target, tokenizer(None), tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="to 13, but the target has 5 tokens"):
         regenerate(conversations, tiny_target(vocab_size=5), words, tmp_path / "none.jsonl")
+
+
+def trained_on(target: Any) -> Any:
+    target.model.layers[0].mlp.up_proj.weight.data.mul_(1.1)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"target": lambda: trained_on(tiny_target(vocab_size=len(tokenizer())))}, "the target's layers differ"),
+        ({"tokenizer": lambda: tokenizer(MARKED)}, "the tokenizer differs"),
+        ({"max_new_tokens": lambda: 5}, "max_new_tokens was 4, not 5"),
+        ({"temperature": lambda: 0.3}, r"temperature was 0\.7, not 0\.3"),
+        ({"do_sample": lambda: False}, "do_sample was True, not False"),
+        ({"top_k": lambda: 3}, "top_k was None, not 3"),
+    ],
+)
+def test_answers_are_not_added_to_those_of_another_origin(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"target": tiny_target(vocab_size=len(tokenizer())), "tokenizer": tokenizer()}
+    given |= {"max_new_tokens": 4, "do_sample": True, "temperature": 0.7, "progress": False}
+    path = regenerate([CHAT], output=tmp_path / "answers.jsonl", **given)
+    first = path.read_text()
+    with pytest.raises(ValueError, match=problem):
+        regenerate([CHAT, CHAT], output=path, **given | {name: change() for name, change in changes.items()})
+    assert path.read_text() == first
+    regenerate([CHAT, CHAT], output=path, batch_size=1, speculator="ngram", **given)
+    assert path.read_text().startswith(first) and len(path.read_text().splitlines()) == 2
+    Path(f"{path}.made_from.json").unlink()
+    with pytest.raises(ValueError, match="says what its answers were made with: write to another file"):
+        regenerate([CHAT] * 3, output=path, **given)
+
+
+def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers").propagate = True
+    target, words = tiny_target(vocab_size=len(tokenizer())), tokenizer()
+    target.generation_config.eos_token_id = None
+    options: dict[str, Any] = {"do_sample": False, "progress": False}
+    cut = regenerate([CHAT[:2]] * 3, target, words, tmp_path / "cut.jsonl", max_new_tokens=6, **options)
+    assert [json.loads(line)["messages"][1]["cut"] for line in cut.read_text().splitlines()] == [True] * 3
+    assert "3 of 3 answers were cut off by max_new_tokens" in caplog.text
+    prompt = words(words.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True))
+    said = target.generate(torch.tensor([prompt["input_ids"]]), max_new_tokens=6, do_sample=False)[0].tolist()
+    target.generation_config.eos_token_id = [said[-1], said[-2]]  # the one of them that comes first ends the answer
+    target.generation_config.pad_token_id = 0
+    caplog.clear()
+    ended = regenerate([CHAT[:2]], target, words, tmp_path / "ended.jsonl", max_new_tokens=6, **options)
+    assert "cut" not in json.loads(ended.read_text())["messages"][1] and "cut off" not in caplog.text
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_an_end_that_was_not_said_is_not_trained_on(template: str, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers").propagate = True
+    chat = [dict(message) for message in CHAT]
+    whole, answered = prepare_dataset(chats(chat), tokenizer(template))[0]["input_ids"], []
+    for places in ((1,), (3,), (1, 3)):
+        cut = [message | ({"cut": True} if i in places else {}) for i, message in enumerate(chat)]
+        (row,) = prepare_dataset(chats(cut), tokenizer(template))
+        assert row["input_ids"] == whole
+        answered.append(answers(row))
+    assert answered == [
+        "three four six seven eight <end>",
+        "three four <end> six seven eight",
+        "three four six seven eight",
+    ]
+    assert "1 examples have an answer that was cut off: its end" in caplog.text
+    caplog.clear()
+    (row,) = prepare_dataset(chats(cut, chat), tokenizer(template), cut_answers="drop")
+    assert answers(row) == "three four <end> six seven eight <end>"
+    assert "1 of 2 examples are kept: 1 examples have an answer that was cut off" in caplog.text
+
+
+def test_reasoning_that_was_cut_off_is_trained_on_up_to_there() -> None:
+    template = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    made = tokenizer(template.replace("%}<assistant> {%", "%}<assistant> think {%"))
+    cut = {"role": "assistant", "content": "think one </think> six\nseven", "cut": True}
+    (row,) = prepare_dataset(chats([*CHAT[:1], cut]), made)
+    assert answers(row) == "one </think> six seven"
 
 
 def test_answers_to_other_questions_are_not_taken_for_these(tmp_path: Path) -> None:
@@ -389,7 +522,8 @@ def fills_the_disk(limit: int, path: Path, conversations: Any, **options: Any) -
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_answers_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
-    conversations, path = [CHAT, CHAT[:2], CHAT], tmp_path / "answers.jsonl"
+    first = [{"role": "user", "content": "one " * 300}, CHAT[1]]  # longer than what is noted beside the answers
+    conversations, path = [first, CHAT[:2], CHAT], tmp_path / "answers.jsonl"
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False, "batch_size": 1}
     target = tiny_target(vocab_size=len(tokenizer()))
     expected = regenerate(conversations, target, tokenizer(), tmp_path / "whole.jsonl", **options).read_text()

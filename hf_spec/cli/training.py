@@ -46,6 +46,8 @@ def add_prepare(commands: Any) -> None:
     add("--num-proc", type=at_least(1), metavar="N", help="processes")
     add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE.jsonl; goes on where it ends")
     add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="of a new answer (%(default)s)")
+    add("--cut-answers", choices=("keep", "drop"), default="keep", help="what becomes of answers that were cut off by "
+        "--max-new-tokens: they are trained on without an end, or left out (%(default)s)")  # fmt: skip
     add("--temperature", type=temperature_of, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
     add(
         "--batch-size",
@@ -80,7 +82,7 @@ def _prepare(args: argparse.Namespace) -> None:
     data = load_raw(args.data, args.split)
     if args.regenerate:
         data = load_raw(_regenerated(data, args))
-    names = ("held_out", "max_length", "packing", "too_long", "last_turn_only", "text_column", "num_proc")
+    names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc".split()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     splits = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
     if args.features:

@@ -1,8 +1,6 @@
 """From conversations or plain text to token ids with the target's own answers marked.
 
-A draft is trained only on tokens that the target itself would say: ``loss_mask`` is 1 on what the assistant says. The
-chat template tells which tokens those are: by ``{% generation %}`` where it has it, else by rendering the conversation
-up to each answer and comparing.
+A draft is trained only on tokens that the target itself would say: ``loss_mask`` is 1 on what the assistant says.
 """
 
 from __future__ import annotations
@@ -21,12 +19,14 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .chat import CUT, Unusable, messages_of, tokenize_chat
+from .origin import record_tokenizer
+
 logger = logging.get_logger(__name__)
 
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 REASONS = {
     "short": "have no two answer tokens one after the other, so that nothing is guessed in them",
     "unanswered": "have no answer of the assistant",
@@ -34,6 +34,7 @@ REASONS = {
     "found: mark them with {% generation %} in the template",
     "broken": "are no text, or no conversation that the chat template takes",
     "long": "are longer than max_length",
+    "cut": "have an answer that was cut off",
 }
 
 
@@ -47,6 +48,7 @@ def prepare_dataset(
     last_turn_only: bool = False,
     text_column: str = "text",
     num_proc: int | None = None,
+    cut_answers: Literal["keep", "drop"] = "keep",
 ) -> datasets.Dataset:
     """Turn conversations or plain text into examples for ``DraftTrainer``.
 
@@ -56,7 +58,8 @@ def prepare_dataset(
     ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
     ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only, for models
     whose template drops the reasoning of earlier ones. Examples without anything to guess are left out, counted by
-    reason in a log message.
+    reason in a log message. Answers that ``regenerate`` says were cut off are trained on without the end that the
+    template gives them, or left out with their conversations (``cut_answers="drop"``).
 
     Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
     without a chat template or without offsets, and if no example is left.
@@ -65,6 +68,8 @@ def prepare_dataset(
         raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
     if too_long not in ("truncate", "drop"):
         raise ValueError(f"too_long is {too_long!r}; choose 'truncate' or 'drop'")
+    if cut_answers not in ("keep", "drop"):
+        raise ValueError(f"cut_answers is {cut_answers!r}; choose 'keep' or 'drop'")
     if isinstance(dataset, str | os.PathLike):
         dataset = read_file(dataset)
     if not isinstance(dataset, datasets.Dataset):
@@ -82,12 +87,15 @@ def prepare_dataset(
         )
     if chat is not None:
         _check_tokenizer(tokenizer)
-    tokenize = _Tokenize(tokenizer, chat, text_column, max_length, too_long, last_turn_only)
+    tokenize = _Tokenize(tokenizer, chat, text_column, max_length, too_long, last_turn_only, cut_answers)
     examples = dataset.map(tokenize, remove_columns=dataset.column_names, num_proc=num_proc, desc="Tokenizing")
     kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped", desc="Filtering")
-    _report(examples["skipped"], len(kept))
-    kept = kept.remove_columns("skipped")
-    return kept.map(_Pack(max_length), batched=True, desc="Packing") if packing else kept
+    _report(examples["skipped"], len(kept), sum(kept["cut"]))
+    kept = kept.remove_columns(["skipped", "cut"])
+    if packing:
+        kept = kept.map(_Pack(max_length), batched=True, desc="Packing")
+    record_tokenizer(kept, tokenizer)
+    return kept
 
 
 def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
@@ -105,13 +113,15 @@ def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
         raise ValueError(f"{path} is broken: {error.__cause__ or error}. Mend it, or remove that line") from error
 
 
-def _report(skipped: Iterable[str], kept: int) -> None:
+def _report(skipped: Iterable[str], kept: int, cut: int) -> None:
     reasons = list(skipped)
     found = [f"{reasons.count(reason)} examples {text}" for reason, text in REASONS.items() if reason in reasons]
     if not kept:
         raise ValueError(f"no example is left to train on: {'; '.join(found)}")
     if found:
         logger.warning(f"{kept} of {len(reasons)} examples are kept: {'; '.join(found)}")
+    if cut:
+        logger.warning(f"{cut} examples {REASONS['cut']}: its end, which the target did not say, is not trained on")
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,11 +147,16 @@ class _Tokenize:
     max_length: int
     too_long: str
     last_turn_only: bool
+    cut_answers: str
 
     def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-        nothing: dict[str, Any] = {"input_ids": [], "loss_mask": []}
+        nothing: dict[str, Any] = {"input_ids": [], "loss_mask": [], "cut": False}
         try:
-            ids, answers = self._ids(example)
+            messages = [] if self.chat is None else messages_of(example[self.chat])
+            cut = any(message.get(CUT) for message in messages)
+            if cut and self.cut_answers == "drop":
+                raise Unusable("cut")
+            ids, answers = self._ids(example, messages)
         except Unusable as error:
             return nothing | {"skipped": error.reason}
         if len(ids) > self.max_length and self.too_long == "drop":
@@ -149,133 +164,15 @@ class _Tokenize:
         ids, answers = ids[: self.max_length], answers[: self.max_length]
         if not any(one and two for one, two in itertools.pairwise(answers[1:])):
             return nothing | {"skipped": "short"}
-        return {"input_ids": ids, "loss_mask": answers, "skipped": ""}
+        return {"input_ids": ids, "loss_mask": answers, "cut": cut, "skipped": ""}
 
-    def _ids(self, example: dict[str, Any]) -> tuple[list[int], list[int]]:
+    def _ids(self, example: dict[str, Any], messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
         if self.chat is None:
             if not isinstance(text := example[self.text_column], str):
                 raise Unusable
             ids = self.tokenizer(text)["input_ids"]
             return ids, [1] * len(ids)
-        return tokenize_chat(self.tokenizer, messages_of(example[self.chat]), self.last_turn_only)
-
-
-class Unusable(Exception):
-    """Say why no draft can be trained on an example: a key of ``REASONS``."""
-
-    def __init__(self, reason: str = "broken") -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-def messages_of(conversation: Any) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them."""
-    messages = []
-    for message in conversation or []:
-        if not isinstance(message, dict):
-            raise Unusable
-        message = _said(message)
-        role = message.get("role") or message.get("from")
-        if role is None:
-            raise Unusable
-        rest = {name: value for name, value in message.items() if name not in ("role", "from", "content", "value")}
-        content = message.get("content", message.get("value"))
-        messages.append({"role": ROLES.get(role, role), "content": content, **rest})
-    return messages
-
-
-def _said(value: Any) -> Any:
-    """Leave out each None: Arrow fills it in where a dict has no such key, but those of other examples have."""
-    if isinstance(value, dict):
-        return {name: _said(one) for name, one in value.items() if one is not None}
-    return [_said(one) for one in value] if isinstance(value, list) else value
-
-
-def tokenize_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool = False
-) -> tuple[list[int], list[int]]:
-    """Return token ids and a mask of the assistant's tokens, its end token included."""
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
-    if last is None:
-        raise Unusable("unanswered" if messages else "broken")
-    messages = messages[: last + 1]
-    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
-        ids, answers = _by_markers(tokenizer, messages)
-    else:
-        ids, answers = _by_rendering(tokenizer, messages, last_turn_only)
-    if last_turn_only:
-        before = max((i for i, answer in enumerate(answers[: _last_start(answers)]) if answer), default=-1)
-        answers = [0] * (before + 1) + answers[before + 1 :]
-    return ids, answers
-
-
-def _last_start(answers: list[int]) -> int:
-    """Return where the last run of ones begins."""
-    start = len(answers)
-    while start and not answers[start - 1]:
-        start -= 1
-    while start and answers[start - 1]:
-        start -= 1
-    return start
-
-
-def _by_markers(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:  # templates raise what they like
-        raise Unusable from error
-    return list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
-
-
-def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[int], list[int]]:
-    """Find each answer between what the template renders before it and with it."""
-    text, earlier = render(tokenizer, messages), messages[:-1]
-    prompt = render(tokenizer, earlier, prompt=True)
-    if not text.startswith(prompt):
-        text = _as_said(prompt, text, messages[-1].get("content"))
-    spans = [(len(prompt), len(text.rstrip()))] if text.startswith(prompt) else []
-    for i, message in enumerate(earlier):
-        if message["role"] != "assistant" or last_turn_only:
-            continue
-        before, after = render(tokenizer, messages[:i], prompt=True), render(tokenizer, messages[: i + 1])
-        # A template may render an answer otherwise once it is history, without its reasoning for example: then what
-        # stands in the text is not what the target said, and only the last one counts.
-        if text.startswith(before) and text.startswith(after.rstrip()):
-            spans.append((len(before), len(after.rstrip())))
-    if not spans:
-        raise Unusable("unmarked")
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    answers = [
-        int(any(first <= start < end or start < first < stop for first, end in spans))
-        for start, stop in encoded["offset_mapping"]
-    ]
-    return list(encoded["input_ids"]), answers
-
-
-def _as_said(prompt: str, rendered: str, answer: Any) -> str:
-    """Put an answer of which the template has ``rendered`` the end only (DeepSeek-R1) whole behind its ``prompt``.
-
-    Where the template shows all of it, or none, ``rendered`` is returned.
-    """
-    said = answer if isinstance(answer, str) else ""  # there may be tool calls only
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    if not lines or said.strip() in rendered or lines[-1] not in rendered:
-        return rendered
-    # The prompt may begin the reasoning itself.
-    begun = next((n for n in range(min(len(said), 32), 0, -1) if prompt.endswith(said[:n])), 0)
-    return prompt + said[begun:].rstrip() + rendered.rpartition(lines[-1])[2]
-
-
-def render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-    """Return the text that the chat template makes, with ``prompt`` up to where the next answer begins."""
-    if not messages:
-        return ""
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-    except Exception as error:  # templates raise what they like
-        raise Unusable from error
+        return tokenize_chat(self.tokenizer, messages, self.last_turn_only)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from transformers.utils import logging
 from ..scoring.plain import input_device
 from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import fingerprint, has_body, load_embeddings_and_head, save_embeddings_and_head
+from .origin import check_tokenizer, differences, tokenizer_digest
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)
@@ -39,13 +40,6 @@ logger = logging.get_logger(__name__)
 FORMAT = 1
 LAST = -1  # the layer whose states the output layer reads; no other is less
 WAITING = 1  # shards in the writer's hands while the next one is read
-DIFFERENCES = {
-    "config": "the target's config differs",
-    "ends": "the target's embeddings or output layer differ",
-    "body": "the target's layers differ",
-    "tokenizer": "the tokenizer differs",
-    "dataset": "the dataset differs",
-}
 
 
 def cache_features(
@@ -77,19 +71,20 @@ def cache_features(
     target, path = bare(target).eval(), Path(directory)
     index = _Index.read(path) or _Index(path, {"shard_size": shard_size}, 0)
     kept = _layers(layers, target, index.made_from.get("layers", ()))
+    check_tokenizer(dataset, tokenizer)
     survey = _survey(dataset, target)
     kind: Any = dtype or getattr(torch, index.made_from.get("dtype", ""), target.dtype)
     if not kind.is_floating_point:
         raise ValueError(f"dtype is {kind}, which holds no states; take torch.bfloat16 or another kind of float")
     made_from = {
         **fingerprint(target),
-        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
+        "tokenizer": None if tokenizer is None else tokenizer_digest(tokenizer),
         "dataset": survey.digest,
         "layers": kept,
         "dtype": str(kind).removeprefix("torch."),
     }
     if index.count:
-        _refuse(path, _differences(index.made_from, made_from))
+        _refuse(path, differences(index.made_from, made_from))
     index.made_from = made_from | index.made_from
     bytes_per_token = len(kept) * target.config.get_text_config().hidden_size * kind.itemsize
     shards = survey.shards(max(1, index.made_from["shard_size"] // bytes_per_token))
@@ -183,10 +178,10 @@ class FeatureCache(Dataset[dict[str, Any]]):
 
     def check(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
         """Raise a ValueError that says what differs if these are not the states of ``target`` and ``layers``."""
-        differences = _differences(self.made_from, fingerprint(target))
+        found = differences(self.made_from, fingerprint(target))
         if missing := sorted({*layers} - {*self.layers}):
-            differences.append(f"layers: it has {list(self.layers)}, and {missing} are missing")
-        _refuse(self.directory, differences)
+            found.append(f"layers: it has {list(self.layers)}, and {missing} are missing")
+        _refuse(self.directory, found)
 
     def load_target(self) -> Any:
         """Load the target without its layers: ``new_draft`` and ``DraftTrainer`` need no more of it.
@@ -198,22 +193,12 @@ class FeatureCache(Dataset[dict[str, Any]]):
         return load_embeddings_and_head(self.directory / "target")
 
 
-def _refuse(directory: Path, differences: list[str]) -> None:
-    if differences:
+def _refuse(directory: Path, found: list[str]) -> None:
+    if found:
         raise ValueError(
-            f"the feature cache in {directory} was made from something else: {'; '.join(differences)}. Use what it "
+            f"the feature cache in {directory} was made from something else: {'; '.join(found)}. Use what it "
             "was made from, or make another cache in another directory"
         )
-
-
-def _differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    found = []
-    for name, value in wanted.items():
-        have = made_from.get(name)
-        if have == value or (name == "tokenizer" and None in (have, value)):
-            continue
-        found.append(DIFFERENCES.get(name, f"{name} was {have}, not {value}"))
-    return found
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------------
@@ -249,11 +234,6 @@ def _survey(dataset: Any, target: PreTrainedModel) -> _Survey:
             digest.update(f"{name} {len(values)}".encode() + values.tobytes())
         lengths.append(len(example["input_ids"]))
     return _Survey(digest.hexdigest(), lengths)
-
-
-def _tokenizer_digest(tokenizer: Any) -> str:
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 # -- reading and writing ----------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from .arguments import DraftTrainingArguments
 from .card import hub_name
 from .data import prepare_dataset
 from .features import FeatureCache
+from .origin import check_tokenizer
 from .sources import cache_splits, is_prepared, load_raw, prepared
 from .teacher import bare
 from .trainer import DraftTrainer
@@ -149,6 +150,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     with args.main_process_first(desc="preparing data"):
         splits = _splits(recipe, tokenizer)
+        check_tokenizer(splits["train"], tokenizer)
     target = (alone and _target_of_caches(features["directory"], splits)) or _target(**recipe["target"])
     draft = _draft(recipe["draft"], bare(target), splits["train"])
     if features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..scoring.plain import input_device
-from .data import Unusable, check_ids, messages_of, render
+from .chat import CUT, Unusable, messages_of, render
+from .data import check_ids
+from .embeddings_and_head import fingerprint
+from .origin import differences, tokenizer_digest
+
+logger = logging.get_logger(__name__)
 
 Turn = list[dict[str, Any]]  # messages
 Turns = list[Turn]
@@ -36,11 +42,14 @@ def regenerate(
     A conversation is a list of messages; those of the assistant are replaced in turn, each after the new ones before
     it. What stands after the last answer is left out, and of what is no conversation for the chat template nothing is
     left, which ``prepare_dataset`` skips. Conversations that are in ``output`` already are not answered again, so that
-    an interrupted call can be repeated; one whose line was written by half is. ``generate_kwargs`` go to ``generate``:
-    sampling, a speculator.
+    an interrupted call can be repeated; one whose line was written by half is. A file beside ``output``, its name with
+    ``.made_from.json``, says what the answers were made with. ``generate_kwargs`` go to ``generate``: sampling, a
+    speculator. An answer without an end-of-sequence token, which ``max_new_tokens`` cut off, is marked by
+    ``"cut": true``, so that no draft learns to end it there.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
-    ``output`` holds something else than answers to ``conversations``. An OSError if it cannot be written.
+    ``output`` holds something else than answers to ``conversations``, or answers of another target, tokenizer or way
+    to generate. An OSError if it cannot be written.
     """
     if not tokenizer.chat_template:
         raise ValueError(
@@ -52,13 +61,57 @@ def regenerate(
     rest = (_turns(conversation) for conversation in conversations)
     done = _skip_done(path, rest)
     path.touch()  # where it cannot be written, nothing is run
-    bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
+    made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer)}
+    _check_made_from(path, done, made_from | _settings(target, options))
+    bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     with bar:
         while batch := list(islice(rest, batch_size)):
             _append(path, _answered(batch, target, tokenizer, options))
             bar.update(len(batch))
+    _tell_cut(path)
     return path
+
+
+def _settings(target: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what is not a default of how answers are generated, as JSON holds it; a speculator changes none."""
+    config = copy.deepcopy(options.get("generation_config") or target.generation_config)
+    config.update(**options)
+    found = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return settings
+
+
+def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
+    """Write beside a new file what its answers are made with; raise a ValueError if old ones were made otherwise."""
+    record = path.with_name(f"{path.name}.made_from.json")
+    if not done:
+        record.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+        return
+    if not record.exists():
+        raise ValueError(
+            f"{path} has no {record.name} beside it, which says what its answers were made with: write to another file"
+        )
+    made_from = json.loads(record.read_text(encoding="utf-8"))
+    if found := differences(made_from, dict.fromkeys(made_from) | wanted):
+        raise ValueError(
+            f"the answers in {path} were made with something else: {'; '.join(found)}. Repeat the call that began it, "
+            "or write to another file"
+        )
+
+
+def _tell_cut(path: Path) -> None:
+    answers = [
+        message
+        for line in path.read_text(encoding="utf-8").splitlines()
+        for message in json.loads(line)["messages"]
+        if message["role"] == "assistant"
+    ]
+    if cut := sum(message.get(CUT, False) for message in answers):
+        logger.warning(
+            f"{cut} of {len(answers)} answers were cut off by max_new_tokens: drafts are not trained to end them "
+            "there. Raise it, or leave them out with cut_answers='drop'"
+        )
 
 
 def _append(path: Path, answered: list[Turn]) -> None:
@@ -111,8 +164,9 @@ def _answered(batch: list[Turns], target: PreTrainedModel, tokenizer: Any, optio
                 written[row] += turns[row][turn]
             except Unusable:
                 turns[row], written[row] = [], []
-        for row, answer in zip(prompts, _generate(list(prompts.values()), target, tokenizer, options), strict=True):
-            written[row].append({"role": "assistant", "content": answer})
+        answers = _generate(list(prompts.values()), target, tokenizer, options)
+        for row, (answer, cut) in zip(prompts, answers, strict=True):
+            written[row].append({"role": "assistant", "content": answer} | ({CUT: True} if cut else {}))
     return written
 
 
@@ -134,7 +188,8 @@ def _turns(conversation: Any) -> Turns:
 
 
 @torch.no_grad()
-def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str, Any]) -> list[str]:
+def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Return the answer to each prompt, and whether it was cut off before its end-of-sequence token."""
     if not prompts:
         return []
     ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
@@ -144,4 +199,8 @@ def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str
     padded = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=input_device(target))
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=input_device(target))
     out = target.generate(padded, attention_mask=mask, pad_token_id=pad, **options)
-    return [text.strip() for text in tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)]
+    said = out[:, longest:]  # (prompts, new tokens)
+    ends = torch.tensor(_settings(target, options).get("eos_token_id") or [], device=said.device)
+    cut = ~torch.isin(said, ends).any(1)
+    texts = tokenizer.batch_decode(said, skip_special_tokens=True)
+    return [(text.strip(), one) for text, one in zip(texts, cut.tolist(), strict=True)]

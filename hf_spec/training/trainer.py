@@ -30,6 +30,7 @@ from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
 from .losses import ChunkedLoss, StepMetrics, counted_positions, position_weights
+from .origin import check_tokenizer
 from .running_sums import RunningSums
 from .teacher import Reader, bare
 from .unrolling import count_steps, unrolled
@@ -56,7 +57,8 @@ class DraftTrainer(Trainer):
         **kwargs: all that ``Trainer`` takes.
 
     Errors: a ValueError if the draft was made for another target, if cached features are not those that it reads of
-    this one, or if training is spread over several devices by threads (start one process per device instead).
+    this one, if examples were prepared with another tokenizer than ``processing_class``, or if training is spread over
+    several devices by threads (start one process per device instead).
     """
 
     loss_is_scaled_for_ga = True  # by the positions of all batches of a step, see _get_num_items_in_batch
@@ -96,6 +98,7 @@ class DraftTrainer(Trainer):
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
         self._peft_config = peft_config
+        self._tokenizer = kwargs.get("processing_class")
         self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
         kwargs.setdefault("data_collator", DraftCollator())
         held_out = kwargs.get("eval_dataset")
@@ -153,6 +156,7 @@ class DraftTrainer(Trainer):
             data.check(self.target, self._reader.feature_layers)
         elif data is not None and not isinstance(data, str):
             check_examples(data, self._vocabulary)
+            check_tokenizer(data, self._tokenizer, self._vocabulary)
             if not has_body(self.target):
                 raise ValueError("without its layers the target can read no text: cache the features of every dataset")
 

@@ -1,0 +1,157 @@
+"""From a conversation to token ids with the assistant's answers marked.
+
+The chat template tells which tokens are answers: by ``{% generation %}`` where it has it, else by rendering the
+conversation up to each answer and comparing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+CUT = "cut"  # the key of messages whose end the target did not say, see regenerate
+
+
+class Unusable(Exception):
+    """Say why no draft can be trained on an example: a key of ``REASONS``."""
+
+    def __init__(self, reason: str = "broken") -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def messages_of(conversation: Any) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them."""
+    messages = []
+    for message in conversation or []:
+        if not isinstance(message, dict):
+            raise Unusable
+        message = _said(message)
+        role = message.get("role") or message.get("from")
+        if role is None:
+            raise Unusable
+        rest = {name: value for name, value in message.items() if name not in ("role", "from", "content", "value")}
+        content = message.get("content", message.get("value"))
+        messages.append({"role": ROLES.get(role, role), "content": content, **rest})
+    return messages
+
+
+def _said(value: Any) -> Any:
+    """Leave out each None: Arrow fills it in where a dict has no such key, but those of other examples have."""
+    if isinstance(value, dict):
+        return {name: _said(one) for name, one in value.items() if one is not None}
+    return [_said(one) for one in value] if isinstance(value, list) else value
+
+
+def tokenize_chat(
+    tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool = False
+) -> tuple[list[int], list[int]]:
+    """Return token ids and a mask of the assistant's tokens, its end token included."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
+    if last is None:
+        raise Unusable("unanswered" if messages else "broken")
+    messages = messages[: last + 1]
+    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+        ids, answers = _by_markers(tokenizer, messages)
+    else:
+        ids, answers = _by_rendering(tokenizer, messages, last_turn_only)
+    if last_turn_only:
+        start = next(reversed(_runs(answers)), (0, 0))[0]
+        answers = [0] * start + answers[start:]
+    return ids, answers
+
+
+def _runs(answers: list[int]) -> list[tuple[int, int]]:
+    """Return where each run of ones begins and ends."""
+    starts = [i for i, one in enumerate(answers) if one and not (i and answers[i - 1])]
+    return [(start, next((i for i in range(start, len(answers)) if not answers[i]), len(answers))) for start in starts]
+
+
+def _by_markers(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+    shown = _shown(messages)
+    try:
+        encoded = tokenizer.apply_chat_template(
+            shown, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:  # templates raise what they like
+        raise Unusable from error
+    ids, answers = list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
+    if not any(message.get(CUT) for message in messages):
+        return ids, answers
+    text, runs = render(tokenizer, messages), _runs(answers)
+    places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    said = [message for message in messages if message["role"] == "assistant"]
+    if len(said) != len(runs) or len(places) != len(ids):
+        raise Unusable("cut")
+    for message, (start, stop) in zip(said, runs, strict=True):
+        end = _end_of_answer(message, text, places[start][0], places[stop - 1][1])
+        answers[start:stop] = [int(first < end) for first, _ in places[start:stop]]
+    return ids, answers
+
+
+def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) -> int:
+    """Return how far ``text[start:stop]`` is what was said: without its end, if the answer was cut off before it."""
+    if not message.get(CUT):
+        return stop
+    said = content.strip() if isinstance(content := message.get("content"), str) else ""
+    if said and (place := text.find(said, start, stop)) >= 0:
+        return place + len(said)
+    last = said.rpartition("\n")[2].strip()  # of what the template shows in part, or began in the prompt
+    place = text.rfind(last, start, stop) if last else -1
+    return place + len(last) if place >= 0 else start
+
+
+def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[int], list[int]]:
+    """Find each answer between what the template renders before it and with it."""
+    text, earlier = render(tokenizer, messages), messages[:-1]
+    prompt = render(tokenizer, earlier, prompt=True)
+    if not text.startswith(prompt):
+        text = _as_said(prompt, text, messages[-1].get("content"))
+    spans = []
+    if text.startswith(prompt):
+        spans = [(len(prompt), _end_of_answer(messages[-1], text, len(prompt), len(text.rstrip())))]
+    for i, message in enumerate(earlier):
+        if message["role"] != "assistant" or last_turn_only:
+            continue
+        before, after = render(tokenizer, messages[:i], prompt=True), render(tokenizer, messages[: i + 1])
+        # A template may render an answer otherwise once it is history, without its reasoning for example: then what
+        # stands in the text is not what the target said, and only the last one counts.
+        if text.startswith(before) and text.startswith(after.rstrip()):
+            spans.append((len(before), _end_of_answer(message, text, len(before), len(after.rstrip()))))
+    if not spans:
+        raise Unusable("unmarked")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    answers = [
+        int(any(first <= start < end or start < first < stop for first, end in spans))
+        for start, stop in encoded["offset_mapping"]
+    ]
+    return list(encoded["input_ids"]), answers
+
+
+def _as_said(prompt: str, rendered: str, answer: Any) -> str:
+    """Put an answer of which the template has ``rendered`` the end only (DeepSeek-R1) whole behind its ``prompt``.
+
+    Where the template shows all of it, or none, ``rendered`` is returned.
+    """
+    said = answer if isinstance(answer, str) else ""  # there may be tool calls only
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    if not lines or said.strip() in rendered or lines[-1] not in rendered:
+        return rendered
+    # The prompt may begin the reasoning itself.
+    begun = next((n for n in range(min(len(said), 32), 0, -1) if prompt.endswith(said[:n])), 0)
+    return prompt + said[begun:].rstrip() + rendered.rpartition(lines[-1])[2]
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+    """Return the text that the chat template makes, with ``prompt`` up to where the next answer begins."""
+    if not messages:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(_shown(messages), tokenize=False, add_generation_prompt=prompt))
+    except Exception as error:  # templates raise what they like
+        raise Unusable from error
+
+
+def _shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without what is noted of them for training."""
+    return [{name: value for name, value in message.items() if name != CUT} for message in messages]
