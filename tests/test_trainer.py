@@ -219,6 +219,26 @@ def test_every_objective_trains_every_kind(make: Any, objective: str, tmp_path: 
     assert found[-1] < found[0]
 
 
+@pytest.mark.parametrize("make", [eagle3, mtp])
+def test_the_first_step_weighs_one_and_each_later_one_less(make: Any, tmp_path: Path) -> None:
+    """The loss is l0 + d * l1 + d² * l2, where d is the decay; unrolling fewer steps gives its first summands."""
+    target = sharp_target()
+
+    def loss(decay: float, steps: int, training: bool) -> float:
+        args = arguments(tmp_path, step_decay=decay, unroll_steps=steps, eval_prompts=0, normalizer="sequence")
+        trainer = DraftTrainer(make(target), target, args, eval_dataset=text())
+        if not training:
+            return float(trainer.evaluate()["eval_loss"])
+        return float(trainer.compute_loss(trainer.model, trainer.data_collator(text())))
+
+    for training in (True, False):
+        sums = [loss(1.0, steps, training) for steps in (1, 2, 3)]
+        by_step = [sums[0], sums[1] - sums[0], sums[2] - sums[1]]
+        assert min(by_step) > 0.1
+        expected = by_step[0] + 0.8 * by_step[1] + 0.64 * by_step[2]
+        assert loss(0.8, 3, training) == pytest.approx(expected, rel=1e-4)
+
+
 def test_evaluation_measures_by_generation_and_picks_the_best(tmp_path: Path) -> None:
     target = sharp_target()
     args = arguments(
