@@ -144,4 +144,4 @@ def test_who_is_asked_how() -> None:
     assert stops(ConfidenceCriteria(0.4)).lockstep
 
     text = torch.tensor([[1, 2, 5], [1, 5, 2], [1, 2, 3]])
-    assert stops(Custom(), EosTokenCriteria(3))(text, None).tolist() == [True, False, True]
+    assert stops(Custom(), EosTokenCriteria(3))(text, None) == [True, False, True]

@@ -21,6 +21,7 @@ from ..scoring.selfcheck import check_target, reads_prompts_causally
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
 from .processors import Processors
+from .ranks import Ranks
 from .refusals import refuse_call, refusing
 from .stopping import Stops
 from .text import Text
@@ -64,14 +65,19 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeOutput:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = speculator.settings(self.config)
-        text = Text(input_ids, Stops(stopping_criteria), generation_config._pad_token_tensor, self.streamer)
+        ranks = Ranks(model)
+        text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
             if config.self_check:
                 check_target(model, trees=config.tree is not None)
 
-        call = Call(model, speculator, config, text, logits_processor, generation_config, model_kwargs, self.tokenizer)
+        if generation_config.do_sample:
+            ranks.share_random_numbers(input_ids.device)
+        call = Call(
+            model, speculator, config, text, ranks, logits_processor, generation_config, model_kwargs, self.tokenizer
+        )
         choice = call.read_prompt(input_ids)
         while text.rows:
             choice = call.step(choice)
@@ -87,6 +93,7 @@ class Call:
         speculator: Speculator,
         config: SpeculationConfig,
         text: Text,
+        ranks: Ranks,
         logits_processor: LogitsProcessorList,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -99,8 +106,9 @@ class Call:
         self.text = text
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
-        # Who takes part in a step: how deep to guess, the drafter that guesses (made once the prompt is read), the
-        # target that scores the guesses, and the chooser that makes text of them.
+        # Who takes part in a step: the processes that share the model; how deep to guess; the drafter that guesses,
+        # made once the prompt is read; the target that scores the guesses; and the chooser that makes text of them.
+        self.ranks = ranks
         self.length = DraftLength(config)
         self.drafter: Drafter
         self.processors = Processors(logits_processor)
@@ -176,8 +184,9 @@ class Call:
     def _step(self, news: News, score: Callable[[Proposal], Scores]) -> Choice:
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
-            limit = min(self.length.limit(self.stats), max(room))
-            proposal = self.target.fit(self.drafter.propose(news, limit).within(room), limit)
+            limit = min(self.ranks.agree(self.length.limit(self.stats)), max(room))
+            proposal = self.ranks.agree_on_proposal(self.drafter.propose(news, limit))
+            proposal = self.target.fit(proposal.within(room), limit)
         with self.stats.timed("verify"):
             scores = score(proposal)
         with self.stats.timed("choose"):

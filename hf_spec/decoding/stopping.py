@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from .ranks import Ranks
+
 BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 
 
@@ -20,11 +22,13 @@ class Stops:
     ``lockstep``: a criterion is not one of those known here, so it may count calls or look at scores and other rows;
     the list must then be called once per token with the whole batch, as plain ``generate`` does. ``pads``: finished
     rows are padded; otherwise they go on being generated until all are finished, and ``waits`` tells that this may be
-    later than their own end. ``max_length``: no row gets longer. ``last_tokens`` end a row.
+    later than their own end. ``max_length``: no row gets longer. ``last_tokens`` end a row. Criteria that may look at
+    a clock, or at what only this process sees, are decided by the first of ``ranks``.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks | None = None) -> None:
         self._all = criteria
+        self._ranks = ranks or Ranks()
         self.lockstep: bool = not all(type(one) in BLOCKWISE for one in criteria)
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
         self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
@@ -33,10 +37,10 @@ class Stops:
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
 
-    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> Tensor:
-        """Call the whole list as plain ``generate`` does: (batch, length) -> (batch,) bool."""
-        finished: Tensor = self._all(input_ids, scores)
-        return finished
+    def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
+        """Call the whole list as plain ``generate`` does: (batch, length) -> batch times bool."""
+        finished: list[bool] = self._all(input_ids, scores).tolist()
+        return self._ranks.agree(finished)
 
     def first_stop(self, text: Tensor, before: Sequence[int], emitted: Sequence[Sequence[int]]) -> list[int | None]:
         """Find where each row of ``text`` (batch, capacity) ends, if it does. Not for a list in lockstep.
@@ -53,7 +57,7 @@ class Stops:
             elif isinstance(one, MaxLengthCriteria):
                 found = [max(1, one.max_length - old) for old in before]
             elif isinstance(one, MaxTimeCriteria):
-                found = [int(bool(one(torch.zeros(1, 1), None)))] * len(before)
+                found = [int(self._ranks.agree(bool(one(torch.zeros(1, 1), None))))] * len(before)
             elif isinstance(one, StopStringCriteria):
                 found = _first_stop_string(one, text, before, emitted)
             for row, new in enumerate(emitted):

@@ -96,7 +96,7 @@ class Text:
         self._ids[:, length] = tokens
         for row in self.rows:
             self.lengths[row] = length + 1
-        done = self.stops(self._ids[:, : length + 1], scores).tolist()
+        done = self.stops(self._ids[:, : length + 1], scores)
         self._unfinished = {row for row in self._unfinished if not done[row]}
         if self.stops.pads or not self._unfinished:
             self.rows = sorted(self._unfinished)

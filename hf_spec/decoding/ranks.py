@@ -1,0 +1,81 @@
+"""Processes that hold one model among them: the first decides what the others could see otherwise."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..proposal import Proposal
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Let one process decide for all that a model is spread over by tensor or pipeline parallelism.
+
+    Every process runs the whole loop on the same text, and all must make the same forwards of the same widths, or they
+    wait for each other for ever. Clocks and random numbers are a process's own, so whatever depends on them is decided
+    by the first process, which tells the others. In a process by itself every method returns what it is given.
+    """
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self._groups = [] if model is None else _groups(model)
+
+    def agree(self, value: T) -> T:
+        """Return the ``value`` of the first process, which must survive pickling and hold no tensor of a device."""
+        for group in self._groups:
+            box = [value]
+            dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
+            value = box[0]
+        return value
+
+    def agree_on_proposal(self, proposal: Proposal) -> Proposal:
+        """Return the proposal of the first process: a drafter may look at a clock, or draw by itself."""
+        if not self._groups:
+            return proposal
+        device = proposal.tokens.device
+        q_shape = None if proposal.q is None else proposal.q.shape
+        fields = (proposal.max_depth, proposal.is_chain, proposal.shape, q_shape)
+        both = torch.stack([proposal.tokens, proposal.parents]).cpu()  # (2, batch, nodes)
+        both, (max_depth, is_chain, shape, q_shape) = self.agree((both, fields))
+        q = None if q_shape is None else self._agree_on_tensor(proposal.q, q_shape, device)
+        tokens, parents = both.to(device)
+        return Proposal(tokens, parents, max_depth, q, is_chain, shape)
+
+    def _agree_on_tensor(self, own: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
+        """Return the float32 tensor of the first process, not through pickling: a distribution per node is large."""
+        fits = own is not None and own.shape == shape
+        tensor = own.contiguous() if fits and own is not None else torch.empty(shape, device=device)
+        for group in self._groups:
+            dist.broadcast(tensor, dist.get_global_rank(group, 0), group)
+        return tensor
+
+    def share_random_numbers(self, device: torch.device) -> None:
+        """Let every process draw what the first one draws from here on, on the CPU and on ``device``."""
+        if not self._groups:
+            return
+        states = [torch.get_rng_state()]
+        module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        if module is not None:
+            states.append(module.get_rng_state(device).cpu())
+        states = self.agree(states)
+        torch.set_rng_state(states[0])
+        if module is not None:
+            module.set_rng_state(states[1], device)
+
+
+def _groups(model: PreTrainedModel) -> list[Any]:
+    """List the process groups of the dimensions along which ``model`` is cut; one after the other they reach all.
+
+    Along the others, such as FSDP's, every process has a batch of its own.
+    """
+    mesh: Any = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return []
+    if mesh.mesh_dim_names is None:
+        return [mesh.get_group()] if mesh.size() > 1 else []
+    return [mesh[name].get_group() for name in ("tp", "pp") if name in mesh.mesh_dim_names and mesh[name].size() > 1]
