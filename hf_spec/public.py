@@ -27,6 +27,8 @@ from .drafts.mtp.configuration import MTPSpeculatorConfig
 from .drafts.mtp.modeling import MTPDraftModel
 from .drafts.mtp.target import TargetMtp
 from .drafts.ngram.speculator import NgramSpeculator
+from .drafts.peagle.configuration import PEagleSpeculatorConfig
+from .drafts.peagle.modeling import PEagleDraftModel
 from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import SpeculativeModel, install, uninstall
 from .metrics import SpeculationStats
@@ -51,6 +53,8 @@ __all__ = [
     "MedusaSpeculatorConfig",
     "News",
     "NgramSpeculator",
+    "PEagleDraftModel",
+    "PEagleSpeculatorConfig",
     "Proposal",
     "Request",
     "SpeculationConfig",

@@ -12,10 +12,13 @@ from test_distribution_end_to_end import VANILLA, distribution, model, sample, s
 from test_verification import TOO_FAR, deviation
 
 from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec.drafts.base import guess_log_probs
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.dspark.modeling import DSparkDraftModel
+from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
+from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 
 CASES = (
     "chain, block",
@@ -61,6 +64,14 @@ def test_dflash(case: str) -> None:
     assert deviation(sample(dflash(), VANILLA[case]), distribution()) < TOO_FAR
 
 
+@pytest.mark.parametrize("case", ["chain, block", "drawn tree, block"])
+def test_peagle(case: str) -> None:
+    torch.manual_seed(0)
+    flags = {"mask_token_id": 0, "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    draft = PEagleDraftModel(PEagleSpeculatorConfig.for_target(model().config, **flags)).eval()
+    assert deviation(sample(draft, VANILLA[case]), distribution()) < TOO_FAR
+
+
 class Forgetful(Speculator):
     """Draw with the Markov correction, and say that there was none."""
 
@@ -75,8 +86,8 @@ class Forgetful(Speculator):
             proposal = propose(news, limit)
             if proposal.q is None:
                 return proposal
-            uncorrected = drafter._over_target(drafter._logits)[:, : proposal.q.shape[1]].exp()
-            return replace(proposal, q=uncorrected)
+            uncorrected = guess_log_probs(dspark("vanilla"), request, drafter._logits)
+            return replace(proposal, q=uncorrected[:, : proposal.q.shape[1]].exp())
 
         drafter.propose = lie
         return drafter

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: logits, guesses and accepted lengths of the other projects' own code."""
+"""DFlash, DSpark and P-EAGLE: logits, guesses and accepted lengths of the other projects' own code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import CLOSE, DFLASH, DSPARK, GOLDENS, load_draft, load_target, outputs
+from golden import CLOSE, DFLASH, DSPARK, GOLDENS, PEAGLE, load_draft, load_target, outputs
 from torch import Tensor
 
 from hf_spec import News, Proposal, Request, SpeculationConfig
@@ -87,6 +87,7 @@ def test_context_grows_and_blocks_leave_nothing_behind(case: str) -> None:
     torch.testing.assert_close(out.logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("case", [*CASES, PEAGLE[0]])
 @torch.no_grad()
 def test_rows_of_a_ragged_batch_are_what_they_are_alone(case: str) -> None:
     io, draft, target = outputs(case), load_draft(case), load_target(case)
@@ -107,10 +108,11 @@ def test_rows_of_a_ragged_batch_are_what_they_are_alone(case: str) -> None:
     last = [end + 1 + count for end, count in zip(first, counts.tolist(), strict=True)]  # the roots
     for row, (end, count) in enumerate(zip(last, counts.tolist(), strict=True)):
         tokens[row, :count], beside[row, :count] = ids[end - count + 1 : end + 1], features[end - count : end]
-    proposal = drafter.propose(news(tokens, beside, counts), draft.config.num_guesses)
+    guesses = draft.config.num_speculative_tokens
+    proposal = drafter.propose(news(tokens, beside, counts), guesses)
     for row, end in enumerate(last):
         alone, _ = drafter_of(draft, target, ids[None, :end], features[None, :end])
-        expected = alone.propose(news(ids[None, end : end + 1], features[None, end - 1 : end]), 16)
+        expected = alone.propose(news(ids[None, end : end + 1], features[None, end - 1 : end]), guesses)
         assert proposal.tokens[row].tolist() == expected.tokens[0].tolist()
     drafter.keep_rows(torch.tensor([0, 2]))
     kept = drafter.propose(news(tokens[[0, 2], :1], beside[[0, 2], :1]), 2)
@@ -147,6 +149,7 @@ def test_a_window_as_servers_read_it() -> None:
 # -- guesses ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("case", [*CASES, PEAGLE[0]])
 @torch.no_grad()
 def test_chains_are_those_of_the_peers_code(case: str) -> None:
     io, draft, target = outputs(case), load_draft(case), load_target(case)
@@ -154,7 +157,7 @@ def test_chains_are_those_of_the_peers_code(case: str) -> None:
     for i, length in enumerate(io["draft/context_len"].tolist()):
         drafter, logits = drafter_of(draft, target, ids[:, :length], features[:, :length])
         given = news(ids[:, length : length + 1], features[:, length - 1 : length])
-        proposal = drafter.propose(given, draft.config.num_guesses)
+        proposal = drafter.propose(given, len(io["draft/tokens"][i]))
         assert proposal.tokens[0, 1:].tolist() == io["draft/tokens"][i].tolist()
         found = torch.cat([step.flatten(0, 1) for step in logits.seen])
         known = slice(None) if draft.target_ids is None else draft.target_ids
@@ -201,7 +204,7 @@ def accepted_lengths(case: str, **settings: Any) -> tuple[list[int], list[list[i
         eos_token_id=None,
         pad_token_id=0,
         speculator=draft,
-        speculation_config=SpeculationConfig(num_speculative_tokens=draft.config.num_guesses, **settings),
+        speculation_config=draft.defaults().merge(**settings),
         return_dict_in_generate=True,
     )
     text = out.sequences[0].tolist()
@@ -215,6 +218,7 @@ def accepted_lengths(case: str, **settings: Any) -> tuple[list[int], list[list[i
     return text[: len(expected)], made, lengths
 
 
+@pytest.mark.parametrize("case", [*CASES, PEAGLE[0]])
 def test_generation_accepts_what_the_peer_accepted(case: str) -> None:
     io = outputs(case)
     text, guesses, lengths = accepted_lengths(case)
@@ -231,3 +235,35 @@ def test_confidence_cuts_chains_where_the_peer_cuts_them() -> None:
     assert text == io["e2e_cut/spec_ids"].tolist()
     assert [len(chain) for chain in guesses[:steps]] == io["e2e_cut/proposal_len"].tolist()
     assert lengths[:steps] == io["e2e_cut/accept_len"].tolist()
+
+
+# -- P-EAGLE ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_peagle_reads_text_as_the_peer_does() -> None:
+    case = PEAGLE[0]
+    io, draft = outputs(case), load_draft(case)
+    length = int(io["draft/context_len"][-1])
+    out = draft(io["draft/ids"][None, 1 : length + 1], features=io["draft/features"][None, :length])
+    torch.testing.assert_close(out.logits[0], io["draft/row_logits"], **CLOSE)
+
+
+@torch.no_grad()
+def test_a_window_hides_old_text_from_every_depth() -> None:
+    """Rows of a sliding layer see so many positions, wherever their chunk ends: one token at a time says the same."""
+    case = PEAGLE[0]
+    draft, target, io = load_draft(case), load_target(case), outputs(case)
+    draft.layer_config.layer_types, draft.layer_config.sliding_window = ["sliding_attention"], 5
+    ids, features = io["draft/ids"][None], io["draft/features"][None]
+    at_once, _ = drafter_of(draft, target, ids[:, :12], features[:, :12])
+    whole = at_once.propose(news(ids[:, 12:13], features[:, 11:12]), 3)
+    slowly, _ = drafter_of(draft, target, ids[:, :4], features[:, :4])
+    for end in range(4, 13):
+        proposal = slowly.propose(news(ids[:, end : end + 1], features[:, end - 1 : end]), 3)
+    assert proposal.tokens.tolist() == whole.tokens.tolist()
+    torch.testing.assert_close(slowly._log_probs, at_once._log_probs, **CLOSE)
+    unwindowed = load_draft(case)
+    other, _ = drafter_of(unwindowed, target, ids[:, :12], features[:, :12])
+    other.propose(news(ids[:, 12:13], features[:, 11:12]), 3)
+    assert not torch.allclose(other._log_probs, at_once._log_probs, atol=0.1)

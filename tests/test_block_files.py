@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import CLOSE, DFLASH, DSPARK, GOLDENS, load_draft, load_target, outputs, tiny_target
+from golden import CLOSE, DFLASH, DSPARK, GOLDENS, PEAGLE, load_draft, load_target, outputs, tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
@@ -20,6 +20,8 @@ from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.dspark.modeling import DSparkDraftModel
+from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
+from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 
 CASES = (*DFLASH, *DSPARK)
 FORMATS = {"ds": "deepspec (DeepSpec)", "zl": "dflash (z-lab)"}
@@ -153,6 +155,24 @@ def test_deepspec_eagle3_reads_outputs_of_layers() -> None:
     assert inspect(GOLDENS / case / "checkpoint").layout == "deepspec (DeepSpec)"
 
 
+@pytest.mark.parametrize("case", PEAGLE)
+def test_peagle_is_a_kind_of_its_own(case: str, tmp_path: Path) -> None:
+    source = GOLDENS / case / "checkpoint"
+    report = inspect(source)
+    assert (report.layout, report.problem) == ("speculators (peagle)", None)
+    draft = load_draft(case)
+    assert type(draft) is PEagleDraftModel
+    draft.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(again.mask_hidden, draft.mask_hidden)
+    assert load_file(tmp_path / "model.safetensors").keys() == load_file(source / "model.safetensors").keys()
+    config, theirs = (json.loads((path / "config.json").read_text()) for path in (tmp_path, source))
+    assert config["mask_token_id"] == theirs["mask_token_id"]
+    assert config["speculators_config"]["algorithm"] == "peagle"
+    with pytest.raises(ValueError, match="has no sglang layout"):
+        convert(source, tmp_path / "out", "sglang")
+
+
 # -- what is wrong is said before anything runs -----------------------------------------------------------------------
 
 
@@ -172,6 +192,7 @@ def config_for(kind: Any = DFlashSpeculatorConfig, **flags: Any) -> Any:
         (DFlashSpeculatorConfig, {"draft_vocab_size": 97}, "larger than the target's vocabulary"),
         (DFlashSpeculatorConfig, {"aux_hidden_state_layer_ids": [0, 9]}, "do not fit a target of 8 layers"),
         (DFlashSpeculatorConfig, {"aux_hidden_state_layer_ids": []}, "list whole numbers"),
+        (PEagleSpeculatorConfig, {"mask_token_id": None}, "mask_token_id is None; name a token"),
         (DSparkSpeculatorConfig, {"markov_rank": -1}, "markov_rank is -1"),
         (DSparkSpeculatorConfig, {"markov_head_type": "lstm"}, "'lstm'; name one of"),
         (DSparkSpeculatorConfig, {"markov_rank": 0}, "set confidence_head_with_markov=False"),

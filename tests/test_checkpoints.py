@@ -488,8 +488,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 # --- reports and conversion ------------------------------------------------------------------------------------------
 
 EXPRESSIBLE = {
-    "eagle3": {"eagle3_orig_a", "eagle3_orig_b_fullvocab", PLAIN, "sp_eagle3_e2e_llama", "sp_peagle_llama"}
-    | {"specforge_eagle3_plain"},
+    "eagle3": {"eagle3_orig_a", "eagle3_orig_b_fullvocab", PLAIN, "sp_eagle3_e2e_llama"} | {"specforge_eagle3_plain"},
     "speculators": set(ALL),
 }
 EXPRESSIBLE["sglang"] = EXPRESSIBLE["eagle3"] | {"sp_eagle3_llama_ft_fullvocab", "specforge_eagle3_31"}

@@ -19,11 +19,13 @@ from ..drafts.files import SPECULATORS, Checkpoint, Format, is_speculators
 from ..drafts.medusa.modeling import MedusaDraftModel
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
+from ..drafts.peagle.modeling import PEagleDraftModel
 
 KINDS: tuple[type[DraftModel], ...] = (
     Eagle3DraftModel,
     DFlashDraftModel,
     DSparkDraftModel,
+    PEagleDraftModel,
     EagleDraftModel,
     MedusaDraftModel,
     MTPDraftModel,
@@ -64,7 +66,7 @@ def find_format(checkpoint: Checkpoint) -> Format:
         )
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
-        f"MTP layers of Qwen and MiMo, DFlash, DSpark): its tensors are {sorted(names)[:4]}..."
+        f"MTP layers of Qwen and MiMo, DFlash, DSpark, P-EAGLE): its tensors are {sorted(names)[:4]}..."
     )
 
 

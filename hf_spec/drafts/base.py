@@ -49,6 +49,12 @@ class Request:
         return self.log_probs
 
 
+def guess_log_probs(draft: Any, request: Request, logits: Tensor) -> Tensor:
+    """Turn logits (..., draft vocabulary) of ``draft`` into the log-probabilities of guesses over the target's."""
+    whole: Tensor = draft.over_target(logits)
+    return request.log_probs(whole.to(request.input_ids.device)).to(draft.device)
+
+
 @dataclass(frozen=True)
 class News:
     """What became text since the last proposal.

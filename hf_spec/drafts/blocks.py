@@ -30,10 +30,10 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from ..configuration import default_speculators_config, is_int
 from ..proposal import Proposal
 from ..scoring.cache import SlotCache
-from .base import Drafter, News, Request
-from .features import FeatureSpeculatorConfig
+from .base import Drafter, News, Request, guess_log_probs
+from .features import FeatureSpeculatorConfig, check_mask_token
 from .modeling import LAYERS, NORMS, DraftModel, DraftOutput
-from .trees import grow
+from .trees import at_depth, grow
 
 BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot")
 
@@ -119,12 +119,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
             raise ValueError(
                 "block_size is 1, and the slot of the root guesses nothing; set at least 2, or sample_from_anchor=True"
             )
-        mask, total = self.mask_token_id, self.layers.vocab_size
-        if not (is_int(mask) and 0 <= mask < total):
-            raise ValueError(
-                f"mask_token_id is {mask!r}; name a token of the target, 0..{total - 1}, that never occurs in text, "
-                "such as a reserved or a padding token (a published draft's config or card says which)"
-            )
+        check_mask_token(self.mask_token_id, self.layers.vocab_size)
 
     def _check_window(self, kinds: list[str]) -> None:
         """Let sliding layers do without a window: they are causal within the block, and see all of the context."""
@@ -341,26 +336,15 @@ class BlockDrafter(Drafter):
     def _open(self, root: Tensor, output: DraftOutput) -> Tensor:
         """Take in what the block says, and return the log-probabilities (batch, vocabulary) behind the root."""
         assert output.logits is not None
-        self._log_probs = self._over_target(output.logits)
+        self._log_probs = guess_log_probs(self._draft, self._request, output.logits)
         return self._log_probs[:, 0]
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         """Look up what the slots say: the same behind all guesses of a depth."""
         return at_depth(self._log_probs, parents, ancestors)
 
-    def _over_target(self, logits: Tensor) -> Tensor:
-        """Turn logits over the draft vocabulary into the log-probabilities of guesses over the target's."""
-        logits = self._draft.over_target(logits)
-        return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
-
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         rows = rows.to(self._device)
         self._cache.keep_rows(rows)
         self._padding = None if self._padding is None else self._padding.index_select(0, rows)
-
-
-def at_depth(by_depth: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-    """Pick from ``by_depth`` (batch, depths, ...) what stands at the depth of each new node of a ``Step``."""
-    depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
-    return by_depth[torch.arange(len(depth), device=depth.device)[:, None], depth]

@@ -104,3 +104,12 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
         ids = self.layer_ids
         if ids is not None and not (isinstance(ids, list) and ids and all(is_int(i) and i >= 0 for i in ids)):
             raise ValueError(f"{self.layer_ids_field} is {ids!r}; list whole numbers i >= 0, one per hidden_states[i]")
+
+
+def check_mask_token(mask: Any, vocabulary: int) -> None:
+    """Raise a ValueError unless ``mask`` is one of the ``vocabulary`` tokens of the target."""
+    if not (is_int(mask) and 0 <= mask < vocabulary):
+        raise ValueError(
+            f"mask_token_id is {mask!r}; name a token of the target, 0..{vocabulary - 1}, that never occurs in text, "
+            "such as a reserved or a padding token (a published draft's config or card says which)"
+        )

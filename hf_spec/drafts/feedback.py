@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
 from ..scoring.slots import Slots
-from .base import Drafter, News, Request
+from .base import Drafter, News, Request, guess_log_probs
 from .trees import grow
 
 if TYPE_CHECKING:
@@ -45,21 +45,15 @@ class FeedbackDrafter(Drafter):
         self._draft = draft
         self._request = request
         self._device = draft.device
-        self._readers = [_Reader(draft, number) for number in range(draft.num_readers)]
+        self._readers = [Reader(draft, number) for number in range(draft.num_readers)]
         self._hidden: list[Tensor] = []  # per reader (batch, 1 + open nodes, hidden): behind the root, then each node
         self._depth = 0  # of the nodes that were read last
         self._read_prompt()
 
     def _read_prompt(self) -> None:
         """Read the pairs that lie in the prompt."""
-        request = self._request
-        assert request.features is not None  # every draft of this kind names its feature layers
-        # The target may have read more than these tokens (embeddings) or less (a cache handed in).
-        pairs = max(0, min(request.input_ids.shape[1], request.features.shape[1]) - 1)
-        first = request.input_ids.shape[1] - pairs
-        tokens = request.input_ids[:, first:].to(self._device)
-        mask = request.attention_mask[:, first - 1 : first - 1 + pairs].to(self._device)
-        beside = {"features": self._own(request.features[:, -pairs - 1 : -1])}
+        tokens, mask, features = pairs_of_prompt(self._request, self._device)
+        beside = {"features": features.to(self._draft.dtype)}
         for reader in self._readers:
             hidden = reader.read_prompt(tokens, mask, **beside)
             self._hidden.append(hidden[:, -1:])
@@ -81,7 +75,7 @@ class FeedbackDrafter(Drafter):
             self._hidden[number] = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
         self._depth = 0
         root = tokens.gather(1, last)[:, 0]
-        log_probs = self._log_probs(logits_by_reader[0])[:, 0]
+        log_probs = guess_log_probs(self._draft, self._request, logits_by_reader[0])[:, 0]
         proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
 
@@ -92,7 +86,7 @@ class FeedbackDrafter(Drafter):
         several = self._depth < len(self._readers)
         logits, new = (self._read_by_several if several else self._read_by_last)(tokens, parent, ancestors)
         self._hidden = [torch.cat([old, hidden], dim=1) for old, hidden in zip(self._hidden, new, strict=True)]
-        return self._log_probs(logits)
+        return guess_log_probs(self._draft, self._request, logits)
 
     def _read_by_last(self, tokens: Tensor, parent: Tensor, ancestors: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Let the last reader, which may be the only one, read nodes beside what it made of their parents itself.
@@ -118,11 +112,6 @@ class FeedbackDrafter(Drafter):
         logits, hidden = said[0]
         return logits, [hidden] * first + [states for _, states in said]  # those before are not asked again
 
-    def _log_probs(self, logits: Tensor) -> Tensor:
-        """Turn logits over the draft vocabulary into the log-probabilities of guesses over the target's."""
-        logits = self._draft.over_target(logits)
-        return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
-
     def _own(self, features: Tensor) -> Tensor:
         return features.to(self._device, self._draft.dtype)
 
@@ -134,7 +123,22 @@ class FeedbackDrafter(Drafter):
             reader.keep_rows(rows)
 
 
-class _Reader:
+def pairs_of_prompt(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pairs that lie in the prompt: tokens, 0 where they are padded, and the features before them.
+
+    They are (batch, pairs), (batch, pairs) and (batch, pairs, widths). The last position's feature comes with the
+    first news.
+    """
+    assert request.features is not None  # every draft that reads pairs names its feature layers
+    # The target may have read more than these tokens (embeddings) or less (a cache handed in).
+    pairs = max(0, min(request.input_ids.shape[1], request.features.shape[1]) - 1)
+    first = request.input_ids.shape[1] - pairs
+    tokens = request.input_ids[:, first:].to(device)
+    mask = request.attention_mask[:, first - 1 : first - 1 + pairs].to(device)
+    return tokens, mask, request.features[:, -pairs - 1 : -1].to(device)
+
+
+class Reader:
     """Keep the slots of one reader, one pair of token and hidden state per slot."""
 
     def __init__(self, draft: Any, number: int) -> None:
@@ -163,10 +167,15 @@ class _Reader:
         self._first_position = mask.sum(1, keepdim=True)
         return hidden
 
-    def read(self, tokens: Tensor, counts: list[int], **beside: Tensor) -> tuple[Tensor, Tensor]:
-        """Forget the last forest and read what became text, ``counts[b]`` of ``tokens`` (batch, m)."""
+    def read(
+        self, tokens: Tensor, counts: list[int], ancestors: Tensor | None = None, **beside: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Forget the last forest and read what became text, ``counts[b]`` of ``tokens`` (batch, m).
+
+        What stands behind them, if ``ancestors`` say so, is read with them and forgotten.
+        """
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
-        logits, hidden = self.run(tokens, None, **beside)
+        logits, hidden = self.run(tokens, ancestors, **beside)
         self._slots.commit(tokens, counts, in_place=True)
         return logits, hidden
 

@@ -30,6 +30,15 @@ Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Confidence = Callable[[], Tensor]
 
 
+def at_depth(by_depth: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    """Pick from ``by_depth`` (batch, depths, ...) what stands at the depth of each new node of a ``Step``.
+
+    For drafts that say at once what follows at each depth, whatever the guesses before: (batch, new, ...).
+    """
+    depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
+    return by_depth[torch.arange(len(depth), device=depth.device)[:, None], depth]
+
+
 @dataclass
 class Forest:
     """The nodes that a draft was asked to look behind, in the order it was asked."""

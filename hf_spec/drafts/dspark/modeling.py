@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..base import Drafter, Request
+from ..base import Drafter, Request, guess_log_probs
 from ..block_files import engines
-from ..blocks import BlockDrafter, BlockDraftModel, at_depth
+from ..blocks import BlockDrafter, BlockDraftModel
 from ..files import Checkpoint
 from ..modeling import DraftOutput
+from ..trees import at_depth
 from .configuration import DSparkSpeculatorConfig
 from .formats import FORMATS, write_deepspec
 
@@ -169,7 +170,7 @@ class DSparkDrafter(BlockDrafter):
             self._states.append(reading.state)
         if confidence is not None:
             self._trust = confidence[:, 0].float().sigmoid()  # (batch,), asked of chains only
-        return self._over_target(self._draft.correct(logits, reading))
+        return guess_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
 
     @property
     def _confidence(self) -> Callable[[], Tensor] | None:

@@ -76,7 +76,6 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
             "needs --speculative-config: verifier.name_or_path is no Hub id",
         ),
         (nested and "norm_before_residual" not in raw, "takes the missing norm_before_residual for True"),
-        (nested and raw.get("speculators_model_type") == "peagle", "drafts in parallel, unlike hf_spec"),
         (bool(ids) and only_outputs, f"reads the layer ids of eagle_config one too low; convert to {both}"),
         (
             _misread_norm_output(checkpoint, layout),

@@ -3,7 +3,7 @@
 =============== ================================================  ==========================================
 format          how it is recognised                              what its files leave unsaid
 =============== ================================================  ==========================================
-``speculators`` ``speculators_model_type`` eagle3 or peagle       nothing; ``peagle`` holds an EAGLE-3 draft
+``speculators`` ``speculators_model_type`` eagle3                 nothing
 ``specforge``   ``LlamaForCausalLMEagle3`` and ``midlayer.*``     ``norm_output`` is the norm before the head
 ``eagle3``      other ``midlayer.*`` (SafeAILab's own)            the layers read, rope base, layer count
 ``deepspec``    ``target_layer_ids``, otherwise as the next       nothing; ids are outputs of layers
@@ -16,45 +16,21 @@ Numbers of layers, biases, norms and vocabularies are taken from the tensors, si
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...configuration import default_speculators_config, is_int
-from ..files import Files, Format, complete_vocabulary, flat_layers, is_speculators, needed, shared_with_target
+from ...configuration import default_speculators_config
+from ..files import Files, Format, flat_layers, is_speculators, needed
+from ..fusing_files import Read, aux_layer_ids, completed, read_speculators
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
-
-if TYPE_CHECKING:
-    from .modeling import Eagle3DraftModel
-
-Read = tuple[Eagle3SpeculatorConfig, dict[str, Tensor]]
-
-
-def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
-    """Return which ``hidden_states[i]`` of the target a draft reads; None where its format leaves it to the reader.
-
-    The only place where conventions meet. A top-level ``eagle_aux_hidden_state_layer_ids`` (speculators, vLLM) counts
-    layers that have run, and so is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge, ModelOpt,
-    SGLang) names the layer whose output is read, which is ``hidden_states[i + 1]``. EAGLE's own files name none.
-    """
-    name, behind = "eagle_aux_hidden_state_layer_ids", 0
-    if (ids := config.get(name)) is None:
-        ids, behind = (config.get("eagle_config") or {}).get(name), 1
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not all(map(is_int, ids)):
-        raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")
-    return [i + behind for i in ids]
-
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _is_ours(config: dict[str, Any], names: Collection[str]) -> bool:
-    return is_speculators(config) and config.get("speculators_model_type", "eagle3") in ("eagle3", "peagle")
+    return is_speculators(config) and config.get("speculators_model_type", "eagle3") == "eagle3"
 
 
 def _is_specforge(config: dict[str, Any], names: Collection[str]) -> bool:
@@ -70,17 +46,7 @@ def _is_modelopt(config: dict[str, Any], names: Collection[str]) -> bool:
 
 
 def _read_speculators(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    if not isinstance(raw.get("transformer_layer_config"), dict):
-        raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
-    tensors = needed(tensors)
-    tensors.pop("mask_hidden", None)  # serves the parallel steps of peagle; one step of it is EAGLE-3
-    raw["speculators_model_type"] = "eagle3"
-    if isinstance(raw.get("speculators_config"), dict):
-        raw["speculators_config"]["algorithm"] = "eagle3"
-    rope = raw["transformer_layer_config"].get("rope_parameters")
-    if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library takes this one for all
-        raw["transformer_layer_config"]["rope_parameters"] = rope["sliding_attention"]
-    return _completed(raw, raw["transformer_layer_config"]["vocab_size"], tensors)
+    return read_speculators(Eagle3SpeculatorConfig, raw, tensors)
 
 
 def _read_flat(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
@@ -123,19 +89,7 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
         "norm_before_lm_head": not norm_output_is_before_head or bool(flags.get("norm_output", True)),
         "dtype": raw.get("dtype", raw.get("torch_dtype")),
     }
-    return _completed(given, layers.vocab_size, tensors)
-
-
-def _completed(raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]) -> Read:
-    ids = aux_layer_ids(raw)
-    raw["shared_with_target"] = shared_with_target(tensors)
-    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
-    raw["eagle_aux_hidden_state_layer_ids"] = ids and sorted(ids)
-    known = {field.name for field in fields(Eagle3SpeculatorConfig)} - {"architectures", "transformers_version"}
-    config = Eagle3SpeculatorConfig(**{name: value for name, value in raw.items() if name in known})
-    # Foreign files may list ids in any order and mean it. Construction refuses that, since vLLM would sort them.
-    config.eagle_aux_hidden_state_layer_ids = ids
-    return config, tensors
+    return completed(Eagle3SpeculatorConfig, given, layers.vocab_size, tensors)
 
 
 FORMATS = (
@@ -148,22 +102,6 @@ FORMATS = (
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def sort_features(draft: Eagle3DraftModel) -> None:
-    """Let the draft read the same hidden states in ascending order, in place; features are then concatenated so."""
-    ids, width = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.feature_size
-    if ids is None or ids == sorted(ids):
-        return
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in order]).to(draft.fc.weight.device)
-    with torch.no_grad():
-        draft.fc.weight.copy_(draft.fc.weight[:, columns])
-        if draft.input_norm is not None:
-            draft.input_norm.weight.copy_(draft.input_norm.weight[columns])
-    if draft.fc_norm is not None:
-        draft.fc_norm = nn.ModuleList(draft.fc_norm[i] for i in order)
-    draft.config.eagle_aux_hidden_state_layer_ids = sorted(ids)
 
 
 def write_eagle3(draft: Any) -> Files:

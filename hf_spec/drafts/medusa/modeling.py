@@ -22,7 +22,7 @@ from ...proposal import Proposal
 from ..base import Drafter, News, Request
 from ..files import Checkpoint
 from ..modeling import DraftModel, DraftOutput, only_one
-from ..trees import grow
+from ..trees import at_depth, grow
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
 
@@ -153,8 +153,7 @@ class MedusaDrafter(Drafter):
         return grow(news.root, self._log_probs[:, 0], self._step, self._request.config, limit, self._request.sample)
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
-        return self._log_probs[torch.arange(len(depth), device=depth.device)[:, None], depth]
+        return at_depth(self._log_probs, parents, ancestors)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only: nothing is kept of any."""

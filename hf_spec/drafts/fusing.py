@@ -1,0 +1,181 @@
+"""Layers of EAGLE-3 (arXiv 2503.01840): one or a few decoder layers over the target's own hidden states.
+
+A position reads its token and, beside it, one hidden state: at the first step the target's features of the position
+before, later the draft's own output. The first layer attends over both, side by side; the residual carries only the
+hidden state::
+
+    features ─ fc ─┐                  ┌─ hidden_norm ─┐
+                   ├─ hidden ─────────┤               ├─ attention ─ (+ hidden) ─ mlp ─ ... ─ norm ─ lm_head
+    own output ────┘                  │               │                       │
+    token ─ embed ──── input_layernorm ───────────────┘                       └─ fed back at the next step
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from .features import FeatureSpeculatorConfig
+from .modeling import LAYERS, NORMS, DraftModel, DraftOutput, only_one
+
+EAGLE3_FLAGS = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "norm_before_lm_head",
+    "embed_requires_grad",
+)
+
+
+class FusingSpeculatorConfig(FeatureSpeculatorConfig):
+    """Describe a draft of EAGLE-3's layers with the flags of the speculators library, all of them saved.
+
+    Args:
+        eagle_aux_hidden_state_layer_ids: which ``hidden_states[i]`` of the target are read, i.e. the residual stream
+            after i layers, ascending; the number of layers means the last one *before* the final norm. ``None``:
+            ``[2, n // 2, n - 3]``.
+        norm_before_residual: the residual carries the normed feature (speculators) instead of the raw one (EAGLE).
+        norm_output: later steps are fed the output after the final norm ("EAGLE-3.1") instead of before it.
+        norm_before_fc: norm the concatenated features. ``fc_norm``: norm each of them. Not both.
+        norm_before_lm_head: ``False`` for SpecForge's ``norm_output: false``; only hf_spec knows this one.
+        embed_requires_grad: train the embeddings too.
+    """
+
+    layer_ids_field: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
+    flags: ClassVar[tuple[str, ...]] = EAGLE3_FLAGS
+
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_lm_head: bool = True
+    embed_requires_grad: bool = False
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Write beside the fields how many features there are if not three: vLLM's llama drafts look for it there."""
+        config = super().to_diff_dict()
+        layers = config.get("transformer_layer_config", {})
+        layers.pop("num_aux_hidden_states", None)
+        if self.num_features != 3:
+            layers["num_aux_hidden_states"] = self.num_features
+        return config
+
+    def validate(self) -> None:
+        super().validate()
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError(
+                "fc_norm and norm_before_fc are both True; norm each feature or their concatenation, not both"
+            )
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if ids is not None and any(a >= b for a, b in itertools.pairwise(ids)):
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids {ids} are not ascending: vLLM sorts them and would feed the draft "
+                f"permuted features; set {sorted(set(ids))} and order the columns of fc likewise"
+            )
+
+
+class _FusingLayer(nn.Module):
+    """Turn a decoder layer into one whose attention reads an embedding and a hidden state side by side."""
+
+    self_attn: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
+    def __init__(self, config: Any, layer_idx: int, norm_before_residual: bool) -> None:
+        super().__init__(config, layer_idx)  # the decoder layer's, next in line
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+
+    def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:
+        """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)  # (batch, length, 2 hidden)
+        attended, _ = self.self_attn(both, **kwargs)
+        hidden = (normed if self.norm_before_residual else hidden) + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class LlamaFusingLayer(_FusingLayer, LlamaDecoderLayer):  # type: ignore[misc]
+    """Be the first layer of an EAGLE-3 draft made of llama layers."""
+
+
+class Qwen3FusingLayer(_FusingLayer, Qwen3DecoderLayer):  # type: ignore[misc]
+    """Be the first layer of an EAGLE-3 draft made of qwen3 layers."""
+
+
+FIRST_LAYERS: dict[str, Any] = {"llama": LlamaFusingLayer, "qwen3": Qwen3FusingLayer}
+
+
+class FusingDraftModel(DraftModel):
+    """Be a draft of EAGLE-3's layers, of any flags (see ``FusingSpeculatorConfig``)."""
+
+    config: FusingSpeculatorConfig
+    _no_split_modules = [*DraftModel._no_split_modules, "LlamaFusingLayer", "Qwen3FusingLayer"]  # noqa: RUF012
+
+    input_norm: Any
+    fc_norm: nn.ModuleList | None
+
+    def __init__(self, config: FusingSpeculatorConfig) -> None:
+        super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
+        layers, count, width = config.layers, config.num_features, config.feature_size
+        kind, norm = layers.model_type, NORMS[layers.model_type]
+        first = FIRST_LAYERS[kind](layers, 0, config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(LAYERS[kind](layers, i) for i in range(1, layers.num_hidden_layers))])
+        self.input_norm = norm(count * width, eps=layers.rms_norm_eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(norm(width, eps=layers.rms_norm_eps) for _ in range(count)) if config.fc_norm else None
+        )
+        self.fc = nn.Linear(count * width, layers.hidden_size, bias=False)
+        self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(config.embed_requires_grad)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        past_key_values: Cache | None = None,
+        logits_to_keep: int = 0,
+    ) -> DraftOutput:
+        """Take one step: read ``input_ids`` (batch, length) beside either kind of hidden state.
+
+        ``features`` (batch, length, features x target width) at the first step, ``features[:, i]`` of the position
+        before ``input_ids[:, i]``; ``hidden_states`` (batch, length, hidden), an earlier output, at later ones.
+        ``logits_to_keep`` > 0: only the last logits. The rest: see ``DraftModel.decode``.
+        """
+        hidden = only_one(features, hidden_states)
+        hidden = hidden if features is None else self.fuse(features)
+        hidden = self.decode(hidden, (self.embed(input_ids),), position_ids, attention_mask, past_key_values)
+        normed = self.norm(hidden)
+        read = normed if self.config.norm_before_lm_head else hidden
+        logits = self.logits(read[:, -logits_to_keep:])  # (batch, length, draft vocabulary)
+        return DraftOutput(logits, normed if self.config.norm_output else hidden, past_key_values)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Shrink the target's ``features`` (batch, length, features x width) to (batch, length, hidden)."""
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norm is not None:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return cast(Tensor, self.fc(features))
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        config: FusingSpeculatorConfig = self.config
+        return config.feature_layers(target.config.get_text_config().num_hidden_layers)

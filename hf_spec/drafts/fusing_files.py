@@ -1,0 +1,76 @@
+"""Drafts of EAGLE-3's layers in files: what the formats of all kinds of them have in common."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..configuration import is_int
+from .files import complete_vocabulary, needed, shared_with_target
+from .fusing import FusingDraftModel, FusingSpeculatorConfig
+
+Read = tuple[FusingSpeculatorConfig, dict[str, Tensor]]
+
+
+def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
+    """Return which ``hidden_states[i]`` of the target a draft reads; None where its format leaves it to the reader.
+
+    The only place where conventions meet. A top-level ``eagle_aux_hidden_state_layer_ids`` (speculators, vLLM) counts
+    layers that have run, and so is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge, ModelOpt,
+    SGLang) names the layer whose output is read, which is ``hidden_states[i + 1]``. EAGLE's own files name none.
+    """
+    name, behind = "eagle_aux_hidden_state_layer_ids", 0
+    if (ids := config.get(name)) is None:
+        ids, behind = (config.get("eagle_config") or {}).get(name), 1
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(map(is_int, ids)):
+        raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")
+    return [i + behind for i in ids]
+
+
+def read_speculators(kind: type[FusingSpeculatorConfig], raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    """Read a draft of ``kind`` from files of the speculators library."""
+    if not isinstance(raw.get("transformer_layer_config"), dict):
+        raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+    raw["speculators_model_type"] = kind.speculators_model_type
+    if isinstance(raw.get("speculators_config"), dict):
+        raw["speculators_config"]["algorithm"] = kind.speculators_model_type
+    rope = raw["transformer_layer_config"].get("rope_parameters")
+    if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library takes this one for all
+        raw["transformer_layer_config"]["rope_parameters"] = rope["sliding_attention"]
+    return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], needed(tensors))
+
+
+def completed(
+    kind: type[FusingSpeculatorConfig], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
+) -> Read:
+    """Take what a config does not say from the ``tensors``, and build the config of ``kind``."""
+    ids = aux_layer_ids(raw)
+    raw["shared_with_target"] = shared_with_target(tensors)
+    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
+    raw["eagle_aux_hidden_state_layer_ids"] = ids and sorted(ids)
+    known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
+    config = kind(**{name: value for name, value in raw.items() if name in known})
+    # Foreign files may list ids in any order and mean it. Construction refuses that, since vLLM would sort them.
+    config.eagle_aux_hidden_state_layer_ids = ids
+    return config, tensors
+
+
+def sort_features(draft: FusingDraftModel) -> None:
+    """Let the draft read the same hidden states in ascending order, in place; features are then concatenated so."""
+    ids, width = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.feature_size
+    if ids is None or ids == sorted(ids):
+        return
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    columns = torch.cat([torch.arange(i * width, (i + 1) * width) for i in order]).to(draft.fc.weight.device)
+    with torch.no_grad():
+        draft.fc.weight.copy_(draft.fc.weight[:, columns])
+        if draft.input_norm is not None:
+            draft.input_norm.weight.copy_(draft.input_norm.weight[columns])
+    if draft.fc_norm is not None:
+        draft.fc_norm = nn.ModuleList(draft.fc_norm[i] for i in order)
+    draft.config.eagle_aux_hidden_state_layer_ids = sorted(ids)

@@ -1,0 +1,1 @@
+"""P-EAGLE drafts: config, model, files, engines."""

@@ -1,0 +1,27 @@
+"""The config of a P-EAGLE draft."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..features import check_mask_token
+from ..fusing import FusingSpeculatorConfig
+
+
+class PEagleSpeculatorConfig(FusingSpeculatorConfig):
+    """Describe a P-EAGLE draft (arXiv 2602.01469): EAGLE-3's layers, which guess all depths at once.
+
+    ``norm_output`` has no say, for nothing is fed back.
+
+    Args:
+        mask_token_id: the token that the later depths read in place of a guess.
+    """
+
+    method: ClassVar[str] = "P-EAGLE"
+    speculators_model_type: str = "peagle"
+    mask_token_id: int | None = None
+    embed_requires_grad: bool = True
+
+    def validate(self) -> None:
+        super().validate()
+        check_mask_token(self.mask_token_id, self.layers.vocab_size)

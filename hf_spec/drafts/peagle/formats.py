@@ -1,0 +1,44 @@
+"""P-EAGLE drafts in files, which are those of the speculators library, and who serves them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from ..files import Checkpoint, Format, applying
+from ..fusing_files import Read, read_speculators
+from .configuration import PEagleSpeculatorConfig
+
+
+def _is_ours(config: dict[str, Any], names: Collection[str]) -> bool:
+    return config.get("speculators_model_type") == "peagle"
+
+
+def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    return read_speculators(PEagleSpeculatorConfig, raw, tensors)
+
+
+FORMATS = (Format("speculators", _is_ours, _read),)
+
+
+def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> dict[str, list[str]]:
+    """List what is in the way of vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter."""
+    name = (config.speculators_config or {})["verifier"].get("name_or_path")
+    ids = config.eagle_aux_hidden_state_layer_ids or []
+    vllm = applying(
+        [
+            (not config.norm_before_lm_head, "always norms before the head"),
+            (ids != sorted(ids), f"sorts the layer ids {ids} and so permutes the features; convert to speculators"),
+            (
+                checkpoint is not None and (not name or os.path.exists(name)),
+                "needs --speculative-config: verifier.name_or_path is no Hub id",
+            ),
+        ]
+    )
+    return {"vLLM": vllm} | {engine: ["does not guess in parallel with EAGLE-3's layers"] for engine in OTHERS}
+
+
+OTHERS = ("SGLang", "llama.cpp")

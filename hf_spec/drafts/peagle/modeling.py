@@ -1,0 +1,114 @@
+"""P-EAGLE drafts (arXiv 2602.01469): EAGLE-3's layers, which guess all depths in one forward.
+
+What became text is read as EAGLE-3 reads it, each token beside the features of the position before. Behind the root
+stand as many positions more as there are further depths to guess. They read a mask token beside ``mask_hidden``, which
+takes the place of features that are not known yet, so that no depth knows what the others guess::
+
+    x1|g0  x2|g1  x3|g2 │ mask|m  mask|m         root x3; guesses of depth 1, 2 and 3 from the last three positions
+    └──── kept ───────┘   └─ forgotten ┘         (m: mask_hidden, through the same norms and fc as a feature)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ...proposal import Proposal
+from ..base import Drafter, News, Request, guess_log_probs
+from ..feedback import Reader, pairs_of_prompt
+from ..files import Checkpoint
+from ..fusing import FusingDraftModel
+from ..fusing_files import sort_features
+from ..trees import at_depth, grow
+from .configuration import PEagleSpeculatorConfig
+from .formats import FORMATS, engines
+
+
+class PEagleDraftModel(FusingDraftModel):
+    """Guess with a P-EAGLE draft of any flags (see ``PEagleSpeculatorConfig``); ``forward`` is EAGLE-3's."""
+
+    config_class = PEagleSpeculatorConfig
+    config: PEagleSpeculatorConfig
+    formats = FORMATS
+    vllm_method = "eagle3"
+
+    def __init__(self, config: PEagleSpeculatorConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features * config.feature_size))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        if module is self:
+            init.normal_(self.mask_hidden, std=self.layer_config.initializer_range)
+
+    def with_masks(self, tokens: Tensor, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Put ``count`` mask tokens behind ``tokens`` (batch, length), and ``mask_hidden`` behind their features."""
+        batch = len(tokens)
+        masks = tokens.new_full((batch, count), self.config.mask_token_id or 0)
+        hidden = self.mask_hidden.to(features).expand(batch, count, -1)
+        return torch.cat([tokens, masks], dim=1), torch.cat([features, hidden], dim=1)
+
+    def drafter(self, request: Request) -> Drafter:
+        self.bind(request.target)
+        return PEagleDrafter(self, request)
+
+    @classmethod
+    def engines(
+        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
+    ) -> dict[str, list[str]]:
+        return engines(config, checkpoint)
+
+    def sort_features(self) -> None:
+        sort_features(self)
+
+
+class PEagleDrafter(Drafter):
+    """Keep what was read of one call's text, and ask for all depths behind it at once."""
+
+    def __init__(self, draft: PEagleDraftModel, request: Request) -> None:
+        self._draft = draft
+        self._request = request
+        self._reader = Reader(draft, 0)
+        self._log_probs: Tensor  # (batch, depths, vocabulary)
+        tokens, mask, features = pairs_of_prompt(request, draft.device)
+        self._reader.read_prompt(tokens, mask, features=features.to(draft.dtype))
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Read what became text, and the mask tokens behind it; then combine what they say."""
+        assert news.features is not None
+        device, more = self._draft.device, max(0, limit - 1)
+        tokens, counts = news.tokens.to(device), news.counts.to(device)
+        given = news.features.to(device, self._draft.dtype)
+        width = tokens.shape[1]
+        tokens, given = self._draft.with_masks(tokens, given, more)
+        seen = ancestors_behind(counts, width, more)
+        logits, _ = self._reader.read(tokens, counts.tolist(), seen if more else None, features=given)
+        later = torch.arange(width, width + more, device=device).expand(len(counts), -1)
+        speaking = torch.cat([counts[:, None] - 1, later], dim=1)  # (batch, depths)
+        logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
+        self._log_probs = guess_log_probs(self._draft, self._request, logits)
+        root, config = news.root.to(device), self._request.config
+        proposal = grow(root, self._log_probs[:, 0], self._step, config, limit, self._request.sample)
+        return proposal.to(news.tokens.device)
+
+    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        return at_depth(self._log_probs, parents, ancestors)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        self._reader.keep_rows(rows.to(self._draft.device))
+
+
+def ancestors_behind(counts: Tensor, width: int, more: int) -> Tensor:
+    """Let ``more`` positions follow ``counts[b]`` of ``width`` tokens: (batch, width + more, width + more) bool.
+
+    Each sees the tokens that count and those of the others that stand before it.
+    """
+    place = torch.arange(width + more, device=counts.device)
+    seen = (place <= place[:, None]).repeat(len(counts), 1, 1)
+    seen[:, width:, :width] &= (place[:width] < counts[:, None])[:, None]
+    return seen
