@@ -66,8 +66,11 @@ class Chooser:
                 "acceptance='lossless'"
             )
 
-    def choose(self, proposal: Proposal, scores: Scores) -> Choice:
-        """Emit what the target's distribution makes of ``proposal``: at least one token per row."""
+    def choose(self, proposal: Proposal, scores: Scores) -> Choice | None:
+        """Emit what the target's distribution makes of ``proposal``: at least one token per row.
+
+        ``None``, and nothing is emitted: a guess may have spoilt the scores, see ``_is_sound``. Score no guesses then.
+        """
         logits = scores.logits.to(proposal.tokens.device)
         return (self._together if self.lockstep else self._row_by_row)(proposal, logits, scores)
 
@@ -78,15 +81,18 @@ class Chooser:
 
     # -- rows advance by different amounts ----------------------------------------------------------------------------
 
-    def _row_by_row(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice:
+    def _row_by_row(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice | None:
         text = self.text
         nodes = NodeScores(
             self.processors, logits, proposal, text.ids, text.row_lengths, text.rows, text.stops.last_tokens
         )
         verdict = self._verdict(proposal, nodes)
-        figures = torch.cat([verdict.counts[:, None], _size(proposal), verdict.tokens], dim=1).tolist()
+        sound, size = _is_sound(proposal, logits)[:, None], _size(proposal)
+        figures = torch.cat([verdict.counts[:, None], size, sound, verdict.tokens], dim=1).tolist()  # waits once
+        if proposal.max_depth and not all(figure[3] for figure in figures):
+            return None
         rows = text.rows
-        emitted = [tokens[:count] for count, _, _, *tokens in figures]
+        emitted = [tokens[:count] for count, _, _, _, *tokens in figures]
         if any(new[-1] < 0 for new in emitted):
             raise RuntimeError(
                 "no token can be drawn (plain generate fails there, too): a row's scores are all -inf, or one is nan. "
@@ -117,11 +123,13 @@ class Chooser:
 
     # -- all rows advance together ------------------------------------------------------------------------------------
 
-    def _together(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice:
+    def _together(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice | None:
         """Emit token by token with exactly the calls, and the random draws, of plain ``generate``.
 
         Goes on as long as every growing row's token was guessed: the next call needs scores for all of them.
         """
+        if proposal.max_depth and not bool(_is_sound(proposal, logits).all()):
+            return None
         rows, row_index = self.text.rows, torch.arange(len(self.text.rows), device=logits.device)
         node = torch.zeros_like(row_index)
         path: list[Tensor] = []
@@ -159,6 +167,14 @@ class Chooser:
         if self.sample:
             return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
         return scores.argmax(-1)
+
+
+def _is_sound(proposal: Proposal, logits: Tensor) -> Tensor:
+    """Tell whose ``logits`` (rows, nodes, vocabulary) hold no nan and no inf at the nodes that exist: (rows,) bool.
+
+    A guess whose forward overflows spoils the other nodes too: attention gives it no weight, but 0 * nan is nan.
+    """
+    return ((logits.amax(-1) < torch.inf) | ~proposal.present).all(1)
 
 
 def _size(proposal: Proposal) -> Tensor:

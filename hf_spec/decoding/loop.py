@@ -78,10 +78,14 @@ class SpeculativeDecoding:
         call = Call(
             model, speculator, config, text, ranks, logits_processor, generation_config, model_kwargs, self.tokenizer
         )
-        choice = call.read_prompt(input_ids)
-        while text.rows:
-            choice = call.step(choice)
-        return call.output()
+        try:
+            choice = call.read_prompt(input_ids)
+            while text.rows:
+                choice = call.step(choice)
+            return call.output()
+        except BaseException:  # a stop button, too
+            call.abandon()
+            raise
 
 
 class Call:
@@ -125,6 +129,8 @@ class Call:
         # scored last, (rows, nodes, widths).
         self.rows = text.rows
         self.features: Tensor | None = None
+        # What was scored and is not committed: the guesses, and the lengths of the rows in front of them.
+        self.block: tuple[Proposal, list[int]] | None = None
 
     def read_prompt(self, input_ids: Tensor) -> Choice:
         """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
@@ -135,11 +141,14 @@ class Call:
         if together and reads_prompts_causally(self.model):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = News(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
-            return self._step(root, functools.partial(self.target.prefill_guessing, input_ids, config, kwargs))
+            score = functools.partial(self.target.prefill_guessing, input_ids, config, kwargs)
+            return self._step(root, score, self.target.take_back_prompt)
         scores = self.target.prefill(input_ids, config, kwargs)
         self.record.prompt(scores.hidden_states)
         last = scores.last()
-        choice = self.chooser.choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
+        choice = self._choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
+        assert choice is not None  # there was no guess to blame
+        self.block = None
         self.stats.prefilled([tokens[0] for tokens in choice.emitted])
         self.drafter, self.features = self._new_drafter(input_ids, mask, scores.features), last.features
         return choice
@@ -151,7 +160,7 @@ class Call:
         if len(going_on) < len(self.rows):
             self._leave_behind(going_on, choice.tokens.device)
         self.rows = self.text.rows
-        return self._step(choice.news(self.features, going_on), self.target.score)
+        return self._step(choice.news(self.features, going_on), self.target.score, self.target.drop)
 
     def _leave_behind(self, going_on: list[int], device: torch.device) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
@@ -181,7 +190,8 @@ class Call:
         done = [i for i, row in enumerate(self.rows) if row not in text.rows]
         return [i for i in done if end is None or text.lengths[self.rows[i]] < end]
 
-    def _step(self, news: News, score: Callable[[Proposal], Scores]) -> Choice:
+    def _step(self, news: News, score: Callable[[Proposal], Scores], take_back: Callable[[], None]) -> Choice:
+        """Propose, score, choose and commit; ``take_back`` guesses that have spoilt the scores, and score without."""
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
             limit = min(self.ranks.agree(self.length.limit(self.stats)), max(room))
@@ -190,12 +200,49 @@ class Call:
         with self.stats.timed("verify"):
             scores = score(proposal)
         with self.stats.timed("choose"):
-            choice = self.chooser.choose(proposal, scores)
+            choice = self._choose(proposal, scores)
+        if choice is None:
+            proposal = Proposal.nothing(proposal.root)
+            with self.stats.timed("verify"):
+                take_back()
+                scores = score(proposal)
+            choice = self._choose(proposal, scores)
+            assert choice is not None  # there was no guess to blame
+        with self.stats.timed("choose"):
             self.target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
+            self.block = None
             rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             self.stats.step(self.rows, *rows)
         self.features = scores.features
         return choice
+
+    def _choose(self, proposal: Proposal, scores: Scores) -> Choice | None:
+        self.block = proposal, self.text.row_lengths
+        return self.chooser.choose(proposal, scores)
+
+    def abandon(self) -> None:
+        """Leave in a cache that the user handed in the text that was shown, but for its last token, and no guess.
+
+        That is what plain ``generate`` leaves. Nothing was shown: the cache is as it was handed in.
+        """
+        emitted = self.text.shown - self.text.prompt_length
+        if emitted == 0:
+            self.target.take_back_prompt()
+        elif self.target.slots.cache_is_the_users:
+            if self.block is not None and self.target.slots.cache.rows.open:
+                self.target.commit(*self._shown_path(*self.block))
+            self.target.abandon(emitted - 1)
+
+    def _shown_path(self, proposal: Proposal, before: list[int]) -> tuple[Tensor, list[int]]:
+        """Follow what was shown of the last block through its guesses: nodes (rows, m), and how many of them count."""
+        ids, rows = self.text.padded(), torch.tensor(self.rows)
+        ends = [min(self.text.lengths[row], self.text.shown) for row in self.rows]
+        counts = [max(0, end - start) for start, end in zip(before, ends, strict=True)]
+        path = [torch.zeros_like(proposal.root)]
+        for step in range(max(counts) - 1):
+            column = (torch.tensor(before) + step).clamp(max=ids.shape[1] - 1)
+            path.append(proposal.child(path[-1], ids[rows, column]).clamp(min=0))
+        return torch.stack(path, dim=1), counts
 
     def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> Drafter:
         """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""

@@ -51,6 +51,15 @@ class Text:
         """Return the length of the longest row: the others are padded to it."""
         return max(self.lengths)
 
+    @property
+    def shown(self) -> int:
+        """Return how many columns the user knows of: what the streamer was given, or what all growing rows have."""
+        return self._streamed if self._streamer is not None else self._reached
+
+    @property
+    def _reached(self) -> int:
+        return min(self.row_lengths, default=self.length)
+
     def room(self, rows: Sequence[int]) -> list[int]:
         """Return how many guesses can become text in each of ``rows``, where one more token follows the last guess."""
         end = self.stops.max_length
@@ -96,11 +105,11 @@ class Text:
         self._ids[:, length] = tokens
         for row in self.rows:
             self.lengths[row] = length + 1
+        self._stream()
         done = self.stops(self._ids[:, : length + 1], scores)
         self._unfinished = {row for row in self._unfinished if not done[row]}
         if self.stops.pads or not self._unfinished:
             self.rows = sorted(self._unfinished)
-        self._stream()
 
     def _make_room(self, length: int) -> None:
         if length > self._ids.shape[1]:
@@ -111,11 +120,10 @@ class Text:
         """Tell the streamer every column that all rows have reached."""
         if self._streamer is None:
             return
-        reached = min(self.row_lengths, default=self.length)
         ids = self.padded()
-        for column in range(self._streamed, reached):
+        for column in range(self._streamed, self._reached):
+            self._streamed = column + 1  # first: a streamer that raises has seen it
             self._streamer.put(ids[:, column].cpu())
-        self._streamed = reached
 
     def finish(self) -> Tensor:
         """Close the stream and return the padded output, (batch, length)."""

@@ -235,7 +235,8 @@ def _take_out(before: Tensor, distribution: Tensor, guess: Tensor, drawn: Tensor
     """
     rest = (before[..., None] * distribution).sub_(guess).relu_()
     mass = rest.sum(-1)
-    after = (mass / (mass + (1 - before))).nan_to_num(nan=1.0)
+    total = mass + (1 - before)
+    after = torch.where(total == 0, 1.0, mass / total)  # p = q leaves nothing; a nan stays one and accepts nothing
     return torch.where((drawn & (mass > 0))[..., None], rest, distribution), torch.where(drawn, after, before)
 
 

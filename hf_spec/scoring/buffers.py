@@ -95,6 +95,13 @@ class SlotBuffer:
         row, column = row.to(self.data.device), column.to(self.data.device)
         return row, column - self.start if self.start else column
 
+    def clear(self, rows: Rows) -> None:
+        """Put zeros behind the committed slots: a nan there would reach queries that do not see it, as 0 * nan."""
+        if self.data is None:
+            return
+        for row, length in enumerate(rows.cpu_lengths):
+            self.by_slot[row, length - self.start :].zero_()
+
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         if self.data is not None:

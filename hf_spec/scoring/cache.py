@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .buffers import Rows, SlotBuffer
-from .layers import KINDS, adopt, keeps_state
+from .layers import KINDS, adopt, keeps_state, undo
 
 
 class OwnStates:
@@ -89,15 +89,15 @@ class SlotCache(Cache):
         self._own_cache: Any = None
 
     @classmethod
-    def adopt(cls, cache: Any, batch_size: int, device: torch.device, open: int = 0) -> SlotCache:
+    def adopt(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int = 0) -> SlotCache:
         """Take over what the prefill left in ``cache``, all of whose rows have the same length.
 
         It is a ``DynamicCache``, or of a kind of the model's own, which then goes on holding the states itself. Its
-        last ``open`` columns are the open forest, a chain.
+        last ``open_nodes`` columns are the open forest, a chain.
         """
-        length = _length(cache) - open
+        length = _length(cache) - open_nodes
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
-        rows.open = open
+        rows.open = open_nodes
         slots = cls([adopt(layer, rows) for layer in getattr(cache, "layers", ())], rows)
         if type(cache) is not DynamicCache:
             slots.own_states, slots._own_cache = OwnStates(cache), cache
@@ -147,6 +147,7 @@ class SlotCache(Cache):
         ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that
         each path is 0, 1, 2, ..., so that nothing moves.
         """
+        self.rows.open = 0  # first: a forest whose nodes were moved in part is none
         taken = torch.as_tensor(counts, device=path.device)
         if path.shape[1] and not in_place:
             steps = torch.arange(path.shape[1], device=path.device)
@@ -156,7 +157,12 @@ class SlotCache(Cache):
                 buffer.move(row, source, target)
         lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
         self.rows.set(self.rows.lengths + taken, lengths)
+
+    def drop(self) -> None:
+        """Forget the open forest and clear its slots."""
         self.rows.open = 0
+        for buffer in self._buffers():
+            buffer.clear(self.rows)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` sets the others aside for ``release``."""
@@ -200,6 +206,23 @@ def _length(cache: DynamicCache) -> int:
 def has_states(cache: object) -> bool:
     """Tell whether some layer of ``cache`` keeps a recurrent or convolution state."""
     return any(map(keeps_state, getattr(cache, "layers", [])))
+
+
+def undo_reading(cache: object) -> Callable[[], None]:
+    """Return what puts transformers' ``cache`` back as it is now, whatever is read in between.
+
+    A cache of a model's own kind, which only the model makes, is left as it is.
+    """
+    if type(cache) is not DynamicCache:
+        return lambda: None
+    count, undo_layers = len(cache.layers), [undo(layer) for layer in cache.layers]
+
+    def put_back() -> None:
+        for undo_layer in undo_layers:
+            undo_layer()
+        del cache.layers[count:]  # made for what was read
+
+    return put_back
 
 
 def keeps_everything(cache: DynamicCache) -> bool:

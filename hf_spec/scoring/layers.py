@@ -6,6 +6,7 @@ and gives back what became text (``release``). transformers' layers of other kin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -34,6 +35,7 @@ class Layer:
 
     keeps_all: ClassVar[bool] = False
     keeps_slots: ClassVar[bool] = False
+    cut_dims: ClassVar[dict[str, int]] = {}  # which dimension of its tensors grows with the text, where all is kept
     window: int | None = None
     buffers: dict[str, SlotBuffer]
 
@@ -41,6 +43,25 @@ class Layer:
     def adopt(cls, layer: Any, rows: Rows) -> Self:
         """Stand in for transformers' ``layer``, which has read the prompts of ``rows``."""
         raise NotImplementedError
+
+    @classmethod
+    def undo(cls, layer: Any) -> Callable[[], None]:
+        """Return what puts transformers' ``layer`` back as it is now, whatever it reads in between.
+
+        States are copied, for they are written in place. Where ``cut_dims`` names tensors, they are cut back instead,
+        so that the old ones need not be kept beside the new ones.
+        """
+        length = layer.get_seq_length() if cls.cut_dims else 0
+        cut = cls.cut_dims if length else {}
+        kept = {name: _copied(value) for name, value in vars(layer).items() if name not in cut}
+
+        def put_back() -> None:
+            vars(layer).update(kept)
+            for name, dim in cut.items():
+                if (states := getattr(layer, name)) is not None:
+                    setattr(layer, name, states.narrow(dim, 0, length))
+
+        return put_back
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
@@ -89,6 +110,7 @@ class SlotLayer(Layer, CacheLayerMixin):
     keeps_slots = True
     is_sliding = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # which dimension of its tensors counts slots
+    cut_dims: ClassVar[dict[str, int]] = slot_dims
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
@@ -177,6 +199,7 @@ class SlidingSlotLayer(SlotLayer):
 
     keeps_all = False
     is_sliding = True
+    cut_dims: ClassVar[dict[str, int]] = {}
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
@@ -204,6 +227,7 @@ class IndexedSlotLayer(SlotLayer):
 
     keeps_all = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2, "indexer_keys": 1}
+    cut_dims: ClassVar[dict[str, int]] = slot_dims
     _positions: Tensor | None = None  # (axes, batch, prompt)
 
     @classmethod
@@ -287,9 +311,21 @@ def adopt(layer: Any, rows: Rows) -> Layer:
     return KINDS[type(layer)].adopt(layer, rows)
 
 
+def undo(layer: Any) -> Callable[[], None]:
+    """Return what puts transformers' ``layer`` back as it is now."""
+    return KINDS[type(layer)].undo(layer)
+
+
 def keeps_state(layer: object) -> bool:
     """Tell whether ``layer`` of a cache keeps a recurrent or convolution state."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _copied(value: Any) -> Any:
+    """Copy the states in a dict of a layer; leave anything else."""
+    if not isinstance(value, dict):
+        return value
+    return {key: state.clone() if isinstance(state, Tensor) else state for key, state in value.items()}
 
 
 def _share_states(own: Any, layer: LinearAttentionLayer) -> None:

@@ -66,6 +66,11 @@ class RecurrentRunner(ModelRunner):
             return None
         return self.slots.release(committed)
 
+    def abandon(self, committed: int) -> None:
+        """Give transformers' cache back in the middle of a call: a single row's, as ``release`` does."""
+        self.drop()
+        self.release(committed)
+
 
 class LazyRunner(RecurrentRunner):
     """Score chains behind a text whose recurrent state is committed late."""
@@ -129,6 +134,18 @@ class LazyRunner(RecurrentRunner):
         self._states.settle(settled)
         self.slots.commit(path[:, :0], [width if all_text else 0 for all_text in settled], in_place=True)
 
+    def drop(self) -> None:
+        """Forget the last block, and take the states back to where they were saved; what is carried stays so."""
+        super().drop()
+        self._states.settle([False] * len(self._carried))
+
+    def abandon(self, committed: int) -> None:
+        """Give transformers' cache back in the middle of a call, with what is carried if the model can read it."""
+        try:
+            super().abandon(committed)
+        except Exception:  # it may be what failed before: then the text of the saved state
+            super().abandon(committed)
+
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
         super().keep_rows(rows)
@@ -170,6 +187,11 @@ class StepRunner(RecurrentRunner):
         last = [nodes[count - 1] if count else NO_PARENT for nodes, count in zip(paths, counts, strict=True)]
         self._states.commit(last)
         super().commit(path, counts, in_place)
+
+    def drop(self) -> None:
+        """Forget the open forest, and take the states back to where the text ends."""
+        super().drop()
+        self._states.drop()
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
@@ -234,6 +256,11 @@ class NodeStates:
         for branches in self._branches.values():
             branches.commit(last)
 
+    def drop(self) -> None:
+        """Go back to the states behind the text, wherever a forward has stopped."""
+        for branches in self._branches.values():
+            branches.drop()
+
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         for branches in self._branches.values():
@@ -264,6 +291,13 @@ class Branches:
         if self._saved:  # some layers have room for states that nobody uses
             self._go_to(last)
         self._saved, self._at = [], [NO_PARENT] * len(last)
+
+    def drop(self) -> None:
+        """Go back to the state behind the text, whatever the layer holds now."""
+        if self._saved:
+            for saved, live in zip(self._saved[0], self._live, strict=True):
+                live.copy_(saved)
+        self._saved, self._at = [], [NO_PARENT] * len(self._at)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only; no node is open."""

@@ -16,7 +16,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from ..proposal import Proposal
 from .architectures import CACHES, cache_name
-from .cache import keeps_everything
+from .cache import keeps_everything, undo_reading
 from .features import Features, decoder_of
 from .hooks import hooked
 from .masks import Block
@@ -124,6 +124,7 @@ class ModelRunner:
         self._step_kwargs: dict[str, Any] = {}  # arguments of ``generate`` that every forward is given
         self._closing: _Closing | None = None  # rows to be read once more with the next proposal
         self.most_new_tokens: int | None = None  # that any row may get; set before the prefill
+        self._undo_prompt: Callable[[], None] | None = None  # puts the cache back as it was before the prompt
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,7 @@ class ModelRunner:
             model_kwargs["output_hidden_states"] = asked
         if self.features.layers and model_kwargs.get("logits_to_keep") == 1:
             model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
+        self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
         self._start(
@@ -179,6 +181,7 @@ class ModelRunner:
         kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
         # Given to the forward itself: some models' prepare_inputs_for_generation keeps one, whatever it is asked for.
         kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
+        self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording(**kept) as record:
             ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
             outputs = self.model._prefill(ids, generation_config, kwargs)
@@ -198,6 +201,11 @@ class ModelRunner:
             kwargs["logits_to_keep"] = 1
         return self.prefill(input_ids, GenerationConfig(), kwargs)
 
+    def take_back_prompt(self) -> None:
+        """Put transformers' cache back as it was before the prompt."""
+        if self._undo_prompt is not None:
+            self._undo_prompt()
+
     def _start(
         self,
         cache: DynamicCache,
@@ -205,11 +213,11 @@ class ModelRunner:
         device: torch.device,
         model_kwargs: dict[str, Any],
         last_position: Tensor | None,
-        open: int = 0,
+        open_nodes: int = 0,
     ) -> None:
         self._first_position = None if last_position is None else last_position + 1
         self._position_readers = _position_readers(self.model) if last_position is None else []
-        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open, self.most_new_tokens)
+        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open_nodes, self.most_new_tokens)
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 
@@ -252,6 +260,10 @@ class ModelRunner:
         self.slots.commit(*closing.widen_path(path, counts), in_place)
         self.keep_rows(closing.rows, keep_finished=True)
 
+    def drop(self) -> None:
+        """Forget the open forest, however far its forward came; the text stays as it is."""
+        self.slots.drop()
+
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
         """Go on with some rows, but read the ``last_tokens`` (batch,) of the others with their next proposal.
 
@@ -267,6 +279,15 @@ class ModelRunner:
     def release(self, committed: int) -> DynamicCache | None:
         """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
         return self.slots.release(committed)
+
+    def abandon(self, committed: int) -> None:
+        """Give transformers' cache back in the middle of a call, with what all rows have committed of their text.
+
+        That is at most ``committed`` tokens behind the prompt, and nothing of an open forest.
+        """
+        self.drop()
+        in_slots = self.slots.committed
+        self.release(committed if in_slots is None else min(committed, in_slots))
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.

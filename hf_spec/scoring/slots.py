@@ -17,8 +17,8 @@ from .masks import Block, showing
 class Slots:
     """Hold the slots of one model's text, the open forest behind it, and the masks over both.
 
-    ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none. The last ``open`` columns
-    of ``cache`` are a chain of open nodes, whose root is the last token of the prompt. No row gets more than
+    ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none. The last ``open_nodes``
+    columns of ``cache`` are a chain, whose root is the last token of the prompt. No row gets more than
     ``most_new`` tokens behind the prompt.
     """
 
@@ -28,12 +28,12 @@ class Slots:
         batch: int,
         device: torch.device,
         padding: Tensor | None,
-        open: int = 0,
+        open_nodes: int = 0,
         most_new: int | None = None,
     ) -> None:
-        self.cache = SlotCache.adopt(cache, batch, device, open)
+        self.cache = SlotCache.adopt(cache, batch, device, open_nodes)
         self._transformers_cache = cache
-        self._prompt = self.cache.rows.longest + min(open, 1)
+        self._prompt = self.cache.rows.longest + min(open_nodes, 1)
         self._end = None if most_new is None else self._prompt + most_new
         if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
             before = max(0, self._prompt - padding.shape[1])
@@ -110,11 +110,22 @@ class Slots:
         self.cache.commit(path.to(self.device), counts, in_place)
         self._open_depth = None
 
+    def drop(self) -> None:
+        """Forget the open forest, and clear what its forward has written."""
+        self.cache.drop()
+        self._open_depth = None
+
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for ``release``."""
         self.cache.keep_rows(rows.to(self.device), keep_finished)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.device))
+
+    @property
+    def committed(self) -> int | None:
+        """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
+        rows = self.cache.rows
+        return rows.shortest - self._prompt if rows.cpu_lengths else None
 
     @property
     def cache_is_the_users(self) -> bool:

@@ -1,0 +1,164 @@
+"""Guesses whose forward overflows: attention gives them no weight, but 0 * nan is nan. They must not matter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, prompts
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from twins import CHAIN, TREE
+
+from hf_spec import Drafter, News, Proposal, Request, Speculator
+from hf_spec.decoding.verification import reject, traverse
+
+NEW_TOKENS = 14
+POISON = 90  # its embedding overflows, and no text has it
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "suppress_tokens": [POISON]}
+SHAPES = {"chain": CHAIN, "tree": TREE}
+
+
+class Poisoner(Speculator):
+    """Guess the ``text`` (batch, length) of a plain call, with a guess in it now and then that overflows."""
+
+    def __init__(self, text: Tensor, every: int = 3) -> None:
+        self.text, self.every = text, every
+
+    def drafter(self, request: Request) -> Drafter:
+        return _PoisonDrafter(self, request)
+
+
+class _PoisonDrafter(Drafter):
+    def __init__(self, poisoner: Poisoner, request: Request) -> None:
+        self._text = torch.nn.functional.pad(poisoner.text, (0, 16))
+        self._every, self._calls = poisoner.every, 0
+        self._lengths = torch.full((len(self._text),), request.input_ids.shape[1])
+        self._tree = request.config.tree is not None
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        self._lengths += news.counts
+        depth = min(limit, 3)
+        guesses = self._text.gather(1, self._lengths[:, None] + torch.arange(depth))
+        if self._calls % self.every == 0 and depth:
+            guesses[-1, -1] = POISON  # of the last row only: rows advance by different amounts
+        self._calls += 1
+        if not self._tree:
+            return Proposal.chain(news.root, guesses)
+        poison = torch.full_like(guesses, POISON if self._calls % 2 else 7)
+        siblings = torch.stack([poison, guesses], dim=2).flatten(1)
+        parents = torch.tensor([-1, *(2 * (node // 2) for node in range(2 * depth))])
+        tokens = torch.cat([news.root[:, None], siblings], dim=1)
+        return Proposal(tokens, parents.expand_as(tokens), depth)
+
+    @property
+    def every(self) -> int:
+        return self._every
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._text, self._lengths = self._text[rows], self._lengths[rows]
+
+
+def harmless(batch: int) -> dict[str, Tensor]:
+    given = prompts(batch, (9, 6, 7)[:batch])
+    given["input_ids"] = given["input_ids"].masked_fill(given["input_ids"] == POISON, 11)
+    return given
+
+
+def poisoned(name: str, value: float = torch.inf) -> PreTrainedModel:
+    model = copy.deepcopy(build(name))
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.clone())  # not the embeddings' own
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = value
+    return model
+
+
+class Remembers(LogitsProcessor):
+    """A processor that may count calls, so that rows advance in lockstep."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "jamba"])
+def test_a_guess_that_overflows_changes_no_text(name: str, shape: str, batch: int) -> None:
+    model, given = poisoned(name), harmless(batch)
+    plain = model.generate(**given, **GREEDY)
+    assert POISON not in plain
+    out = model.generate(
+        **given,
+        **GREEDY,
+        speculator=Poisoner(plain),
+        speculation_config=SHAPES[shape].merge(self_check=False),
+        return_dict_in_generate=True,
+    )
+    assert torch.equal(out.sequences, plain)
+    if shape == "chain":
+        assert out.speculation.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nor_in_lockstep_nor_with_features_nor_in_what_is_returned(name: str, value: float) -> None:
+    model, given = poisoned(name, value), harmless(3)
+    options: dict[str, Any] = {
+        **GREEDY,
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+        "output_logits": True,
+        "logits_processor": LogitsProcessorList([Remembers()]),
+    }
+    plain = model.generate(**given, **options)
+    assert POISON not in plain.sequences
+    out = model.generate(**given, **options, speculator=Poisoner(plain.sequences), speculation_config=CHAIN)
+    assert torch.equal(out.sequences, plain.sequences)
+    torch.testing.assert_close(out.logits, plain.logits, atol=1e-4, rtol=1e-4)
+    for found, expected in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(found.keys, expected.keys, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampling_goes_on_behind_such_a_guess(shape: str) -> None:
+    model, given = poisoned("llama"), harmless(2)
+    text = model.generate(**given, **GREEDY)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        out = model.generate(
+            **given,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=True,
+            suppress_tokens=[POISON],
+            speculator=Poisoner(text, every=1),
+            speculation_config=SHAPES[shape].merge(self_check=False),
+        )
+        assert out.shape == text.shape
+
+
+def test_a_target_that_overflows_by_itself_writes_what_plain_generate_writes() -> None:
+    model, given = poisoned("llama"), harmless(2)
+    given["input_ids"][1, -1] = POISON
+    plain = model.generate(**given, **GREEDY)
+    out = model.generate(
+        **given,
+        **GREEDY,
+        speculator=Poisoner(plain),
+        speculation_config=CHAIN.merge(self_check=False),
+    )
+    assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_nan_is_accepted_by_no_rule(rule: Any) -> None:
+    """Where the distribution of a node is nan, nothing of its children may be accepted."""
+    guesses, vocabulary = torch.tensor([[1, 2]]), 4
+    q = torch.full((1, 2, vocabulary), 0.25)
+    p = torch.full((1, 3, vocabulary), 0.25)
+    p[:, 0] = torch.nan
+    for _ in range(20):
+        verdict = rule(Proposal.chain(torch.tensor([3]), guesses, q=q), p)
+        assert int(verdict.counts) == 1
