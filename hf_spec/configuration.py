@@ -1,11 +1,9 @@
-"""Every knob of a call, and what the configs of all drafts on disk share."""
+"""What the configs of all drafts on disk share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, Literal, TypeGuard, cast, get_args
+from typing import Any, ClassVar, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
@@ -13,103 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-TreeKind = Literal["dynamic", "sampled"]
-VerificationRule = Literal["auto", "token", "block", "exact"]
-AcceptanceRule = Literal["lossless", "typical"]
-
-DEFAULT_NUM_SPECULATIVE_TOKENS = 5
-
-
-@dataclass(frozen=True)
-class SpeculationConfig:
-    """Choose how to guess and how to verify; everything left ``None`` is decided by the draft.
-
-    Args:
-        num_speculative_tokens: length of a chain, depth of a tree; ``"auto"`` adapts it to the acceptance seen so far.
-        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
-            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
-            of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
-        tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
-        tree_nodes: guesses in a dynamic or sampled tree.
-        draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the
-            target does. Either way the output distribution is the target's.
-        min_confidence: end a chain after the first guess that the draft gives a smaller probability.
-        verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
-            traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
-            the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
-        acceptance: ``"lossless"``: the text has the target's distribution. ``"typical"``: NOT lossless when sampling.
-            The longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
-            ``typical_alpha`` * exp(-entropy of p)), is followed by the target's best token (Medusa, arXiv 2401.10774):
-            longer paths, and a text that is more predictable than the target's samples and always the same.
-        self_check: compare one small ragged block with plain forwards the first time a target is used.
-    """
-
-    num_speculative_tokens: int | Literal["auto"] | None = None
-    tree: TreeKind | Sequence[Sequence[int]] | None = None
-    tree_top_k: int = 10
-    tree_nodes: int = 60
-    draft_sampling: bool | None = None
-    min_confidence: float = 0.0
-    verification: VerificationRule = "auto"
-    acceptance: AcceptanceRule = "lossless"
-    typical_threshold: float = 0.09
-    typical_alpha: float = 0.3
-    self_check: bool = True
-
-    def __post_init__(self) -> None:
-        count = self.num_speculative_tokens
-        if count not in (None, "auto") and not (is_int(count) and count >= 1):
-            raise ValueError(f"num_speculative_tokens must be a whole number of at least 1 or 'auto', got {count!r}")
-        for name in ("tree_top_k", "tree_nodes"):
-            if not (is_int(value := getattr(self, name)) and value >= 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if not 0.0 <= self.min_confidence < 1.0:
-            raise ValueError(f"min_confidence is a probability, 0 <= x < 1, got {self.min_confidence!r}")
-        if self.verification not in get_args(VerificationRule):
-            raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
-        self._check_acceptance()
-        self._check_tree()
-
-    def _check_acceptance(self) -> None:
-        if self.acceptance not in get_args(AcceptanceRule):
-            raise ValueError(f"acceptance must be one of {get_args(AcceptanceRule)}, got {self.acceptance!r}")
-        if self.acceptance == "typical" and (self.verification != "auto" or self.draft_sampling):
-            raise ValueError(
-                "acceptance='typical' is a verification of its own, for guesses that were chosen: leave verification "
-                "at 'auto' and draft_sampling at None, or use acceptance='lossless'"
-            )
-        for name in ("typical_threshold", "typical_alpha"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)!r}")
-
-    def _check_tree(self) -> None:
-        if self.tree is None or (isinstance(self.tree, str) and self.tree in get_args(TreeKind)):
-            return
-        paths = [] if isinstance(self.tree, str) else list(self.tree)
-        if not paths or not all(len(path) and all(is_int(rank) and rank >= 0 for rank in path) for path in paths):
-            raise ValueError(
-                f"tree must be None, one of {get_args(TreeKind)}, or a list of paths of ranks such as "
-                f"[(0,), (1,), (0, 0)], got {self.tree!r}"
-            )
-
-    def merge(self, **changes: Any) -> SpeculationConfig:
-        """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
-        known = {field.name for field in fields(self)}
-        if unknown := set(changes) - known:
-            raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")
-        return replace(self, **changes)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings by name, ready for JSON; a ``GenerationConfig`` that holds them saves this."""
-        return asdict(self)
-
-
-def is_int(value: object) -> TypeGuard[int]:
-    """Tell whether ``value`` is a whole number; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-# -- drafts on disk ---------------------------------------------------------------------------------------------------
+from .settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 
 LAYER_SIZES = (
     "vocab_size",
@@ -135,8 +37,8 @@ class SpeculatorConfig(PreTrainedConfig):
         transformer_layer_config: a config of transformers for the draft's decoder layers. Its ``vocab_size`` is the
             target's, its ``num_hidden_layers`` counts the draft's layers.
         speculators_config: ``{"algorithm", "proposal_methods", "default_proposal_method", "verifier"}`` as the
-            speculators library writes it. Only ``speculative_tokens`` of a proposal method is used: acceptance stays
-            lossless whatever ``verifier_accept_k`` and ``accept_tolerance`` say.
+            speculators library writes it. Acceptance stays lossless whatever ``verifier_accept_k`` and
+            ``accept_tolerance`` of a proposal method say, unless a call asks for ``acceptance="near_best"``.
         shared_with_target: which of ``"embed_tokens"`` and ``"lm_head"`` are the target's and not in the file.
 
     Errors: TypeError and ValueError that name the field, its value and what to do.
@@ -204,6 +106,16 @@ class SpeculatorConfig(PreTrainedConfig):
         """Return the chain length that the default proposal method asks for."""
         method = self._default_method()
         return int(method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS))
+
+    @property
+    def settings(self) -> SpeculationConfig:
+        """Return what the default proposal method asks for, lossless: the looser acceptance waits to be asked for."""
+        method = self._default_method()
+        return SpeculationConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            accept_k=method.get("verifier_accept_k"),
+            accept_tolerance=min(1.0, method.get("accept_tolerance") or 0.0),  # of a probability
+        )
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
@@ -358,6 +270,11 @@ class SpeculatorConfig(PreTrainedConfig):
             count = method.get("speculative_tokens", DEFAULT_NUM_SPECULATIVE_TOKENS)
             if not (is_int(count) and count >= 1):
                 raise ValueError(f"speculative_tokens in {method!r} is {count!r}; give a whole number of at least 1")
+            if (k := method.get("verifier_accept_k")) is not None and not (is_int(k) and k >= 1):
+                raise ValueError(f"verifier_accept_k in {method!r} is {k!r}; give a whole number of at least 1")
+            loose = method.get("accept_tolerance")
+            if loose is not None and not (isinstance(loose, int | float) and loose >= 0):
+                raise ValueError(f"accept_tolerance in {method!r} is {loose!r}; give a number of at least 0")
         if not isinstance(given.get("verifier"), dict):
             raise TypeError(
                 f"speculators_config.verifier is {given.get('verifier')!r}; name the target as "

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 from transformers import GenerationConfig, PreTrainedModel
 
 from .checkpoints.resolve import as_speculator, base_model
-from .configuration import SpeculationConfig
 from .drafts.base import Speculator
+from .settings import SpeculationConfig
 
 _stored: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, SpeculationConfig | None]] = WeakKeyDictionary()
 # What a generation config names is read once per model.

@@ -17,13 +17,13 @@ from transformers.utils import logging
 
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator
-from .configuration import SpeculationConfig
 from .decoding.loop import SpeculativeDecoding
 from .decoding.outputs import SpeculativeOutput, forget_speculation
 from .decoding.refusals import Refusal, refuse_cache
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
 from .scoring.masks import unhook_masks
+from .settings import SpeculationConfig
 
 KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
 DOCUMENTATION = """

@@ -6,7 +6,7 @@ from .checkpoints.auto import AutoDraftModel
 from .checkpoints.conversion import convert
 from .checkpoints.inspection import inspect
 from .checkpoints.resolve import as_speculator
-from .configuration import SpeculationConfig, SpeculatorConfig
+from .configuration import SpeculatorConfig
 from .decoding.loop import SpeculativeDecoding
 from .decoding.outputs import SpeculativeOutput, last_speculation
 from .decoding.processors import pure
@@ -33,6 +33,7 @@ from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import SpeculativeModel, install, uninstall
 from .metrics import SpeculationStats
 from .proposal import Proposal
+from .settings import SpeculationConfig
 
 __all__ = [
     "AutoDraftModel",

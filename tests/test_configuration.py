@@ -12,11 +12,12 @@ from architectures import build, prompts
 from golden import tiny_target
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
 
-from hf_spec.configuration import SpeculationConfig, SpeculatorConfig, default_speculators_config
+from hf_spec.configuration import SpeculatorConfig, default_speculators_config
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
+from hf_spec.settings import SpeculationConfig
 from hf_spec.training import new_draft
 
 ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -224,7 +225,23 @@ def test_fewer_positions_than_the_target_has_are_refused() -> None:
         {"tree": []},
         {"tree": [(0,), ()]},
         {"tree_top_k": 0},
+        {"tree": 5},
+        {"tree": [5]},
+        {"tree": [(0,), "10"]},
+        {"tree": True},
+        {"tree": [(0.0,)]},
+        {"tree_nodes": "12"},
         {"min_confidence": 1.0},
+        {"min_confidence": "0.3"},
+        {"min_confidence": None},
+        {"min_confidence": float("nan")},
+        {"typical_alpha": "0.3"},
+        {"typical_threshold": True},
+        {"verification": None},
+        {"verification": ["block"]},
+        {"acceptance": 1},
+        {"draft_sampling": "yes"},
+        {"self_check": 1},
         {"verification": "lossy"},
     ],
 )

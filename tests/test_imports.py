@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_spec"
 
 # From the lowest to the highest: a folder, or a module beside the folders, imports only from its own layer and lower.
 LAYERS = (
-    ("proposal", "sampling", "metrics", "configuration"),
+    ("proposal", "sampling", "metrics", "settings", "configuration"),
     ("scoring",),
     ("drafts",),
     ("checkpoints",),
@@ -108,7 +108,7 @@ def problems(graph: dict[str, set[str]]) -> list[str]:
 
 def test_imports_go_one_way() -> None:
     graph = imports(PACKAGE)
-    assert "configuration" in graph["drafts.base"]
+    assert "settings" in graph["drafts.base"]
     assert kind("drafts.eagle3.modeling") == "drafts.eagle3" and is_kind("drafts.eagle3", graph)
     assert problems(graph) == []
 

@@ -406,7 +406,7 @@ def test_a_path_is_enough_to_generate() -> None:
         ({"acceptance": "nucleus"}, "acceptance must be one of"),
         ({"acceptance": "typical", "verification": "token"}, "verification of its own"),
         ({"acceptance": "typical", "draft_sampling": True}, "verification of its own"),
-        ({"typical_alpha": 1.5}, "typical_alpha must be between 0 and 1"),
+        ({"typical_alpha": 1.5}, "typical_alpha must be a number between 0 and 1"),
     ],
 )
 def test_acceptance_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from twins import paths_of
 
-from hf_spec.configuration import SpeculationConfig
 from hf_spec.drafts.base import News, Request
 from hf_spec.drafts.ngram.speculator import LOOK_BACK, NgramDrafter, NgramSpeculator
+from hf_spec.settings import SpeculationConfig
 
 PAD = 99
 Path = tuple[int, ...]

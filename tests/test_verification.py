@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_spec import SpeculationConfig, sampling
-from hf_spec.configuration import AcceptanceRule, VerificationRule
 from hf_spec.decoding import verification
 from hf_spec.decoding.verification import RULES, Verdict, follow, match, reject, rule_for, traverse
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 from hf_spec.sampling import draw
+from hf_spec.settings import AcceptanceRule, VerificationRule
 
 Rule = Callable[[Proposal, Tensor, torch.Generator], Verdict]
 Pick = Callable[[Tensor, int, torch.Generator], Tensor]

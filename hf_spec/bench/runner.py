@@ -24,10 +24,10 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.resolve import as_speculator
-from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import SpeculationStats
 from ..scoring.plain import input_device
+from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .prompts import Prompt
 from .report import OVERALL, BenchReport, Figures
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.resolve import as_speculator
-from ..configuration import SpeculationConfig
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..proposal import Proposal
+from ..settings import SpeculationConfig
 
 Tree = list[tuple[int, ...]]
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..bench import BenchReport, BenchSettings, Contender, Tree
-    from ..configuration import SpeculationConfig
     from ..drafts.base import Speculator
+    from ..settings import SpeculationConfig
 
 BUDGETS = (4, 8, 16, 32, 64)
 PROMPTS_HELP = (
@@ -185,7 +185,7 @@ def _found_trees(
 ) -> list[tuple[Tree, float]]:
     """Find a tree of each size, and the acceptance length that it promises."""
     from ..bench import expected_length, rank_accuracies, search_tree
-    from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS
+    from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 
     depth = config.num_speculative_tokens
     depth = depth if isinstance(depth, int) else DEFAULT_NUM_SPECULATIVE_TOKENS

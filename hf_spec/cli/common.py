@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..configuration import SpeculationConfig
     from ..drafts.base import Speculator
+    from ..settings import SpeculationConfig
 
 TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"
 TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
@@ -88,7 +88,7 @@ def length_of(text: str) -> int | str:
 
 def tree_of(text: str) -> Any:
     """Read a tree from the command line."""
-    from ..configuration import SpeculationConfig
+    from ..settings import SpeculationConfig
 
     try:
         text = Path(text).read_text(encoding="utf-8") if text.endswith(".json") else text

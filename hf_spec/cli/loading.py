@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.resolve import as_speculator, load_draft
-from ..configuration import SpeculationConfig
 from ..drafts.base import Speculator
 from ..scoring.plain import input_device
+from ..settings import SpeculationConfig
 
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..configuration import SpeculationConfig
 from ..drafts.base import News
 from ..proposal import Proposal
 from ..sampling import draw
 from ..scoring.runner import Scores
+from ..settings import SpeculationConfig
 from .outputs import Record
 from .processors import NodeScores, Processors
 from .text import Text
@@ -59,7 +59,8 @@ class Chooser:
         self.lockstep = (
             processors.lockstep or stops.lockstep or (sample and token_by_token) or (stops.waits and several)
         )
-        if sample and self.rule.accept is not None and self.lockstep:
+        self.lossy = self.rule.accept if sample or self.rule.when_greedy else None
+        if self.lossy is not None and self.lockstep:
             raise ValueError(
                 f"acceptance={config.acceptance!r} weighs whole paths, but a processor or stopping criterion of this "
                 "call has to see the text token by token; declare a processor with hf_spec.pure or use "
@@ -111,8 +112,8 @@ class Chooser:
         )
 
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
-        if self.sample and self.rule.accept is not None:
-            return self.rule.accept(proposal, nodes.every().softmax(-1), self.config)
+        if self.lossy is not None:
+            return self.lossy(proposal, nodes.every().softmax(-1), self.config, self.sample)
         if self.sample and self.rule.weigh is not None and proposal.q is not None:
             return self.rule.weigh(proposal, nodes.every().softmax(-1))
         if self.sample:

@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..checkpoints.resolve import as_speculator
-from ..configuration import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
+from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
 from .processors import Processors

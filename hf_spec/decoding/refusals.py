@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from ..configuration import SpeculationConfig
 from ..scoring.architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from ..scoring.cache import has_states
+from ..settings import SpeculationConfig
 from .text import Text
 
 

@@ -1,6 +1,6 @@
 """The lossless rules: which guesses become text and which token follows, so that the distribution is the target's.
 
-The exception is ``accept_typical``, which the user has to ask for by name.
+The exceptions are ``accept_typical`` and ``accept_near_best``, which the user has to ask for by name.
 
 ``p`` (batch, nodes, vocabulary) float32 is the target's distribution after the user's processors; ``p[:, i]`` is the
 distribution of the token after node i. ``q`` is the distribution the guesses were drawn from. Chosen guesses (no
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..configuration import SpeculationConfig
 from ..proposal import Proposal
 from ..sampling import draw, widest_float
+from ..settings import SpeculationConfig
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,60 @@ def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = 
     return _walk(proposal, leads_there, distributions, generator)
 
 
-def accept_typical(proposal: Proposal, p: Tensor, config: SpeculationConfig) -> Verdict:
+def accept_typical(proposal: Proposal, p: Tensor, config: SpeculationConfig, sample: bool = True) -> Verdict:
     """Accept the longest path of guesses that are typical of the target, and emit its best token. NOT lossless.
 
     A guess is typical if p(guess) > min(``typical_threshold``, ``typical_alpha`` * exp(-entropy of p)); of paths
-    equally long the most probable one is taken. Nothing is drawn. Source: Medusa (arXiv 2401.10774, section 3.3.1),
-    its code for the 1e-5.
+    equally long the most probable one is taken. Nothing is drawn, though it is for sampling alone. Source: Medusa
+    (arXiv 2401.10774, section 3.3.1), its code for the 1e-5.
     """
     rows = torch.arange(p.shape[0], device=p.device)
     entropy = -(p * (p + 1e-5).log()).sum(-1)  # (batch, nodes)
     least = (config.typical_alpha * (-entropy).exp()).clamp(max=config.typical_threshold)
-    above = proposal.parents.clamp(min=0)
-    weight = p[rows[:, None], above, proposal.tokens]  # p of each guess
-    rejected = (weight <= least.gather(1, above)) | ~proposal.present
-    weight[:, 0], rejected[:, 0] = 1, False  # the root is text
-    accepted = ~(proposal.ancestors & rejected[:, None]).any(-1)
-    depth = proposal.depth.masked_fill(~accepted, -1)
-    likelihood = (proposal.ancestors * weight.log().clamp(min=torch.finfo(p.dtype).min)[:, None]).sum(-1)
-    longest = depth == depth.amax(1, keepdim=True)
-    node = likelihood.masked_fill(~longest, -torch.inf).argmax(1)
+    weight, above = _weights(proposal, p)
+    node = _longest_path(proposal, weight, weight > least.gather(1, above))
     return _verdict(proposal, node, p[rows, node].argmax(-1))
+
+
+def accept_near_best(proposal: Proposal, p: Tensor, config: SpeculationConfig, sample: bool) -> Verdict:
+    """Accept the longest path of guesses that are nearly the target's best, and emit its own next token. NOT lossless.
+
+    A guess is near the best if fewer than ``accept_k`` tokens are more probable, or if the most probable one is so by
+    at most ``accept_tolerance``; never if p(guess) = 0. Of paths equally long the most probable one is taken. Source:
+    ``verifier_accept_k`` and ``accept_tolerance`` of the speculators library.
+    """
+    weight, above = _weights(proposal, p)
+    rows = torch.arange(p.shape[0], device=p.device)
+    behind = p[rows[:, None], above]  # (batch, nodes, vocabulary) what follows each node's parent
+    token = torch.arange(p.shape[-1], device=p.device)
+    equal_before = (behind == weight[:, :, None]) & (token < proposal.tokens[:, :, None])  # argmax takes the first
+    rank = ((behind > weight[:, :, None]) | equal_before).sum(-1)  # (batch, nodes)
+    near = rank < (config.accept_k or 1)
+    if config.accept_tolerance:
+        near = near | (behind.amax(-1) - weight <= config.accept_tolerance)
+    node = _longest_path(proposal, weight, near & (weight > 0))
+    return _verdict(proposal, node, draw(p[rows, node]) if sample else p[rows, node].argmax(-1))
+
+
+def _weights(proposal: Proposal, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p of each guess and the number of its parent, both (batch, nodes); the root stands in for its own."""
+    above = proposal.parents.clamp(min=0)
+    return p[torch.arange(p.shape[0], device=p.device)[:, None], above, proposal.tokens], above
+
+
+def _longest_path(proposal: Proposal, weight: Tensor, accepted: Tensor) -> Tensor:
+    """Return the node (batch,) where the longest path of ``accepted`` (batch, nodes) guesses ends.
+
+    Of equally long ones it is the most probable, by the ``weight`` (batch, nodes) of each guess.
+    """
+    rejected = ~accepted | ~proposal.present
+    weight, rejected = weight.clone(), rejected.clone()
+    weight[:, 0], rejected[:, 0] = 1, False  # the root is text
+    reached = ~(proposal.ancestors & rejected[:, None]).any(-1)
+    depth = proposal.depth.masked_fill(~reached, -1)
+    likelihood = (proposal.ancestors * weight.log().clamp(min=torch.finfo(weight.dtype).min)[:, None]).sum(-1)
+    longest = depth == depth.amax(1, keepdim=True)
+    return likelihood.masked_fill(~longest, -torch.inf).argmax(1)
 
 
 @dataclass(frozen=True)
@@ -119,12 +153,14 @@ class Rule:
     """How guesses are verified when sampling.
 
     ``weigh`` decides about guesses that were drawn, given p; chosen ones are looked up by ``follow``. ``accept`` is a
-    lossy rule for guesses of any origin, with parameters from the config. A rule with neither emits token by token,
-    with the random draws of plain ``generate``, and all rows advance together.
+    lossy rule for guesses of any origin, with parameters from the config, and told whether to sample; where
+    ``when_greedy``, it decides in greedy decoding too. A rule with neither emits token by token, with the random draws
+    of plain ``generate``, and all rows advance together.
     """
 
     weigh: Callable[[Proposal, Tensor], Verdict] | None = None
-    accept: Callable[[Proposal, Tensor, SpeculationConfig], Verdict] | None = None
+    accept: Callable[[Proposal, Tensor, SpeculationConfig, bool], Verdict] | None = None
+    when_greedy: bool = False
 
 
 # By the names of SpeculationConfig.verification, and of SpeculationConfig.acceptance where that is not "lossless".
@@ -134,6 +170,7 @@ RULES: dict[str, Rule] = {
     "token": Rule(weigh=reject),
     "exact": Rule(),
     "typical": Rule(accept=accept_typical),
+    "near_best": Rule(accept=accept_near_best, when_greedy=True),
 }
 
 

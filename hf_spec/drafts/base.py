@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..configuration import SpeculationConfig
 from ..proposal import Proposal
+from ..settings import SpeculationConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,11 +107,13 @@ class Speculator(ABC):
         """Return the settings of a call: ``config``, or else this draft's ``defaults``, with some ``changes``.
 
         A ``num_speculative_tokens`` that is still ``None`` becomes the draft's, except in a static tree, which is as
-        deep as its paths.
+        deep as its paths. So do ``accept_k`` and ``accept_tolerance`` where ``acceptance="near_best"`` asks for them.
         """
-        config = (self.defaults() if config is None else config).merge(**changes)
-        has_depth = config.num_speculative_tokens is not None or not isinstance(config.tree, str | None)
-        return config if has_depth else config.merge(num_speculative_tokens=self.defaults().num_speculative_tokens)
+        defaults = self.defaults()
+        config = (defaults if config is None else config).merge(**changes)
+        names = ["num_speculative_tokens"] if isinstance(config.tree, str | None) else []
+        names += ["accept_k", "accept_tolerance"] if config.acceptance == "near_best" else []
+        return config.merge(**{name: getattr(defaults, name) for name in names if getattr(config, name) is None})
 
     @abstractmethod
     def drafter(self, request: Request) -> Drafter:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..configuration import default_speculators_config, is_int
+from ..configuration import default_speculators_config
+from ..settings import is_int
 from .blocks import BlockSpeculatorConfig
 from .files import Checkpoint, Files, Format, applying, complete_vocabulary, flat_layers, is_speculators, needed
 from .files import shared_with_target as left_to_target

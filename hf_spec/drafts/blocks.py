@@ -27,9 +27,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from ..configuration import default_speculators_config, is_int
+from ..configuration import default_speculators_config
 from ..proposal import Proposal
 from ..scoring.cache import SlotCache
+from ..settings import is_int
 from .base import Drafter, News, Request, guess_log_probs
 from .features import FeatureSpeculatorConfig, check_mask_token
 from .modeling import LAYERS, NORMS, DraftModel, DraftOutput

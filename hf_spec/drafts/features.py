@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ..configuration import SpeculatorConfig, is_int
+from ..configuration import SpeculatorConfig
+from ..settings import is_int
 
 # How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
 STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..configuration import is_int
+from ..settings import is_int
 from .files import complete_vocabulary, needed, shared_with_target
 from .fusing import FusingDraftModel, FusingSpeculatorConfig
 

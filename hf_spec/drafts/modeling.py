@@ -20,7 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.utils.generic import ModelOutput
 
-from ..configuration import SpeculationConfig, SpeculatorConfig
+from ..configuration import SpeculatorConfig
+from ..settings import SpeculationConfig
 from .base import Speculator
 from .files import Checkpoint, Files, Format
 
@@ -275,7 +276,8 @@ class DraftModel(PreTrainedModel, Speculator):
         """Read the same hidden states in ascending order from now on: readers of other projects sort them."""
 
     def defaults(self) -> SpeculationConfig:
-        return SpeculationConfig(num_speculative_tokens=self.config.num_speculative_tokens)
+        settings: SpeculationConfig = self.config.settings
+        return settings
 
     @classmethod
     def from_pretrained(

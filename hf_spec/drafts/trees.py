@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..configuration import SpeculationConfig
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
 from ..sampling import best, draw_distinct
+from ..settings import SpeculationConfig
 
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
 # (batch, new, forest), to their log-probabilities, (batch, new, vocabulary). Parents are forest numbers, -1 follows

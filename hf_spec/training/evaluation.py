@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..checkpoints.resolve import as_speculator
-from ..configuration import SpeculationConfig
 from ..decoding.loop import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
 from ..scoring.plain import input_device
+from ..settings import SpeculationConfig
 from .data import check_ids
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, get_args
 
-from ...configuration import is_int
+from ...settings import is_int
 from ..blocks import BLOCK_FLAGS, BlockSpeculatorConfig
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
-from ...configuration import MOST_LAYERS, MOST_WIDE, SpeculatorConfig, default_speculators_config, is_int
+from ...configuration import MOST_LAYERS, MOST_WIDE, SpeculatorConfig, default_speculators_config
+from ...settings import is_int
 
 
 class MedusaSpeculatorConfig(SpeculatorConfig):

@@ -23,9 +23,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_layers import MtpModel
 
-from ...configuration import SpeculationConfig
 from ...scoring.architectures import why_unsupported
 from ...scoring.cache import has_states
+from ...settings import SpeculationConfig
 from ..base import Drafter, Request, Speculator
 from ..feedback import FeedbackDrafter
 from ..modeling import MASKS, DraftOutput, next_positions, only_one

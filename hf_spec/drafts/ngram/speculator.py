@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...configuration import SpeculationConfig
 from ...proposal import ABSENT, NO_PARENT, Proposal
+from ...settings import SpeculationConfig
 from ..base import Drafter, News, Request, Speculator
 
 Match = Literal["recent", "frequent"]

@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...configuration import SpeculationConfig
 from ...proposal import Proposal
 from ...scoring.architectures import drops_cache, why_unsupported
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
+from ...settings import SpeculationConfig
 from ..base import Drafter, News, Request, Speculator
 from ..trees import grow
 

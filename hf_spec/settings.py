@@ -1,0 +1,122 @@
+"""Every knob of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, TypeGuard, get_args
+
+TreeKind = Literal["dynamic", "sampled"]
+VerificationRule = Literal["auto", "token", "block", "exact"]
+AcceptanceRule = Literal["lossless", "typical", "near_best"]
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Choose how to guess and how to verify; everything left ``None`` is decided by the draft.
+
+    Args:
+        num_speculative_tokens: length of a chain, depth of a tree; ``"auto"`` adapts it to the acceptance seen so far.
+        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
+            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
+            of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
+        tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
+        tree_nodes: guesses in a dynamic or sampled tree.
+        draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the
+            target does. Either way the output distribution is the target's.
+        min_confidence: end a chain after the first guess that the draft gives a smaller probability.
+        verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
+            traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
+            the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
+        acceptance: ``"lossless"``: the text has the target's distribution. ``"typical"``: NOT lossless when sampling.
+            The longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
+            ``typical_alpha`` * exp(-entropy of p)), is followed by the target's best token (Medusa, arXiv 2401.10774):
+            longer paths, and a text that is more predictable than the target's samples and always the same.
+            ``"near_best"``: NOT lossless, greedy or sampling. The longest path whose guesses are each among the
+            target's ``accept_k`` best tokens, or less probable than its best one by at most ``accept_tolerance``, is
+            followed by the target's own next token. Left ``None``, the two are ``verifier_accept_k`` and
+            ``accept_tolerance`` of the draft's ``speculators_config``, else 1 and 0.0.
+        self_check: compare one small ragged block with plain forwards the first time a target is used.
+    """
+
+    num_speculative_tokens: int | Literal["auto"] | None = None
+    tree: TreeKind | Sequence[Sequence[int]] | None = None
+    tree_top_k: int = 10
+    tree_nodes: int = 60
+    draft_sampling: bool | None = None
+    min_confidence: float = 0.0
+    verification: VerificationRule = "auto"
+    acceptance: AcceptanceRule = "lossless"
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
+    accept_k: int | None = None
+    accept_tolerance: float | None = None
+    self_check: bool = True
+
+    def __post_init__(self) -> None:
+        count = self.num_speculative_tokens
+        if count not in (None, "auto") and not (is_int(count) and count >= 1):
+            raise ValueError(f"num_speculative_tokens must be a whole number of at least 1 or 'auto', got {count!r}")
+        for name in ("tree_top_k", "tree_nodes", "accept_k"):
+            value = getattr(self, name)
+            if not (is_int(value) and value >= 1) and not (value is None and name == "accept_k"):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        for name in ("min_confidence", "typical_threshold", "typical_alpha", "accept_tolerance"):
+            value = getattr(self, name)
+            if not _is_share(value) and not (value is None and name == "accept_tolerance"):
+                raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
+        if self.min_confidence == 1.0:
+            raise ValueError("min_confidence is 1.0, which no guess exceeds: it must be below 1")
+        for name, values in {"draft_sampling": (None, False, True), "self_check": (False, True)}.items():
+            if not any(getattr(self, name) is value for value in values):
+                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+        if self.verification not in get_args(VerificationRule):
+            raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
+        self._check_acceptance()
+        self._check_tree()
+
+    def _check_acceptance(self) -> None:
+        if self.acceptance not in get_args(AcceptanceRule):
+            raise ValueError(f"acceptance must be one of {get_args(AcceptanceRule)}, got {self.acceptance!r}")
+        if self.acceptance != "lossless" and (self.verification != "auto" or self.draft_sampling):
+            raise ValueError(
+                f"acceptance={self.acceptance!r} is a verification of its own, for guesses that were chosen: leave "
+                "verification at 'auto' and draft_sampling at None, or use acceptance='lossless'"
+            )
+
+    def _check_tree(self) -> None:
+        if self.tree is None or (isinstance(self.tree, str) and self.tree in get_args(TreeKind)):
+            return
+        if not _are_paths(self.tree):
+            raise ValueError(
+                f"tree must be None, one of {get_args(TreeKind)}, or a list of paths of ranks such as "
+                f"[(0,), (1,), (0, 0)], got {self.tree!r}"
+            )
+
+    def merge(self, **changes: Any) -> SpeculationConfig:
+        """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
+        known = {field.name for field in fields(self)}
+        if unknown := set(changes) - known:
+            raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings by name, ready for JSON; a ``GenerationConfig`` that holds them saves this."""
+        return asdict(self)
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Tell whether ``value`` is a whole number; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_share(value: object) -> bool:
+    return (is_int(value) or isinstance(value, float)) and 0.0 <= value <= 1.0
+
+
+def _are_paths(tree: object) -> bool:
+    paths = tree if isinstance(tree, list | tuple) else []
+    ranks = [path for path in paths if isinstance(path, list | tuple) and path]
+    return 0 < len(ranks) == len(paths) and all(is_int(rank) and rank >= 0 for path in ranks for rank in path)
