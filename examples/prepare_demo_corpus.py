@@ -21,6 +21,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from hf_spec.demo import mended
+
 # Only these sources may enter the shipped weights; every other source in the corpus files is ignored.
 LICENCES = {
     "tinystories": "CDLA-Sharing-1.0",
@@ -128,8 +130,12 @@ def read_corpus(directory: Path) -> dict[str, list[Any]]:
 
 
 def clean(text: str) -> str:
-    """Fold typographic characters and white space, so that a small vocabulary suffices."""
-    text = text.translate(str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u00a0", "''\"\"-- ")).replace("\r", "")
+    """Mend text that was decoded wrongly and fold typographic characters, so that a small vocabulary suffices."""
+    text = (
+        mended(text)
+        .translate(str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u00a0", "''\"\"-- "))
+        .replace("\r", "")
+    )
     return re.sub(r"\s*\n\s*", "\n\n", re.sub(r"[ \t]+", " ", text)).strip()
 
 

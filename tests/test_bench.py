@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -350,42 +349,3 @@ def test_a_picture_without_matplotlib_says_what_to_install(target, tokenizer, tm
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'hf-spec\[bench\]'"):
         bench(target, tokenizer, [], max_new_tokens=2).plot(tmp_path / "bench.png")
-
-
-# -- examples/inflate_llama.py ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def inflate():
-    path = Path(__file__).parents[1] / "examples" / "inflate_llama.py"
-    spec = importlib.util.spec_from_file_location("inflate_llama", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.inflate
-
-
-def logits(model: LlamaForCausalLM) -> torch.Tensor:
-    ids = torch.randint(3, 2048, (2, 24), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        return model(input_ids=ids).logits
-
-
-def test_an_inflated_model_says_the_same(inflate):
-    small = tiny_llama(spread=0.2)
-    for norm in (module for name, module in small.named_modules() if "norm" in name):
-        torch.nn.init.normal_(norm.weight, mean=1)
-    large = inflate(small, hidden_size=96, intermediate_size=128, num_hidden_layers=5)
-    assert large.num_parameters() > 2 * small.num_parameters()
-    assert large.config.num_attention_heads // large.config.num_key_value_heads == 2
-    expected = logits(small)
-    torch.testing.assert_close(logits(large), expected, atol=1e-4, rtol=0)
-    for module in large.modules():  # negative control: the epsilon matters
-        if hasattr(module, "variance_epsilon"):
-            module.variance_epsilon = small.config.rms_norm_eps
-    assert (logits(large) - expected).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(("sizes", "problem"), [((16, 128, 5), "hidden_size is 16"), ((40, 128, 5), "multiple of 16")])
-def test_sizes_that_hold_no_small_model_are_refused(inflate, sizes, problem):
-    with pytest.raises(ValueError, match=problem):
-        inflate(tiny_llama(), *sizes)

@@ -63,10 +63,16 @@ def prompts(tmp_path) -> str:
 # -- demo -------------------------------------------------------------------------------------------------------------
 
 
-def test_demo_compares_the_shipped_models(capsys):
-    assert main(["demo", "--max-new-tokens", "8"]) == 0
+@pytest.mark.parametrize("options", [["--small"], []])
+def test_demo_compares_the_shipped_models(capsys, monkeypatch, options):
+    sizes = {"hidden_size": 288, "intermediate_size": 512, "num_hidden_layers": 12}
+    monkeypatch.setattr("hf_spec.cli.demo.SIZES", sizes)  # the real one takes most of a minute
+    assert main(["demo", "--max-new-tokens", "8", *options]) == 0
     out = capsys.readouterr().out
-    header, *lines = out.split("\n\n")[1].splitlines()
+    assert ("inflated in memory from 2.5 to " in out) is (not options)
+    told, table = re.search(r"(.*) of up to 8 tokens, plainly and with guesses:\n\n(.*?)\n\n", out, re.DOTALL).groups()
+    assert told.endswith("3 stories" if options else "A story")
+    header, *lines = table.splitlines()
     assert header.split() == ["method", "τ", "x", "plain", "accepted", "same", "text"]
     drafts = [name.removeprefix("draft-") for name in demo.MODELS[1:]]
     methods = [f"{name} {shape}" for name in drafts for shape in ("chain", "dynamic tree")]
@@ -79,7 +85,7 @@ def test_demo_compares_the_shipped_models(capsys):
 def test_demo_draws_a_picture(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(demo, "MODELS", demo.MODELS[:2])
-    assert main(["demo", "--max-new-tokens", "4", "--png", str(tmp_path / "demo.png")]) == 0
+    assert main(["demo", "--small", "--max-new-tokens", "4", "--png", str(tmp_path / "demo.png")]) == 0
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert f"The picture is in {tmp_path / 'demo.png'}." in capsys.readouterr().out
 
@@ -93,6 +99,24 @@ def test_accepted_guesses_stand_out(colour, text):
         guessed=[i == 1 for i, part in enumerate(parts) for _ in part],
     )
     assert highlighted(row, tokenizer, colour) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("he said, â€œLook!â€\x9d It", "he said, \u201cLook!\u201d It"),
+        ("â€œLookâ€. It", '\u201cLook". It'),
+        ("donâ€™t", "don\u2019t"),
+        ("a naïve café, \u201cyes\u201d, 日本", "a naïve café, \u201cyes\u201d, 日本"),
+    ],
+)
+def test_text_that_was_decoded_wrongly_is_mended(text, meant):
+    assert demo.mended(text) == meant
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert highlighted(RowStats(tokens=ids, guessed=[False] * len(ids)), tokenizer, False) == demo.mended(
+        tokenizer.decode(ids)
+    )
 
 
 # -- generate ---------------------------------------------------------------------------------------------------------

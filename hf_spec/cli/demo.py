@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .bench import contender
@@ -18,11 +19,17 @@ if TYPE_CHECKING:
 
 GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
 COLUMNS = ("τ", "x plain", "accepted", "same text")
-LEGEND = (
-    "τ: tokens per forward of the target.  x plain: tokens per second, plain generate in the same run being 1.\n"
-    "τ is what a larger target would gain from: the forwards of this one, {millions:.1f} million parameters,\n"
-    "cost little more than guessing."
-)
+LEGEND = "τ: tokens per forward of the target.  x plain: tokens per second, plain generate in the same run being 1."
+# The decoder layers of SmolLM2-135M.
+SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+INFLATED = """\
+The target is the demo family's, inflated in memory from {small:.1f} to {large:.0f} million parameters: as costly as
+the layers of SmolLM2-135M. What was added changes no word: text and guesses are those of the small one.
+"""
+SMALL_LEGEND = """
+τ is what a larger target would gain from: the forwards of this one, {small:.1f} million parameters, cost little more
+than guessing."""
+WARM = 8  # new tokens of a first run that does not count
 SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12})
 STORIES = (
     "Once upon a time, there was a little dog named Max.",
@@ -34,6 +41,8 @@ STORIES = (
 def add_demo(commands: Any) -> None:
     """Declare ``hf-spec demo``."""
     add = command(commands, _demo, "demo", "compare plain and speculative decoding on the shipped models, offline")
+    add("--small", action="store_true", help="take the target as it is shipped, whose forwards cost hardly more than "
+        "guessing, and more stories")  # fmt: skip
     add("--max-new-tokens", type=at_least(2), default=96, metavar="N", help="length of each story (%(default)s)")
     add("--threads", type=at_least(1), default=1, metavar="N",
         help="small models gain nothing from more (%(default)s)")  # fmt: skip
@@ -43,14 +52,19 @@ def add_demo(commands: Any) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from ..bench import import_pyplot
     from ..demo import path
+    from ..demo.inflation import inflate
     from .loading import load_target
 
     if args.png:
         import_pyplot()
-    target, tokenizer = load_target(str(path()), "float32", "cpu")
-    contenders = _contenders(target)
-    report = _compared(target, tokenizer, contenders, args.max_new_tokens)
-    print(f"\n{LEGEND.format(millions=target.num_parameters() / 1e6)}")
+    small, tokenizer = load_target(str(path()), "float32", "cpu")
+    target = small if args.small else inflate(small, **SIZES)
+    sizes = {name: model.num_parameters() / 1e6 for name, model in (("small", small), ("large", target))}
+    if not args.small:
+        print(INFLATED.format(**sizes), flush=True)
+    contenders, stories = _contenders(small, target), STORIES if args.small else STORIES[:1]
+    report = _compared(target, tokenizer, contenders, stories, args.max_new_tokens)
+    print(f"\n{LEGEND}{SMALL_LEGEND.format(**sizes) if args.small else ''}")
     if args.png:
         report.plot(args.png)
         print(f"The picture is in {args.png}.")
@@ -61,14 +75,18 @@ def _demo(args: argparse.Namespace) -> int:
     return 1 if different else 0
 
 
-def _contenders(target: PreTrainedModel) -> list[Contender]:
+def _contenders(small: PreTrainedModel, target: PreTrainedModel) -> list[Contender]:
+    """List the drafts of the family, which guess for ``small``, as they guess for ``target``."""
     from ..bench import Contender
     from ..demo import MODELS, path
+    from ..demo.inflation import Narrowed
     from .loading import load_speculator
 
     contenders = [Contender("ngram chain", "ngram")]
     for name in MODELS[1:]:
-        speculator = load_speculator(str(path(name)), target, "float32")
+        speculator = load_speculator(str(path(name)), small, "float32")
+        if target is not small:
+            speculator = Narrowed(speculator, small)
         for shape in SHAPES:
             config = speculator.settings(**shape)
             contenders.append(contender(name.removeprefix("draft-"), speculator, config))
@@ -76,13 +94,21 @@ def _contenders(target: PreTrainedModel) -> list[Contender]:
 
 
 def _compared(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, contenders: list[Contender], max_new_tokens: int
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    contenders: list[Contender],
+    stories: Sequence[str],
+    max_new_tokens: int,
 ) -> BenchReport:
+    """Run every method on ``stories``, print the table and return the report."""
     from ..bench import BenchSettings, Prompt, run_bench
 
-    prompts = [Prompt((story,), chat=False) for story in STORIES]
-    settings = BenchSettings(max_new_tokens=max_new_tokens, baselines=False)
-    print(f"{len(prompts)} stories of up to {max_new_tokens} tokens, plainly and with guesses:\n", flush=True)
+    prompts = [Prompt((story,), chat=False) for story in stories]
+    what = "A story" if len(stories) == 1 else f"{len(stories)} stories"
+    print(f"{what} of up to {max_new_tokens} tokens, plainly and with guesses:\n", flush=True)
+    warm = BenchSettings(max_new_tokens=min(WARM, max_new_tokens), baselines=False, warmup=0)
+    run_bench(target, tokenizer, prompts[:1], contenders, warm)
+    settings = BenchSettings(max_new_tokens=max_new_tokens, baselines=False, warmup=0)
     report = run_bench(target, tokenizer, prompts, contenders, settings, progress=sys.stderr.isatty())
     print(report.table(columns=COLUMNS))
     return report
@@ -104,9 +130,10 @@ def _show_guesses(target: Any, tokenizer: PreTrainedTokenizerBase, best: Contend
 
 def highlighted(row: RowStats, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
     """Return the text of ``row`` with accepted guesses in green, or in brackets where there is no colour."""
+    from ..demo import mended
     from ..metrics import text_pieces
 
-    parts = ((guessed, text) for guessed, text in text_pieces(row, tokenizer) if text)
+    parts = ((guessed, mended(text)) for guessed, text in text_pieces(row, tokenizer) if text)
     return "".join(_mark(text, colour) if guessed else text for guessed, text in parts)
 
 

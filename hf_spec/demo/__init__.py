@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 MODELS = ("target", "draft-vanilla", "draft-eagle3", "draft-medusa", "draft-mtp")
@@ -14,4 +15,23 @@ def path(name: str = "target") -> Path:
     return Path(__file__).parent / name
 
 
-__all__ = ["MODELS", "path"]
+def mended(text: str) -> str:
+    """Undo UTF-8 that was read as Windows-1252, as some of the text was that the family was trained on: `â€œ`."""
+    return re.sub(r"[^\x00-\x7f]+", lambda run: _decoded(run[0]), text)
+
+
+def _decoded(run: str) -> str:
+    try:
+        return b"".join(_byte(character) for character in run).decode("utf-8")
+    except UnicodeError:
+        return run.replace("â€", '"')  # a closing quotation mark whose last byte is no letter and was lost
+
+
+def _byte(character: str) -> bytes:
+    try:
+        return character.encode("cp1252")
+    except UnicodeEncodeError:  # five bytes stand for nothing there and are left as they are
+        return character.encode("latin-1")
+
+
+__all__ = ["MODELS", "mended", "path"]
