@@ -60,7 +60,7 @@ def command_line() -> dict[str, dict[str, Any]]:
 
 def configurations() -> dict[str, dict[str, str]]:
     """List the fields of every class of settings with their defaults; what transformers' own classes add is theirs."""
-    kinds = [hf_spec.SpeculationConfig, hf_spec.SpeculatorConfig, *hf_spec.SpeculatorConfig.__subclasses__()]
+    kinds = [getattr(hf_spec, name) for name in hf_spec.__all__ if name.endswith("Config")]
     theirs = {field.name for base in (PreTrainedConfig, TrainingArguments) for field in dataclasses.fields(base)}
     return {
         kind.__name__: {one.name: default(one) for one in dataclasses.fields(kind) if one.name not in theirs}
