@@ -95,6 +95,7 @@ class SpeculationStats:
 
     Guesses behind a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no step,
     unless guesses were read together with the prompt: then this was the first step (``first_tokens_in_steps`` rows).
+    What was compiled, ``graphs`` in ``compile_seconds``, counts as no part of a step, but delays the rows' tokens.
     A figure with nothing to divide by is 0.0. In Jupyter the statistics show the text too, accepted guesses coloured,
     once they have a tokenizer: ``out.speculation.show(tokenizer)``.
 
@@ -112,6 +113,8 @@ class SpeculationStats:
     propose_seconds: float = 0.0
     verify_seconds: float = 0.0
     choose_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    graphs: int = 0
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
     first_tokens_in_steps: int = 0
@@ -133,6 +136,8 @@ class SpeculationStats:
             merged.propose_seconds += call.propose_seconds
             merged.verify_seconds += call.verify_seconds
             merged.choose_seconds += call.choose_seconds
+            merged.compile_seconds += call.compile_seconds
+            merged.graphs += call.graphs
             merged.total_seconds += call.total_seconds
             merged.first_tokens_in_steps += call.first_tokens_in_steps
             merged.time_to_first_token += call.time_to_first_token / len(calls)
@@ -154,6 +159,11 @@ class SpeculationStats:
         finally:
             name = f"{part}_seconds"
             setattr(self, name, getattr(self, name) + self._now() - start)
+
+    def compiled(self, graphs: int, seconds: float) -> None:
+        """Note how many graphs were compiled so far and how long that took, which is no time of verification."""
+        self.verify_seconds -= seconds - self.compile_seconds
+        self.graphs, self.compile_seconds = graphs, seconds
 
     def step(
         self,
@@ -252,6 +262,8 @@ class SpeculationStats:
             "propose_seconds": self.propose_seconds,
             "verify_seconds": self.verify_seconds,
             "choose_seconds": self.choose_seconds,
+            "compile_seconds": self.compile_seconds,
+            "graphs": self.graphs,
             "overhead": self.overhead,
             "time_to_first_token": self.time_to_first_token,
             "time_per_output_token": self.time_per_output_token,
@@ -270,6 +282,7 @@ class SpeculationStats:
         seconds = (self.propose_seconds, self.verify_seconds, self.choose_seconds)
         shares = " / ".join(f"{_ratio(part, sum(seconds)):.1%}" for part in seconds)
         title = f"SpeculationStats: {counts.emitted} tokens in {self.steps} steps, batch of {self.batch_size}"
+        compiled = {"compiled": f"{self.graphs} graphs in {self.compile_seconds:.1f} s"} if self.graphs else {}
         return title, {
             "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
             "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
@@ -277,6 +290,7 @@ class SpeculationStats:
             "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
             "time to first token": f"{self.time_to_first_token * 1e3:.1f} ms",
             "time per output token": f"{self.time_per_output_token * 1e3:.2f} ms",
+            **compiled,
         }
 
     def show(self, tokenizer: Any) -> SpeculationStats:

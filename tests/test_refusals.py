@@ -73,10 +73,19 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "beams": ("num_beams=3", "num_beams=1", {"num_beams": 3}),
     "beams with a streamer": ("num_beams=3", "num_beams=1", {"num_beams": 3, "streamer": Closed()}),
     "no cache": ("use_cache=False", "True", {"use_cache": False}),
-    "static cache": ("cache_implementation='static'", "unset", {"cache_implementation": "static"}),
+    "offloaded static cache": ("'offloaded_static'", "unset", {"cache_implementation": "offloaded_static"}),
     "offloaded cache": ("cache_implementation='offloaded'", "unset", {"cache_implementation": "offloaded"}),
     "quantised cache": ("cache_implementation='quantized'", "unset", {"cache_implementation": "quantized"}),
-    "a static cache": ("StaticCache", "without `speculator`", {"past_key_values": static}),
+    "a short static cache": (
+        "room for 30 tokens, and this call may put 32",
+        "max_cache_len=32",
+        {"past_key_values": static, "max_new_tokens": 20},
+    ),
+    "a static cache with offloading": (
+        "a StaticCache with offloading",
+        "without `speculator`",
+        {"past_key_values": lambda: StaticCache(config=target().config, max_cache_len=30, offloading=True)},
+    ),
     "an offloaded cache": (
         "offloading",
         "without `speculator`",

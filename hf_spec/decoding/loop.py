@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import StaticCache
 
 from ..checkpoints.resolve import as_speculator
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..metrics import SpeculationStats
-from ..proposal import Proposal
+from ..proposal import Proposal, tree_from_paths
 from ..scoring.factory import runner_for
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
@@ -71,7 +72,10 @@ class SpeculativeDecoding:
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
             if config.self_check:
-                check_target(model, trees=config.tree is not None)
+                is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
+                check_target(model, trees=config.tree is not None, static=is_static)
+        if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
+            cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
 
         if generation_config.do_sample:
             ranks.share_random_numbers(input_ids.device)
@@ -123,6 +127,7 @@ class Call:
             speculator.feature_layers(model),
             self.record.hidden_states,
             one_chain=config.tree is None,
+            widest=self.length.most_nodes(config),
         )
         self.target.most_new_tokens = max(text.room(text.rows)) + 1
         # Where the loop stands: rows that were still growing in the last step, and features of the nodes that were
@@ -199,6 +204,7 @@ class Call:
             proposal = self.target.fit(proposal.within(room), limit)
         with self.stats.timed("verify"):
             scores = score(proposal)
+        self.stats.compiled(*self.target.compilation)
         with self.stats.timed("choose"):
             choice = self._choose(proposal, scores)
         if choice is None:
@@ -295,6 +301,17 @@ class DraftLength:
         if config.tree is not None and not isinstance(config.tree, str):
             return max(len(path) for path in config.tree)
         return DEFAULT_NUM_SPECULATIVE_TOKENS
+
+    def most_nodes(self, config: SpeculationConfig) -> int | None:
+        """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
+        if self._adapts:
+            return None
+        if config.tree is None:
+            return 1 + self._fixed
+        if not isinstance(config.tree, str):
+            return len(tree_from_paths(config.tree)[0])
+        whole: int = sum(config.tree_top_k**depth for depth in range(1, 1 + self._fixed))
+        return 1 + min(config.tree_nodes, whole)
 
     def limit(self, stats: SpeculationStats) -> int:
         """Return how deep the next proposal should go."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import StaticCache
 
 from ..scoring.architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from ..scoring.cache import has_states
@@ -41,7 +42,9 @@ def refuse_call(
     _refuse_target(model, model_kwargs, config, len(text.lengths))
     if text.stops.max_length is not None:
         prompt = _length_of_prompt(generation_config, model_kwargs, text.prompt_length)
-        _refuse_growing_rope(model, model_kwargs, prompt, prompt + text.stops.max_length - text.prompt_length)
+        longest = prompt + text.stops.max_length - text.prompt_length
+        _refuse_growing_rope(model, model_kwargs, prompt, longest)
+        _refuse_short_cache(model_kwargs.get("past_key_values"), longest - 1)
 
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -74,11 +77,12 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
 
 
 def refuse_cache(implementation: str | None) -> None:
-    """Raise a ValueError unless ``cache_implementation`` leaves the cache as it is by default."""
-    if implementation not in (None, "dynamic", "hybrid"):  # the last one stands in old files and means the default
+    """Raise a ValueError unless ``cache_implementation`` asks for a cache that can take guesses back."""
+    # The last one stands in old files and means the default.
+    if implementation not in (None, "dynamic", "static", "hybrid"):
         raise _refusal(
-            f"cache_implementation={implementation!r}: only the dynamic cache can take rejected guesses back; leave "
-            "cache_implementation unset"
+            f"cache_implementation={implementation!r}: only the dynamic and the static cache can take rejected "
+            "guesses back; leave cache_implementation unset, or set it to 'static'"
         )
 
 
@@ -86,6 +90,8 @@ def _refuse_target(
     model: PreTrainedModel, model_kwargs: dict[str, Any], config: SpeculationConfig, batch: int
 ) -> None:
     cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    if isinstance(cache, StaticCache):
+        _refuse_static(model, cache)
     if (reason := why_unsupported(model, cache, batch)) is not None:
         raise _refusal(f"{reason}; generate without `speculator`")
     if config.tree is not None and (reason := why_no_trees(model)) is not None:
@@ -111,6 +117,30 @@ def _refuse_target(
             f"{implementation} takes no custom mask, which {asked} needs; load the model with "
             "attn_implementation='sdpa'"
             + (" or use a chain (tree=None)" if config.tree is not None and batch == 1 else "")
+        )
+
+
+def _refuse_static(model: PreTrainedModel, cache: StaticCache) -> None:
+    name = type(model).__name__
+    if has_states(cache):
+        raise _refusal(
+            f"the recurrent states of {name} cannot be taken back in a static cache; leave cache_implementation "
+            "unset, and pass no StaticCache"
+        )
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation.startswith("flash"):
+        raise _refusal(
+            f"{implementation} takes no custom mask, which a static cache needs; load the model with "
+            "attn_implementation='sdpa', or leave the cache dynamic"
+        )
+
+
+def _refuse_short_cache(cache: object, columns: int) -> None:
+    size = cache.get_max_length() if isinstance(cache, StaticCache) and not all(cache.is_sliding) else columns
+    if size < columns:
+        raise _refusal(
+            f"the StaticCache has room for {size} tokens, and this call may put {columns} into it; make it with "
+            f"max_cache_len={columns}, or ask for fewer new tokens"
         )
 
 

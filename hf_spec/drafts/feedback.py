@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
+from ..scoring.cache import SlotCache
 from ..scoring.slots import Slots
 from .base import Drafter, News, Request, guess_log_probs
 from .trees import grow
@@ -163,7 +164,7 @@ class Reader:
             output: DraftOutput = self._draft(tokens, **given, logits_to_keep=1, **self._which, **beside)
             assert output.hidden_states is not None
             hidden = output.hidden_states
-        self._slots = Slots(cache, len(tokens), tokens.device, padding)
+        self._slots = Slots(SlotCache.adopt(cache, len(tokens), tokens.device), cache, padding)
         self._first_position = mask.sum(1, keepdim=True)
         return hidden
 

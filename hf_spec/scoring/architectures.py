@@ -8,8 +8,10 @@ from __future__ import annotations
 import inspect
 
 from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
 
 from .cache import has_states, unsupported_layer
+from .static import unsupported_static_layer
 
 CACHES = ("past_key_values", "cache_params", "state")
 OWN_STATES = ("minimax", "rwkv", "xlstm")
@@ -61,8 +63,9 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
     known = inspect.signature(model.forward).parameters
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
         return f"{name} keeps no key-value cache of transformers (its forward takes no past_key_values)"
-    if (layer := unsupported_layer(cache)) is not None:
-        return f"the cache of {name} is {layer}, not a DynamicCache of attention and recurrent layers"
+    layer = unsupported_static_layer(cache) if isinstance(cache, StaticCache) else unsupported_layer(cache)
+    if layer is not None:
+        return f"the cache of {name} is {layer}, not one of attention and recurrent layers"
     knows_layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None)  # and so does the cache
     if getattr(model, "_is_stateful", False) and not knows_layers and not has_states(cache):
         return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"

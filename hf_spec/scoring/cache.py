@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from .buffers import Rows, SlotBuffer
 from .layers import KINDS, adopt, keeps_state, undo
+from .static import undo_static_reading
 
 
 class OwnStates:
@@ -211,8 +212,10 @@ def has_states(cache: object) -> bool:
 def undo_reading(cache: object) -> Callable[[], None]:
     """Return what puts transformers' ``cache`` back as it is now, whatever is read in between.
 
-    A cache of a model's own kind, which only the model makes, is left as it is.
+    A cache of a model's own kind, or a static one, is left as it is if the user has not handed it in.
     """
+    if isinstance(cache, StaticCache) and getattr(cache, "_is_user_defined", False):
+        return undo_static_reading(cache)
     if type(cache) is not DynamicCache:
         return lambda: None
     count, undo_layers = len(cache.layers), [undo(layer) for layer in cache.layers]

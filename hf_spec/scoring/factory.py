@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import StaticCache
 
 from .architectures import keeps_own_states
 from .cache import has_states
+from .compiled import StaticRunner
 from .plain import input_device, plain_logits
 from .recurrent import LazyRunner, StepRunner
 from .runner import ModelRunner
@@ -26,10 +28,12 @@ def runner_for(
     hidden_states: bool = False,
     *,
     one_chain: bool,
+    widest: int | None = None,
 ) -> ModelRunner:
     """Choose how guesses are scored behind a text in ``cache``.
 
-    ``one_chain`` promises that each row gets one chain, in one forward, between two commits.
+    ``one_chain`` promises that each row gets one chain, in one forward, between two commits. ``widest`` is the number
+    of nodes of a whole proposal, if all are alike.
     """
     if keeps_own_states(model):
         if not one_chain:
@@ -38,6 +42,8 @@ def runner_for(
                 "which takes back one chain of guesses at a time. Use another draft, or 'ngram'."
             )
         return LazyRunner(model, feature_layers, hidden_states)
+    if isinstance(cache, StaticCache):
+        return StaticRunner(model, feature_layers, hidden_states, widest)
     if not has_states(cache):
         return ModelRunner(model, feature_layers, hidden_states)
     kind = LazyRunner if one_chain and reads_blocks(model) else StepRunner

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -37,6 +38,7 @@ def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     thread = threading.get_ident()
 
     def guarded(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == thread else None
+        # torch.compile cannot look at a thread; compiled forwards that are looked into take turns.
+        return hook(*args) if torch.compiler.is_compiling() or threading.get_ident() == thread else None
 
     return guarded

@@ -82,19 +82,24 @@ class Block:
             seen &= self.query[:, :, None] - self.column[:, None] < self.window
         return seen
 
-    def mask_function(self, inner: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
+    def shown(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return what the nodes see of the ``count`` slots from ``first`` on, (batch, nodes, count), and the slots'
+        logical columns, (batch, count)."""
+        return self.visible[:, :, first : first + count], self.column[:, first : first + count]
+
+    def mask_function(self, inner: Callable[..., Tensor], first: int, count: int) -> Callable[..., Tensor]:
         """Let the model's own ``inner(batch, head, query, key)`` judge logical columns, then hide what is hidden."""
+        visible, column = self.shown(first, count)
 
         def function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             if key.ndim == 0:  # transformers maps over single indices
-                seen = self.visible[batch, query, key]
-                return seen & inner(batch, head, self.query[batch, query], self.column[batch, key])
-            visible = self.visible[:, None, :, first:]  # (batch, 1, nodes, columns)
+                seen = visible[batch, query, key - first]
+                return seen & inner(batch, head, self.query[batch, query], column[batch, key - first])
             # What is causal is implied: history and ancestors are never later. Typed for single indices by
             # transformers.
             if inner is causal_mask_function:  # type: ignore[comparison-overlap]
-                return visible
-            return visible & inner(batch, head, self.query[:, None, :, None], self.column[:, None, None, first:])
+                return visible[:, None]
+            return visible[:, None] & inner(batch, head, self.query[:, None, :, None], column[:, None, None])
 
         return function
 
@@ -129,7 +134,7 @@ def _hook_masks(implementation: str) -> None:
         may_skip = implementation == "sdpa" and kwargs.get("allow_is_causal_skip", True)
         if block.sees_all and may_skip and kwargs["mask_function"] is causal_mask_function:
             return None
-        function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"])
+        function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"], kwargs["kv_length"])
         changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
         return original(*args, **{**kwargs, **changed})
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from .architectures import cache_name, keeps_own_states
 
@@ -30,6 +30,11 @@ def new_cache(model: PreTrainedModel) -> DynamicCache | None:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
+def new_static_cache(model: PreTrainedModel, length: int) -> StaticCache:
+    """Make an empty cache of fixed ``length`` for ``model``."""
+    return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
+
+
 def position_limit(model: PreTrainedModel) -> int | None:
     """Return how many positions ``model`` has if it looks them up in a table, which ends; ``None`` if not."""
     config = model.config.get_text_config(decoder=True)
@@ -40,10 +45,11 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
 
 
-def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Any]:
-    """Build what ``generate`` would hand to the prefill, with an empty cache."""
+def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
+    """Build what ``generate`` would hand to the prefill, with an empty ``cache``, by default the model's usual one."""
+    cache = new_cache(model) if cache is None else cache
     mask = None if bool(attention_mask.all()) else attention_mask
-    kwargs: dict[str, Any] = {cache_name(model): new_cache(model), "attention_mask": mask, "use_cache": True}
+    kwargs: dict[str, Any] = {cache_name(model): cache, "attention_mask": mask, "use_cache": True}
     if "position_ids" in inspect.signature(model.forward).parameters:
         known = {"attention_mask": attention_mask}
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)

@@ -55,7 +55,7 @@ class RecurrentRunner(ModelRunner):
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Do nothing: several rows get no cache back."""
 
-    def release(self, committed: int) -> DynamicCache | None:
+    def release(self, committed: int) -> Cache | None:
         """Give transformers' cache back with all the text of a single row.
 
         ``None`` for a larger batch: its rows end at different lengths, and a state cannot be padded. ``None`` too for
@@ -152,7 +152,7 @@ class LazyRunner(RecurrentRunner):
         self._carried = [self._carried[row] for row in rows.tolist()]
         self._states.keep_rows(rows)
 
-    def release(self, committed: int) -> DynamicCache | None:
+    def release(self, committed: int) -> Cache | None:
         """Give transformers' cache back with all the text of a single row, reading what it carries; else ``None``."""
         if len(self._carried) == 1 and self._carried[0]:
             self._block, self._carried = self._carried, [[]]

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..proposal import Proposal
 from .architectures import CACHES, cache_name
-from .cache import keeps_everything, undo_reading
+from .cache import SlotCache, keeps_everything, undo_reading
 from .features import Features, decoder_of
 from .hooks import hooked
 from .masks import Block
@@ -49,13 +49,14 @@ class Scores:
             index = columns.to(states.device)[:, :, None]
             return states.gather(1, index.expand(-1, -1, states.shape[-1]))
 
-        return self._each(pick)
+        return self.each(pick)
 
     def of(self, rows: Tensor) -> Scores:
         """Keep some rows."""
-        return self._each(lambda states: states.index_select(0, rows.to(states.device)))
+        return self.each(lambda states: states.index_select(0, rows.to(states.device)))
 
-    def _each(self, pick: Callable[[Tensor], Tensor]) -> Scores:
+    def each(self, pick: Callable[[Tensor], Tensor]) -> Scores:
+        """Return what ``pick`` makes of logits, features and hidden states, (batch, nodes, ...) each."""
         features = None if self.features is None else pick(self.features)
         return Scores(pick(self.logits), features, tuple(pick(state) for state in self.hidden_states))
 
@@ -190,16 +191,16 @@ class ModelRunner:
         self._start(outputs[self._cache_name], len(ids), logits.device, model_kwargs, last_position, 1 + guesses)
         return Scores(logits)
 
-    def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor) -> Scores | None:
+    def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Scores | None:
         """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
-        kwargs = prompt_kwargs(self.model, input_ids, attention_mask)
+        kwargs = prompt_kwargs(self.model, input_ids, attention_mask, cache)
         if input_ids.shape[1] == 0:
             before_first = input_ids.new_full((1, 1), -1) if "position_ids" in kwargs else None
             self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, {"use_cache": True}, before_first)
             return None
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
-        return self.prefill(input_ids, GenerationConfig(), kwargs)
+        return self.prefill(input_ids, GenerationConfig(disable_compile=True), kwargs)
 
     def take_back_prompt(self) -> None:
         """Put transformers' cache back as it was before the prompt."""
@@ -217,9 +218,13 @@ class ModelRunner:
     ) -> None:
         self._first_position = None if last_position is None else last_position + 1
         self._position_readers = _position_readers(self.model) if last_position is None else []
-        self.slots = Slots(cache, batch, device, model_kwargs.get("attention_mask"), open_nodes, self.most_new_tokens)
+        self.slots = self._slots_over(cache, batch, device, model_kwargs.get("attention_mask"), open_nodes)
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
+
+    def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
+        """Stand slots in for transformers' ``cache``, whose last ``nodes`` columns are the open forest, a chain."""
+        return Slots(SlotCache.adopt(cache, batch, device, nodes), cache, padding, self.most_new_tokens)
 
     @contextlib.contextmanager
     def _recording(self, **changed: Any) -> Iterator[_PrefillRecord]:
@@ -276,7 +281,7 @@ class ModelRunner:
         self.extend(tokens[:, None])
         self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
 
-    def release(self, committed: int) -> DynamicCache | None:
+    def release(self, committed: int) -> Cache | None:
         """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
         return self.slots.release(committed)
 
@@ -303,8 +308,11 @@ class ModelRunner:
             self.slots.scoring(tokens.shape[1], ancestors, config) as block,
             _reading_at(block.query, self._position_readers),
         ):
-            outputs = self.model(**self._inputs(tokens, block), return_dict=True)
+            outputs = self._forward(self._inputs(tokens, block))
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
+
+    def _forward(self, inputs: dict[str, Any]) -> Any:
+        return self.model(**inputs, return_dict=True)
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
@@ -318,6 +326,11 @@ class ModelRunner:
                 last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
                 inputs[name] = last.expand_as(tokens)
         return inputs
+
+    @property
+    def compilation(self) -> tuple[int, float]:
+        """Return how many graphs were compiled since the prefill, and in how many seconds."""
+        return 0, 0.0
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""

@@ -15,11 +15,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..proposal import Proposal
 from .architectures import why_one_row
 from .factory import runner_for
-from .plain import input_device, new_cache, plain_logits, prompt_kwargs
+from .plain import input_device, new_cache, new_static_cache, plain_logits, prompt_kwargs
 from .runner import ModelRunner
 from .trials import tried_once
 
 PROMPT = 7
+CACHE_LENGTH = 64  # more than all that is read
 
 
 class _Shape(NamedTuple):
@@ -36,20 +37,22 @@ TREE = _Shape(parents=(-1, 0, 0, 1, 2, 2), kept=(0, 2))  # of two children the s
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 
 
-def check_target(model: PreTrainedModel, trees: bool) -> None:
+def check_target(model: PreTrainedModel, trees: bool, static: bool = False) -> None:
     """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own steps."""
     if model.training:  # dropout: no two forwards agree
         return
-    _check_shape(model, "chain")
+    _check_shape(model, "chain", static)
     if trees:
-        _check_shape(model, "tree")
+        _check_shape(model, "tree", static)
 
 
 @tried_once
-def _check_shape(model: PreTrainedModel, name: str) -> None:
+def _check_shape(model: PreTrainedModel, name: str, static: bool) -> None:
     cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
+    if static:
+        cure += ", or leave the cache dynamic"
     try:
-        difference = difference_from_plain(model, TREE if name == "tree" else CHAIN)
+        difference = difference_from_plain(model, TREE if name == "tree" else CHAIN, static)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
     if not difference <= _tolerance(model):  # nan is refused too
@@ -91,7 +94,7 @@ class _Read(NamedTuple):
 
 
 @torch.no_grad()
-def difference_from_plain(model: PreTrainedModel, shape: _Shape) -> float:
+def difference_from_plain(model: PreTrainedModel, shape: _Shape, static: bool = False) -> float:
     """Score a block of two rows of different lengths, or one if the model takes no more, and compare it with plain
     steps along every path.
 
@@ -99,7 +102,7 @@ def difference_from_plain(model: PreTrainedModel, shape: _Shape) -> float:
     of the median path in half precision, where a mixture of experts may route one token otherwise. Some models of
     transformers read a padded row unlike the same row alone (Git): then the row alone is what counts.
     """
-    reads = _read_block(model, shape)
+    reads = _read_block(model, shape, static)
     together = _difference(model, reads, _plain(model, reads))
     if together <= _tolerance(model):
         return together
@@ -107,12 +110,13 @@ def difference_from_plain(model: PreTrainedModel, shape: _Shape) -> float:
     return min(together, _difference(model, reads, torch.cat([_plain(model, [read]) for read in alone])))
 
 
-def _read_block(model: PreTrainedModel, shape: _Shape) -> list[_Read]:
+def _read_block(model: PreTrainedModel, shape: _Shape, static: bool) -> list[_Read]:
     """Let the rows advance differently in one block and read another one, both of this ``shape``."""
     ids, mask = _prompt(model)
     is_chain = shape == CHAIN
-    runner = runner_for(model, new_cache(model), one_chain=is_chain)
-    runner.prefill_tokens(ids, mask)
+    cache = new_static_cache(model, CACHE_LENGTH) if static else new_cache(model)
+    runner = runner_for(model, cache, one_chain=is_chain)
+    runner.prefill_tokens(ids, mask, cache)
     parents = torch.tensor([shape.parents for _ in ids], device=ids.device)  # (rows, nodes)
     first = Proposal(ids[:, 1 : 1 + parents.shape[1]], parents, len(shape.parents), is_chain=is_chain)
     second = Proposal(first.tokens.flip(0, 1), parents, len(shape.parents), is_chain=is_chain)

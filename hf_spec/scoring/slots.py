@@ -4,47 +4,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
-from .cache import SlotCache
 from .masks import Block, showing
 
 
 class Slots:
     """Hold the slots of one model's text, the open forest behind it, and the masks over both.
 
-    ``padding`` (batch, prompt) bool is False at left padding; ``None`` where there is none. The last ``open_nodes``
-    columns of ``cache`` are a chain, whose root is the last token of the prompt. No row gets more than
-    ``most_new`` tokens behind the prompt.
+    ``cache`` stands in for ``transformers_cache``. ``padding`` (batch, prompt) bool is False at left padding; ``None``
+    where there is none. Where nodes are open already, they are a chain whose root is the last token of the prompt. No
+    row gets more than ``most_new`` tokens behind the prompt.
     """
 
     def __init__(
-        self,
-        cache: DynamicCache,
-        batch: int,
-        device: torch.device,
-        padding: Tensor | None,
-        open_nodes: int = 0,
-        most_new: int | None = None,
+        self, cache: Any, transformers_cache: Any, padding: Tensor | None, most_new: int | None = None
     ) -> None:
-        self.cache = SlotCache.adopt(cache, batch, device, open_nodes)
-        self._transformers_cache = cache
-        self._prompt = self.cache.rows.longest + min(open_nodes, 1)
+        self.cache = cache
+        self._transformers_cache: Any = transformers_cache
+        self._prompt: int = cache.rows.longest + min(cache.rows.open, 1)
         self._end = None if most_new is None else self._prompt + most_new
         if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
             before = max(0, self._prompt - padding.shape[1])
-            padding = torch.nn.functional.pad(padding.to(device, torch.bool), (before, 0), value=True)
+            padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
         self._open_depth: Tensor | None = None  # (batch, open nodes)
 
     @property
     def device(self) -> torch.device:
         """Return where lengths, paths and ancestors are kept."""
-        return self.cache.rows.lengths.device
+        device: torch.device = self.cache.rows.lengths.device
+        return device
 
     @contextlib.contextmanager
     def scoring(self, count: int, ancestors: Tensor | None, config: PreTrainedConfig) -> Iterator[Block]:
@@ -58,8 +53,21 @@ class Slots:
         """
         rows = self.cache.rows
         depth = None if ancestors is None else self._with_depth_of(ancestors)
+        block = self._block(count, depth, ancestors)
+        with showing(block, config._attn_implementation):
+            yield block
+        if not block.asked and self.cache.attends:
+            raise ValueError(
+                f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "
+                "so it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
+            )
+        self._open_depth = depth
+        rows.open += count
+
+    def _block(self, count: int, depth: Tensor | None, ancestors: Tensor | None) -> Block:
+        rows = self.cache.rows
         is_level = rows.shortest == rows.longest and self.padding is None
-        block = Block(
+        return Block(
             rows.lengths,
             rows.open,
             count,
@@ -71,15 +79,6 @@ class Slots:
             sees_all=ancestors is None and count == 1 and is_level,
             end=self._end,
         )
-        with showing(block, config._attn_implementation):
-            yield block
-        if not block.asked and self.cache.attends:
-            raise ValueError(
-                f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "
-                "so it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
-            )
-        self._open_depth = depth
-        rows.open += count
 
     def _with_depth_of(self, ancestors: Tensor) -> Tensor:
         """Return the depth of every open node, the new ones last: (batch, forest)."""
@@ -132,7 +131,8 @@ class Slots:
         """Tell whether the user handed the cache in, and so expects the text in it."""
         return bool(getattr(self._transformers_cache, "_is_user_defined", False))
 
-    def release(self, committed: int) -> DynamicCache:
+    def release(self, committed: int) -> Cache:
         """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
         self.cache.release(self._transformers_cache, self._prompt + committed)
-        return self._transformers_cache
+        cache: Cache = self._transformers_cache
+        return cache

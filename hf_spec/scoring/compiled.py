@@ -1,0 +1,242 @@
+"""Score over slots of fixed shape, with the model compiled where plain ``generate`` would compile it.
+
+A graph is made for each combination of seats (1, 2, 4, ...), nodes (1, those of a whole proposal, else a power of two)
+and slots (powers of two). Masks, positions and the places of new nodes are made outside and handed in, so that none of
+them makes another graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_masks_for_generate
+from transformers.utils import logging
+
+from .runner import ModelRunner, Scores
+from .slots import Slots
+from .static import StaticSlotCache, StaticSlots, power_of_two
+
+logger = logging.get_logger(__name__)
+
+# A block without compilation differs from itself with masks made outside by rounding only: a share of the spread.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+GRAPHS = 256  # shapes of one model that are compiled before torch gives up; its own limit of 8 is too small for us
+
+_taking_turns = threading.Lock()  # a compiled forward sees the hooks of every thread that looks into it
+_not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and why
+_masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+
+class StaticRunner(ModelRunner):
+    """Score guesses behind a text in a ``StaticCache``, one forward of fixed shape between two commits.
+
+    ``widest`` is the number of nodes of a whole proposal, if all are alike.
+    """
+
+    slots: StaticSlots
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        feature_layers: Sequence[int] = (),
+        hidden_states: bool = False,
+        widest: int | None = None,
+    ) -> None:
+        super().__init__(model, feature_layers, hidden_states)
+        self.compiled: CompiledForward | None = None  # from the prefill on, if the model is to be compiled
+        self._widest = widest or 1
+        self._numbers: list[int] = []  # of the rows that go on, in the batch
+
+    # -- prefill ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
+        """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
+        if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
+            self.compiled = CompiledForward(self.model, generation_config.compile_config)
+        return super().prefill(input_ids, generation_config, model_kwargs)
+
+    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+        """Return False: a prompt is read as plain ``generate`` reads it over a static cache."""
+        return False
+
+    def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
+        return StaticSlots(
+            StaticSlotCache.adopt(cache, batch, device, self._widest), cache, padding, self.most_new_tokens
+        )
+
+    def _start(self, cache: Any, batch: int, *args: Any) -> None:
+        super()._start(cache, batch, *args)
+        self._numbers = list(range(batch))
+        self._sit(self._numbers)
+
+    # -- seats --------------------------------------------------------------------------------------------------------
+
+    def _sit(self, rows: list[int]) -> None:
+        """Let the rows in the seats ``rows`` go on, in as few seats as there must be."""
+        slots, here = self.slots, len(self.slots.cache.rows.cpu_lengths)
+        seats = power_of_two(len(rows))
+        if seats != here:
+            super().keep_rows(torch.tensor(rows + rows[:1] * (seats - len(rows)), device=slots.device))
+            rows = list(range(len(rows)))
+        slots.sit(rows)
+
+    def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
+        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        kept = rows.tolist()
+        if keep_finished:
+            self._save(set(range(len(self._numbers))) - set(kept))
+        self._numbers = [self._numbers[i] for i in kept]
+        self._sit([self.slots.seats[i] for i in kept])
+
+    @property
+    def compilation(self) -> tuple[int, float]:
+        """Return how many graphs were compiled since the prefill, and in how many seconds."""
+        return (0, 0.0) if self.compiled is None else (self.compiled.graphs, self.compiled.seconds)
+
+    def _save(self, rows: Iterable[int]) -> None:
+        for i in rows:
+            self.slots.cache.save(self.slots.seats[i], self._numbers[i])
+
+    def release(self, committed: int) -> Cache | None:
+        """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
+        self._save(range(len(self._numbers)))
+        return super().release(committed)
+
+    def abandon(self, committed: int) -> None:
+        """Give transformers' cache back in the middle of a call, with what all rows have committed of their text.
+
+        Where a row is ahead of others, its windows may have lost what stood in front: then the cache is given back as
+        it was before the prompt.
+        """
+        if len(set(self.slots.lengths)) > 1 and any(layer.window for layer in self.slots.cache.slot_layers):
+            self.take_back_prompt()
+        else:
+            super().abandon(committed)
+
+    # -- the forest ---------------------------------------------------------------------------------------------------
+
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
+        """Score ``tokens`` (rows, nodes) behind the text, in a forward that other rows and nodes fill up."""
+        count = tokens.shape[1]
+        width = self._widest if 1 < count <= self._widest else power_of_two(count)
+        self.slots.cache.make_room(width)
+        tokens, ancestors = _filled(tokens.to(self.slots.device), ancestors, width)
+        if (seats := self.slots.row_in_seat) is not None:
+            tokens = tokens.index_select(0, seats)
+            ancestors = None if ancestors is None else ancestors.to(seats.device).index_select(0, seats)
+        with contextlib.nullcontext() if self.compiled is None else _taking_turns:
+            scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors)
+        if count < width:
+            scores = scores.each(lambda states: states[:, :count])
+        return scores if seats is None else scores.of(self.slots.seat_of_row)
+
+    def _forward(self, inputs: dict[str, Any]) -> Any:
+        if self.compiled is None or self.model in _not_compiled:
+            return super()._forward(inputs)
+        return self.compiled(inputs)
+
+
+class CompiledForward:
+    """Call a model compiled, as plain ``generate`` does, over masks that were made outside.
+
+    ``graphs`` were made so far, in ``seconds``.
+    """
+
+    def __init__(self, model: Any, config: CompileConfig | None) -> None:
+        self._model, self._config = model, config
+        self.graphs, self.seconds = 0, 0.0
+        # Shapes are few and fixed, so none of them is to become a variable after its second value.
+        self._settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=GRAPHS)
+
+    def __call__(self, inputs: dict[str, Any]) -> Any:
+        """Return the outputs of a forward; without compilation, after one warning, if there is no way to compile."""
+        inputs = {**inputs, "return_dict": True}
+        masks = {**inputs, "attention_mask": self._mask(inputs)}
+        if reason := self._why_masks_differ(inputs, masks):
+            return self._give_up(reason, inputs)
+        try:
+            with self._settings:
+                return self._run(masks)
+        except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return self._give_up(" ".join([f"{type(error).__name__}:", *lines[:2]]), inputs)
+
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        before, start = counters["stats"]["unique_graphs"], time.perf_counter()
+        torch.compiler.cudagraph_mark_step_begin()
+        outputs = self._model.get_compiled_call(self._config)(**inputs)
+        if made := counters["stats"]["unique_graphs"] - before:
+            self.graphs += made
+            self.seconds += time.perf_counter() - start
+        return outputs
+
+    def _mask(self, inputs: dict[str, Any]) -> Any:
+        """Let the model make its masks: one (seats, 1, nodes, slots), or one for each type of layer."""
+        model, tokens = self._model, inputs["input_ids"]
+        make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+        mask = make(
+            config=model.config,
+            inputs_embeds=torch.empty((*tokens.shape, 0), dtype=model.dtype, device=tokens.device),
+            attention_mask=inputs.get("attention_mask"),
+            past_key_values=inputs.get("past_key_values"),
+            position_ids=inputs.get("position_ids"),
+            **{name: inputs.get(name) for name in ("token_type_ids", "mm_token_type_ids")},
+            is_first_iteration=False,
+        )
+        if isinstance(mask, dict):
+            return {name: None if one is None else one.contiguous() for name, one in mask.items()}
+        return mask.contiguous()
+
+    def _why_masks_differ(self, inputs: dict[str, Any], masks: dict[str, Any]) -> str | None:
+        """Say why the model cannot be given its masks, or return ``None`` if it can; tried once, in a real forward.
+
+        The forward may be repeated: it writes the same keys and values to the same places.
+        """
+        implementation = self._model.config.get_text_config(decoder=True)._attn_implementation
+        tried = _masks_tried.setdefault(self._model, set())
+        if implementation in tried:
+            return None
+        given = masks["attention_mask"]
+        if isinstance(given, Tensor) and given.ndim != 4:
+            return "it makes its attention masks inside its forward"
+        asked = self._model(**inputs).logits.float()  # (seats, nodes, vocabulary)
+        try:
+            difference = (self._model(**masks).logits.float() - asked).abs().max() / asked.std()
+        except Exception as error:
+            return f"it takes no masks made outside its forward ({error})"
+        if not difference <= TOLERANCE.get(self._model.dtype, 1e-3):
+            return "it does something else with masks made outside its forward"
+        tried.add(implementation)
+        return None
+
+    def _give_up(self, reason: str, inputs: dict[str, Any]) -> Any:
+        outputs = self._model(**inputs)  # fails too if it is not the compiler that failed
+        _not_compiled[self._model] = reason
+        logger.warning(
+            f"{type(self._model).__name__} is not compiled for scoring guesses, but run as it is: {reason}."
+        )
+        return outputs
+
+
+def _filled(tokens: Tensor, ancestors: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:
+    """Add nodes, children of nobody, to ``tokens`` (rows, nodes) until there are ``width``."""
+    count = tokens.shape[1]
+    missing = width - count
+    if not missing:
+        return tokens, ancestors
+    tokens = torch.cat([tokens, tokens[:, :1].expand(-1, missing)], dim=1)
+    if ancestors is not None:
+        alone = torch.eye(width, dtype=torch.bool, device=ancestors.device).repeat(len(tokens), 1, 1)
+        alone[:, :count, :count] = ancestors
+        ancestors = alone
+    return tokens, ancestors

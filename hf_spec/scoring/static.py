@@ -1,0 +1,442 @@
+"""Slots of fixed shape, for forwards that are compiled: what ``StaticCache`` is to ``DynamicCache``.
+
+A buffer is a ring: column c of the text stands in slot ``c % size``. Layers that keep the whole text have a ring that
+the text never fills; it doubles before it would. Layers with a window have one that holds the window and a block. With
+``size`` 8, a row of 10 columns stands there as ::
+
+    slot      0  1  2  3  4  5  6  7
+    column    8  9  2  3  4  5  6  7
+
+A forward always returns whole rings. What is not there, no longer seen or beside the path is hidden by the mask. Where
+new nodes are written is worked out outside the forward, so that a graph holds no number that changes.
+
+Rows sit in *seats*, 1, 2, 4, 8, ... of them. A row that is done leaves its seat empty until half of them are; an
+empty seat goes on behind the prompt of some row, and nobody looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    StaticCache,
+    StaticIndexedLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from .buffers import Rows
+from .masks import Block
+from .slots import Slots
+
+SHORTEST = 256  # slots of a ring for whole texts; others are powers of two above
+STEP = 64  # a ring for a window is a multiple of this long
+DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}  # where the slots of a layer's buffers are
+
+
+def power_of_two(number: int) -> int:
+    """Return the smallest power of two that is no smaller than ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+class Ring:
+    """Say in which of ``size`` slots each column of a row stands; shared by all layers of that size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.row: Tensor  # (seats, 1)
+        self.slot: Tensor  # (seats, nodes): where the nodes of this forward are written
+
+    def aim(self, first: Tensor, count: int) -> None:
+        """Let the next forward write ``count`` nodes at the columns from ``first`` (seats,) on."""
+        self.row = torch.arange(len(first), device=first.device)[:, None]
+        self.slot = (first[:, None] + torch.arange(count, device=first.device)) % self.size
+
+    def columns(self, ends: Tensor) -> Tensor:
+        """Return the column in each slot of rows that are ``ends`` (seats,) long: (seats, size), negative if empty."""
+        last = ends[:, None] - 1
+        return last - (last - torch.arange(self.size, device=ends.device)) % self.size
+
+
+class StaticSlotLayer(CacheLayerMixin):
+    """One layer's rings; ``window`` is how many columns a query sees at most, itself included (``None``: all)."""
+
+    is_compileable = True
+
+    def __init__(self, rows: Rows, ring: Ring, window: int | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows, self.ring, self.window = rows, ring, window
+        self.is_sliding = window is not None
+        self.indexer_keys: Tensor | None = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are in use, each seen as (seats, slots, ...)."""
+        held = {name: getattr(self, name) for name in DIMS}
+        return {name: buffer.transpose(1, DIMS[name]) for name, buffer in held.items() if buffer is not None}
+
+    def put(self, name: str, by_slot: Tensor) -> None:
+        """Hold ``by_slot`` (seats, slots, ...) under ``name`` from now on."""
+        buffer = by_slot.transpose(1, DIMS[name]).contiguous()
+        torch._dynamo.mark_static_address(buffer)
+        setattr(self, name, buffer)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make empty rings: the prefill has left none here."""
+        for name, states in (("keys", key_states), ("values", value_states)):
+            batch, heads, _, width = states.shape
+            self.put(name, states.new_zeros((batch, self.ring.size, heads, width)))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states of new nodes and return the whole rings."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self._write("keys", key_states), self._write("values", value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Write the keys of a sparse-attention indexer, (seats, nodes, width), and return the whole ring."""
+        return self._write("indexer_keys", indexer_key_states)
+
+    def _write(self, name: str, states: Tensor) -> Tensor:
+        buffer: Tensor = getattr(self, name)
+        dim, device = DIMS[name], buffer.device
+        place = self.ring.row.to(device), self.ring.slot.to(device)
+        buffer.transpose(1, dim).index_put_(place, states.transpose(1, dim).to(buffer.dtype))
+        return buffer
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many slots ``update`` returns, and 0."""
+        return self.ring.size, 0
+
+    def get_seq_length(self) -> Any:
+        """Return the columns in use by the longest row: in a graph a tensor, for a number would stay what it is."""
+        if torch.compiler.is_compiling():
+            return self.rows.lengths.max()
+        return self.rows.longest + self.rows.open
+
+    def get_max_length(self) -> int:
+        """Return -1: rings grow."""
+        return -1
+
+
+@dataclass
+class _Leaver:
+    """The text of a row that has left: ``length`` columns, and its last ones, of each layer and buffer, by column."""
+
+    length: int
+    states: list[dict[str, Tensor]]
+
+
+class StaticSlotCache(Cache):
+    """Stand in for transformers' ``StaticCache`` while guesses are scored, and hand it back afterwards."""
+
+    attends, own_states, touch = True, None, None
+
+    def __init__(self, layers: list[Any], rows: Rows) -> None:
+        super().__init__(layers=layers)
+        self.rows = rows
+        self.slot_layers: list[StaticSlotLayer] = [layer for layer in layers if isinstance(layer, StaticSlotLayer)]
+        self.rings = {layer.ring.size: layer.ring for layer in self.slot_layers}
+        windows = {layer.window for layer in self.slot_layers}
+        self.window: int | None = windows.pop() if len(windows) == 1 else None
+        self._left: dict[int, _Leaver] = {}
+
+    @classmethod
+    def adopt(cls, cache: StaticCache, batch_size: int, device: torch.device, widest: int) -> StaticSlotCache:
+        """Take over what the prefill left in ``cache``, all of whose rows have the same length.
+
+        ``widest`` is the number of nodes that a block will have at most, as far as is known.
+        """
+        length = max(int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, StaticLayer))
+        rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
+        rings: dict[int, Ring] = {}
+        layers = [_adopt_layer(layer, rows, rings, length + widest, widest) for layer in cache.layers]
+        if not getattr(cache, "_is_user_defined", False):
+            _forget(cache)
+        return cls(layers, rows)
+
+    @property
+    def shown(self) -> StaticSlotCache:
+        """Return what the model is given as its cache."""
+        return self
+
+    @property
+    def longest_ring(self) -> int:
+        """Return the number of slots of the longest ring."""
+        return max(self.rings)
+
+    def make_room(self, count: int) -> None:
+        """Let every ring hold the text, or a window of it, and a block of ``count`` nodes behind it."""
+        end, ends = self.rows.longest + count, self.rows.lengths
+        known, rings = self.rings, dict[int, Ring]()
+        for layer in self.slot_layers:
+            old = layer.ring
+            size = max(old.size, ring_size(layer.window, end, count))
+            layer.ring = rings.setdefault(size, known.get(size) or Ring(size))
+            if layer.ring is not old:
+                column = layer.ring.columns(ends)  # (seats, new slots), of the columns that are text
+                row = torch.arange(len(ends), device=ends.device)[:, None]
+                for name, by_slot in layer.buffers().items():
+                    place = row.to(by_slot.device), (column % old.size).to(by_slot.device)
+                    layer.put(name, by_slot[place])
+        self.rings = rings
+
+    def aim(self, count: int) -> None:
+        """Let the next forward write ``count`` nodes behind the text."""
+        for ring in self.rings.values():
+            ring.aim(self.rows.lengths + self.rows.open, count)
+
+    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+        """Make the first ``counts[b]`` nodes of ``path[b]`` part of the row in seat b, and drop the rest.
+
+        ``path`` is (seats, m), parents first; ``in_place`` says that each path is 0, 1, 2, ..., so that nothing moves.
+        """
+        self.rows.open = 0  # first: a forest whose nodes were moved in part is none
+        lengths = self.rows.lengths
+        if path.shape[1] > 1 and not in_place:
+            source, target = (
+                lengths[:, None] + path,
+                lengths[:, None] + torch.arange(path.shape[1], device=path.device),
+            )
+            row = torch.arange(len(path), device=path.device)[:, None]
+            for layer in self.slot_layers:
+                size = layer.ring.size
+                for by_slot in layer.buffers().values():
+                    device = by_slot.device
+                    moved = by_slot[row.to(device), (source % size).to(device)]
+                    by_slot[row.to(device), (target % size).to(device)] = moved
+        cpu_lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
+        self.rows.set(lengths + torch.tensor(list(counts), device=lengths.device), cpu_lengths)
+
+    def drop(self) -> None:
+        """Forget the block and clear its slots: a nan there would reach queries that do not see it, as 0 * nan."""
+        if self.rows.open == 0:
+            return
+        lengths = self.rows.lengths[:, None]
+        for layer in self.slot_layers:
+            behind = layer.ring.columns(self.rows.lengths + self.rows.open) >= lengths  # (seats, slots)
+            for by_slot in layer.buffers().values():
+                clear = behind.view(*behind.shape, *[1] * (by_slot.ndim - 2)).to(by_slot.device)
+                by_slot.masked_fill_(clear, 0)
+        self.rows.open = 0
+
+    def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
+        """Go on with the seats ``rows`` only, in that order; a seat may be there twice."""
+        for layer in self.slot_layers:
+            for name, by_slot in layer.buffers().items():
+                layer.put(name, by_slot.index_select(0, rows.to(by_slot.device)))
+        cpu_lengths = [self.rows.cpu_lengths[seat] for seat in rows.tolist()]
+        self.rows.set(self.rows.lengths.index_select(0, rows), cpu_lengths)
+
+    def empty(self, seats: Sequence[int], length: int) -> None:
+        """Let ``seats`` stand behind their first ``length`` columns."""
+        lengths = [length if seat in seats else old for seat, old in enumerate(self.rows.cpu_lengths)]
+        self.rows.set(torch.tensor(lengths, device=self.rows.lengths.device), lengths)
+
+    def save(self, seat: int, row: int) -> None:
+        """Keep the text of the row in ``seat`` for ``release``, as number ``row`` of the batch."""
+        length = self.rows.cpu_lengths[seat]
+        states = []
+        for layer in self.layers:
+            held = {}
+            if isinstance(layer, StaticSlotLayer):
+                first = 0 if layer.window is None else max(0, length - layer.window)
+                slots = torch.arange(first, length) % layer.ring.size
+                held = {name: by_slot[seat, slots.to(by_slot.device)] for name, by_slot in layer.buffers().items()}
+            states.append(held)
+        self._left[row] = _Leaver(length, states)
+
+    def release(self, cache: StaticCache, longest: int) -> None:
+        """Write at most ``longest`` columns of every row saved into ``cache``; shorter rows end in zeros."""
+        rows = [leaver for _, leaver in sorted(self._left.items())]
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, StaticLayer) and rows and rows[0].states[index]:
+                _release_layer(layer, index, rows, min(longest, max(row.length for row in rows)))
+
+
+def ring_size(window: int | None, end: int, count: int) -> int:
+    """Return how many slots hold ``end`` columns, or a window behind a block of ``count`` nodes."""
+    whole = max(SHORTEST, power_of_two(end))
+    if window is None:
+        return whole
+    return min(whole, -(-(window - 1 + count) // STEP) * STEP)
+
+
+def unsupported_static_layer(cache: StaticCache) -> str | None:
+    """Say why rings cannot stand in for ``cache``, or return ``None`` if they can."""
+    if cache.offloading:
+        return "a StaticCache with offloading"
+    known = (StaticLayer, StaticSlidingWindowLayer, StaticIndexedLayer, DummyLayer)
+    return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in known), None)
+
+
+def _adopt_layer(layer: Any, rows: Rows, rings: dict[int, Ring], end: int, widest: int) -> Any:
+    if not isinstance(layer, StaticLayer):
+        return layer
+    window = layer.max_cache_len if layer.is_sliding else None
+    size = ring_size(window, end, widest)
+    slots = StaticSlotLayer(rows, rings.setdefault(size, Ring(size)), window)
+    length = rows.longest
+    held = length if window is None else min(length, window)
+    column = torch.arange(length - held, length)
+    for name, dim in DIMS.items():
+        if (states := getattr(layer, name, None)) is not None:
+            by_column = states.transpose(1, dim)  # (batch, slots, ...)
+            ring = by_column.new_zeros((len(by_column), size, *by_column.shape[2:]))
+            ring[:, (column % size).to(ring.device)] = by_column[:, :held]
+            slots.put(name, ring)
+    return slots
+
+
+def undo_static_reading(cache: StaticCache) -> Callable[[], None]:
+    """Return what puts ``cache`` back as it is now, whatever is read in between."""
+    undone = [_undo_layer(layer) for layer in cache.layers if isinstance(layer, StaticLayer)]
+
+    def put_back() -> None:
+        for undo in undone:
+            undo()
+
+    return put_back
+
+
+def _undo_layer(layer: StaticLayer) -> Callable[[], None]:
+    held = vars(layer)
+    counters = {name: value for name, value in held.items() if name.endswith("cumulative_length_int")}
+    tensors = {
+        name: value.clone()
+        for name, value in held.items()
+        if name.endswith("cumulative_length") and value is not None  # an indexer has none before it has read anything
+    }
+    if layer.is_sliding and layer.is_initialized:  # moves what it holds
+        tensors |= {name: getattr(layer, name).clone() for name in ("keys", "values")}
+
+    def undo() -> None:
+        held.update(counters)
+        if isinstance(layer, StaticIndexedLayer) and "indexer_cumulative_length" not in tensors:
+            layer.is_indexer_initialized = False
+        for name, value in tensors.items():
+            getattr(layer, name).copy_(value)
+
+    return undo
+
+
+def _forget(cache: StaticCache) -> None:
+    """Let go of the memory of ``cache``, which nobody looks at before ``release``."""
+    for layer in cache.layers:
+        for name in DIMS:
+            if isinstance(layer, StaticLayer) and hasattr(layer, name):
+                setattr(layer, name, None)
+
+
+def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], longest: int) -> None:
+    first = max(0, longest - layer.max_cache_len)  # column of the layer's first slot
+    for name, example in rows[0].states[index].items():
+        if getattr(layer, name) is None:  # see ``_forget``
+            shape = (len(rows), layer.max_cache_len, *example.shape[1:])
+            setattr(layer, name, example.new_zeros(shape).transpose(1, DIMS[name]).contiguous())
+        by_slot = getattr(layer, name).transpose(1, DIMS[name])  # (batch, slots, ...)
+        by_slot.zero_()
+        for target, row in zip(by_slot, rows, strict=True):
+            states = row.states[index][name]
+            start, end = max(first, row.length - len(states)), min(longest, row.length)
+            if start < end:
+                target[start - first : end - first] = states[start - row.length + len(states) :][: end - start]
+    if isinstance(layer, StaticSlidingWindowLayer):
+        if layer.cumulative_length_int <= layer.max_cache_len:  # as plain `generate`, which stops counting when full
+            layer.cumulative_length.fill_(min(longest, layer.max_cache_len))
+        layer.cumulative_length_int = longest
+    else:
+        layer.cumulative_length.fill_(longest)
+    if isinstance(layer, StaticIndexedLayer) and layer.indexer_cumulative_length is not None:
+        layer.indexer_cumulative_length.fill_(longest)
+
+
+class RingBlock(Block):
+    """Say who sees whom among new nodes in rings."""
+
+    def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return what the nodes see of a ring of ``length`` slots, (seats, nodes, slots), and its logical columns."""
+        column = Ring(length).columns(self.lengths + self.open + self.count)  # (seats, slots)
+        node = column - self.lengths[:, None]  # negative in the text
+        logical = column
+        if self.depth is None or self.ancestors is None:
+            seen = column[:, None] <= self.query[:, :, None]
+        else:
+            known = node.clamp(0, self.depth.shape[1] - 1)
+            logical = torch.where(node < 0, column, self.depth.gather(1, known) + self.lengths[:, None])
+            forest = self.ancestors.gather(2, known[:, None].expand(-1, self.count, -1))
+            seen = (node < 0)[:, None] | forest
+        seen = seen & (column >= 0)[:, None]
+        if self.padding is not None:
+            prompt = self.padding.shape[1]
+            seen &= (self.padding.gather(1, column.clamp(0, prompt - 1)) | (column >= prompt))[:, None]
+        if self.window is not None:
+            seen &= self.query[:, :, None] - logical[:, None] < self.window
+        return seen, logical
+
+
+class StaticSlots(Slots):
+    """Hold the rings of one model's text, the block behind it, and the masks over both.
+
+    ``seats`` are those of the rows that go on. Where some seats are empty, ``row_in_seat`` (seats,) and
+    ``seat_of_row`` (rows,) are the way there and back; in an empty seat is row 0, whose scores nobody looks at.
+    """
+
+    cache: StaticSlotCache
+
+    def __init__(
+        self, cache: StaticSlotCache, transformers_cache: StaticCache, padding: Tensor | None, most_new: int | None
+    ) -> None:
+        super().__init__(cache, transformers_cache, padding, most_new)
+        self.seats: list[int] = []
+        self.row_in_seat: Tensor | None = None
+        self.seat_of_row = torch.empty(0, dtype=torch.long, device=self.device)
+
+    def sit(self, seats: list[int]) -> None:
+        """Let the rows that go on sit in ``seats``, and empty the others."""
+        count = len(self.cache.rows.cpu_lengths)
+        self.seats, self.row_in_seat = seats, None
+        if free := sorted(set(range(count)) - set(seats)):
+            self.cache.empty(free, self._prompt)
+            row = {seat: i for i, seat in enumerate(seats)}
+            self.row_in_seat = torch.tensor([row.get(seat, 0) for seat in range(count)], device=self.device)
+            self.seat_of_row = torch.tensor(seats, device=self.device)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the committed slots of each row that goes on."""
+        return [self.cache.rows.cpu_lengths[seat] for seat in self.seats]
+
+    @property
+    def committed(self) -> int | None:
+        """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
+        return min(self.lengths) - self._prompt if self.seats else None
+
+    def _block(self, count: int, depth: Tensor | None, ancestors: Tensor | None) -> Block:
+        rows, cache = self.cache.rows, self.cache
+        cache.aim(count)
+        width = rows.longest + rows.open + count
+        shape = (rows.lengths, rows.open, count, width, self.padding, depth, ancestors)
+        return RingBlock(*shape, cache.window, end=self._end)
+
+    def mask(self, block: Block) -> Tensor:
+        """Return the plain mask (seats, slots of the longest ring) for models that look at it: 0 at left padding."""
+        padding = self.padding
+        if padding is None:
+            padding = torch.ones((len(block.lengths), 1), dtype=torch.bool, device=self.device)
+        return torch.nn.functional.pad(padding.long(), (0, self.cache.longest_ring - padding.shape[1]), value=1)
+
+    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+        """Make ``counts[b]`` nodes of ``path[b]`` (rows, m) text, and forget the rest of the block."""
+        if self.row_in_seat is not None:
+            path = path.to(self.device).index_select(0, self.row_in_seat)
+            taken = dict(zip(self.seats, counts, strict=True))
+            counts = [taken.get(seat, 0) for seat in range(len(path))]
+        super().commit(path, counts, in_place)
