@@ -167,6 +167,44 @@ def test_another_distribution_is_found_out() -> None:
 # --- The same text from the same seed --------------------------------------------------------------------------------
 
 
+class Watched(Speculator):
+    """Note whether guesses were to be drawn, and whether they were."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+        self.drawn: list[bool] = []
+
+    def drafter(self, request: Request) -> Drafter:
+        self.asked.append(request.sample)
+        drafter = VanillaSpeculator(draft()).drafter(request)
+        propose = drafter.propose
+
+        def watch(news: News, limit: int) -> Proposal:
+            proposal = propose(news, limit)
+            self.drawn += [proposal.q is not None] * (proposal.max_depth > 0)
+            return proposal
+
+        drafter.propose = watch  # type: ignore[method-assign]
+        return drafter
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "drawn tree"])
+def test_exact_verification_draws_no_guesses(shape: str) -> None:
+    """The target's own draws decide: of guesses to compare them with, the best ones are right most often."""
+    config = SHAPES.get(shape) or SpeculationConfig(tree="sampled", tree_top_k=2, tree_nodes=6)
+    for verification, drawn in {"exact": False, "block": shape != "tree"}.items():
+        watched = Watched()
+        target().generate(
+            **prompts(2),
+            do_sample=True,
+            max_new_tokens=8,
+            speculator=watched,
+            speculation_config=replace(config, verification=verification),
+        )
+        assert watched.asked == [verification == "block"]
+        assert watched.drawn and set(watched.drawn) == {drawn}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3, "top_p": 0.9}])

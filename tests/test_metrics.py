@@ -84,6 +84,19 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats.total_seconds == 10.0
 
 
+def test_clock_without_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step gave the first tokens, for which no row had waited yet."""
+    ticks = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    stats = SpeculationStats(2)  # reads 0
+    stats.step([0, 1], [1, 1], [1, 0], [2, 1], [1, 1])  # 1 for the first tokens, 2
+    stats.step([1], [1], [0], [1], [1])  # 3
+    assert stats.time_to_first_token == 1.0
+    assert [row.seconds for row in stats.per_row] == [1.0, 2.0]
+    assert (stats.emitted, stats.first_tokens_in_steps) == (4, 2)
+    assert stats.time_per_output_token == 3 / 2
+
+
 def test_merge_equals_one_call_of_all_rows() -> None:
     whole, parts = example(), [SpeculationStats(1), SpeculationStats(1)]
     parts[0].step([0], [3], [3], [4], [3])

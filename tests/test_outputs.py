@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -227,6 +228,24 @@ def test_known_acceptance() -> None:
     assert stats.proposed == 4 + 4 + 4 + 4 + 2
     assert stats.acceptance_by_position == [1.0, 1.0, 0.0, 0.0]
     assert stats.mean_accepted_length == 3.0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_draft_that_is_never_right_is_warned_of_once(shape: str, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings(wrong: int, **options: Any) -> int:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            given = {"speculator": Oracle(plain, wrong), "speculation_config": SHAPES[shape], **options}
+            generate(prompts(3), **given)
+        return caplog.text.count("Oracle: in 20 or more steps not one guess was accepted")
+
+    plain = generate(prompts(3)).sequences
+    logging.getLogger("transformers").propagate = True
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # another test may have been warned before
+    assert warnings(wrong=5) == 0
+    assert warnings(wrong=1, max_new_tokens=4) == 0, "too few to tell"
+    assert warnings(wrong=1, max_new_tokens=16) == 1
+    assert warnings(wrong=1, max_new_tokens=16) == 0
 
 
 def test_the_text_is_shown_with_the_tokenizer_of_the_call() -> None:

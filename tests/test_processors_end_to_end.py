@@ -36,6 +36,21 @@ def allowed(batch: int, prefix: Tensor) -> list[int]:
     return [token for token in range(99) if (token + batch + int(prefix.sum())) % 3]
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_prompt_that_ends_in_an_end_of_sequence_token(shape: str, lockstep: bool) -> None:
+    """It is text that goes on: processors are asked behind it as behind any other token."""
+    inputs, options = prompts(3), {"repetition_penalty": 1.8, "pad_token_id": 0}
+    inputs["input_ids"][:, -1] = options["eos_token_id"] = 7
+    if lockstep:
+        options["logits_processor"] = LogitsProcessorList([lambda ids, scores: scores])
+    plain = generate(inputs, options)
+    assert not torch.equal(plain, generate(inputs, options | {"repetition_penalty": 1.0}))
+    for speculator in (Oracle(plain, wrong=5), draft()):
+        out = generate(inputs, options, speculator=speculator, speculation_config=SHAPES[shape])
+        assert torch.equal(out, plain)
+
+
 class Remembering:
     """Allow tokens by how often each row was asked: a state per row, as a grammar has."""
 

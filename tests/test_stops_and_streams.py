@@ -56,6 +56,29 @@ def check(batch: str, options: dict[str, Any], wrong: int = 1000) -> Tensor:
 # --- Stops -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lockstep", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("offset", OFFSETS[1:])
+def test_a_stop_counts_the_guesses_up_to_it(offset: int, shape: str, lockstep: bool) -> None:
+    """All guesses are right, so that a block which is cut behind a guess has accepted each of its tokens."""
+    words = said("one")[0].tolist()
+    stop = words[offset - 1]
+    offset = words.index(stop) + 1
+    options = {"eos_token_id": stop, "pad_token_id": 0, "return_dict_in_generate": True}
+    if lockstep:
+        options["logits_processor"] = [lambda ids, scores: scores]
+    config = SHAPES[shape]
+    row = generate(
+        prompts(1), options, speculator=Oracle(text("one"), wrong=1000), speculation_config=config
+    ).speculation.per_row[0]
+    with_prompt = row.emitted == offset  # guesses were read with the prompt, so that its first token is a guess too
+    block = config.num_speculative_tokens + 1
+    own = [(place + 1) % block == 0 for place in range(row.emitted)]  # the target's own token behind each whole block
+    assert row.tokens == words[:offset] and with_prompt == (shape == "chain")
+    assert row.guessed == [False] * (offset - row.emitted) + [not mine for mine in own]
+    assert (row.accepted, row.emitted) == (sum(row.guessed), offset - (not with_prompt))
+
+
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_end_token_at_every_offset(offset: int) -> None:
     stop = said("one")[0, offset - 1].item()

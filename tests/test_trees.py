@@ -53,6 +53,19 @@ class TableDraft:
         return grow(self.root, self.first(), self.step, SpeculationConfig(**config), limit, sample)  # type: ignore[arg-type]
 
 
+def test_a_drawn_tree_with_a_gap_in_its_ranks() -> None:
+    """Whatever its rank is called, the only child is the first one drawn: it follows q, and not what q left over."""
+    rows, log_probs = 4000, torch.tensor([0.6, 0.25, 0.1, 0.05]).log()
+    root = torch.zeros(rows, dtype=torch.long)
+    torch.manual_seed(0)
+    for tree, parents in {((1,),): [-1, 0], ((2,), (2, 3)): [-1, 0, 1], ((1,), (4,)): [-1, 0, 0]}.items():
+        config = SpeculationConfig(tree=tree)
+        proposal = grow(root, log_probs.expand(rows, -1), lambda *_: log_probs.expand(rows, 1, -1), config, 2, True)
+        assert proposal.parents[0].tolist() == parents
+        shares = torch.bincount(proposal.tokens[:, 1], minlength=4) / rows
+        assert (shares - log_probs.exp()).abs().max() < 0.04  # five standard deviations
+
+
 def test_a_chosen_chain_is_greedy() -> None:
     draft = TableDraft(3)
     proposal = draft.grow(4)

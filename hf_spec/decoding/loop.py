@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import StaticCache
+from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
 from ..drafts.base import Drafter, News, Request, Speculator
@@ -29,6 +30,11 @@ from .text import Text
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
+
+
+NEVER_RIGHT = 20  # steps with guesses, counted per row, of which none was accepted
+
+logger = logging.get_logger(__name__)
 
 
 class SpeculativeDecoding:
@@ -268,6 +274,7 @@ class Call:
                 self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
         self.stats.finish()
         remember_speculation(self.model, self.stats)
+        self._warn_if_never_right()
         sequences = self.text.finish()
         emitted = self.text.length - self.text.prompt_length
         cache = self.target.release(emitted - 1) if self._returns_cache else None
@@ -279,6 +286,14 @@ class Call:
             speculation=self.stats,
             **self.record.outputs(emitted),
         )
+
+    def _warn_if_never_right(self) -> None:
+        counts = self.stats.counts
+        if counts.accepted == 0 and counts.offered and counts.offered[0] >= NEVER_RIGHT:
+            logger.warning_once(
+                f"{type(self.speculator).__name__}: in {NEVER_RIGHT} or more steps not one guess was accepted. They "
+                "only cost time: was it made for another target, or with another tokenizer of the same size?"
+            )
 
 
 class DraftLength:
