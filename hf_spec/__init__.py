@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# The command ``hf-spec`` shows help and mistakes before torch and transformers, which take seconds, are imported.
-if TYPE_CHECKING or Path(*sys.argv[:1]).stem != "hf-spec":
+# The command shows help and mistakes before torch and transformers are imported, which takes seconds.
+_is_command = Path(*sys.argv[:1]).stem == "hf-spec" or sys.orig_argv[1:3] == ["-m", "hf_spec"]
+
+if TYPE_CHECKING or not _is_command:
     from .public import *  # noqa: F403
     from .public import __all__ as __all__
 

@@ -118,28 +118,28 @@ def _speculative(plain: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         given = kwargs | dict(zip(names, args, strict=False))
-        hook, own = given.get("custom_generate"), (speculation_config, num_speculative_tokens)
+        hook, has_settings = given.get("custom_generate"), (speculation_config, num_speculative_tokens) != (None, None)
+        falls_back = False  # to plain generation, where a default cannot serve a call that asks for nothing of ours
         if speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what transformers drops
-            del given["custom_generate"]
-            given = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | given
-            speculator, own = hook.speculator, (speculation_config or hook.config, num_speculative_tokens)
-        asked = speculator is not None
-        if not asked and hook is None and given.get("assistant_model") is None:
+            speculator, speculation_config = hook.speculator, speculation_config or hook.config
+            given = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | given | {"custom_generate": None}
+        elif speculator is None and hook is None and given.get("assistant_model") is None:
             speculator, default_config = default_speculator(self, given.get("generation_config"))
-            own = (speculation_config or default_config, num_speculative_tokens)
+            speculation_config, falls_back = speculation_config or default_config, not has_settings
         if speculator is None or speculator is False:
-            _refuse_without_speculator(given, speculation_config, num_speculative_tokens)
+            _refuse_without_speculator(given, has_settings)
             return plain(self, *args, **kwargs)
-        if asked or speculation_config is not None or num_speculative_tokens is not None:
-            return _speculate(plain, self, speculator, *own, given)
         try:
-            return _speculate(plain, self, speculator, *own, given, ends_stream=False)
+            config, ends_stream = speculation_config, not falls_back
+            return _speculate(plain, self, speculator, config, num_speculative_tokens, given, ends_stream)
         except Refusal as refusal:
+            if not falls_back:
+                raise
             logger.warning_once(
                 f"The model's default speculator is not used: {refusal} The text is generated plainly."
             )
-            forget_speculation(self)
-            return plain(self, *args, **kwargs)
+        forget_speculation(self)
+        return plain(self, *args, **kwargs)
 
     generate._hf_spec_original = plain  # type: ignore[attr-defined]
     generate.__signature__ = _with_keywords(generate, plain)  # type: ignore[attr-defined]
@@ -162,9 +162,9 @@ def _speculate(
     config: SpeculationConfig | None,
     num_speculative_tokens: int | str | None,
     given: dict[str, Any],
-    ends_stream: bool = True,
+    ends_stream: bool,
 ) -> Any:
-    """Call ``plain`` with our loop as its way of decoding; end the stream of a call that is refused."""
+    """Call ``plain`` with our loop as its way of decoding; ``ends_stream``: also where the call is refused."""
     kwargs = dict(given)
     stream = _Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
     try:
@@ -219,8 +219,8 @@ def _plain_batch(plain: Any) -> Any:
     return generate_batch
 
 
-def _refuse_without_speculator(given: dict[str, Any], *settings: Any) -> None:
-    if any(one is not None for one in settings):
+def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> None:
+    if has_settings:
         raise ValueError("speculation_config and num_speculative_tokens need a speculator; pass speculator=...")
     if isinstance(given.get("assistant_model"), Speculator):
         raise ValueError(

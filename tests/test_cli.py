@@ -399,6 +399,15 @@ def test_help_and_mistakes_import_nothing_that_takes_long(argv):
     assert "docs/" not in out and "examples/" not in out  # which the wheel does not have
 
 
+def test_the_module_is_the_command():
+    where = {"PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "PYTHONPROFILEIMPORTTIME": "1"}
+    call = [sys.executable, "-m", "hf_spec", "--version"]
+    done = subprocess.run(call, text=True, capture_output=True, env=os.environ | where, timeout=60)
+    assert done.stdout == f"hf-spec {hf_spec.__version__}\n"
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "hf_spec.cli" in imported and not imported & {"torch", "transformers", "numpy"}
+
+
 def test_public_names_are_there_in_the_process_of_the_command():
     code = "import hf_spec\nassert 'torch' not in sys.modules\nassert not hasattr(hf_spec, 'nothing')\n"
     code += "assert hf_spec.SpeculationConfig(tree='dynamic').tree in hf_spec.pure.__doc__ + 'dynamic'"

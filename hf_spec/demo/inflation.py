@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..configuration import SpeculationConfig
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..proposal import Proposal
+from ..settings import SpeculationConfig
 
 
 def inflate(
