@@ -10,8 +10,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
 
 from .settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
+
+logger = logging.get_logger(__name__)
 
 LAYER_SIZES = (
     "vocab_size",
@@ -122,9 +125,11 @@ class SpeculatorConfig(PreTrainedConfig):
         """Describe a new draft for the target with config ``target``.
 
         ``layers`` replaces fields of the draft's decoder layers, which otherwise are one llama layer (qwen3 for a
-        qwen3 target) of the target's width; ``flags`` are fields of this config. Errors: see ``check_target``; also
-        where ``max_position_embeddings`` is below the target's, because other engines fail beyond it.
+        qwen3 target) of the target's width; ``flags`` are fields of this config. A ``draft_vocab_size`` above the
+        target's is cut to that, with a warning. Errors: see ``check_target``; also where ``max_position_embeddings``
+        is below the target's, because other engines fail beyond it.
         """
+        cut_draft_vocabulary(flags, target)
         config = cls(
             transformer_layer_config=layers_for_target(target, **layers or {}),
             **{"speculators_config": default_speculators_config(cls.speculators_model_type, target)} | flags,
@@ -319,6 +324,14 @@ def default_speculators_config(kind: str, target: PreTrainedConfig | None = None
     }
 
 
+def cut_draft_vocabulary(flags: dict[str, Any], target: PreTrainedConfig) -> None:
+    """Set a ``draft_vocab_size`` among ``flags`` that is above the target's vocabulary to that, with a warning."""
+    size, whole = flags.get("draft_vocab_size"), target.get_text_config().vocab_size
+    if is_int(size) and size > whole:
+        logger.warning(f"draft_vocab_size is {size}, but the target has {whole} tokens: the draft guesses all of them")
+        flags["draft_vocab_size"] = whole
+
+
 def max_positions(target: PreTrainedConfig) -> int:
     """Return how many positions a target is made for; 0 if it does not say."""
     return getattr(target.get_text_config(), "max_position_embeddings", None) or 0
@@ -330,7 +343,7 @@ def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedCon
     layer = text.per_layer_config[0] if text.is_heterogeneous else text  # some models have heads of several sizes
     shape: dict[str, Any] = {
         name: value
-        for name in ("hidden_act", "max_position_embeddings", *LAYER_SIZES)
+        for name in ("hidden_act", "max_position_embeddings", "rms_norm_eps", *LAYER_SIZES)
         if (value := getattr(layer, name, None)) is not None
     }
     rope = getattr(text, "rope_parameters", None) or {}

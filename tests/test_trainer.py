@@ -271,11 +271,11 @@ def test_evaluation_measures_by_generation_and_picks_the_best(tmp_path: Path) ->
     assert metrics["eval_acceptance_length"] == pytest.approx(emitted / steps)
 
 
-@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+@pytest.mark.parametrize("make", [eagle3, medusa, mtp, vanilla])
 def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path) -> None:
     """On a text that the target wrote itself, the chain's accuracy is how often a drafter's guesses are accepted."""
     target = sharp_target()
-    draft = make(target, None if make is mtp else 60)
+    draft = make(target) if make in (mtp, vanilla) else make(target, 60)
     prompts = torch.randint(0, 96, (2, 4), generator=torch.Generator().manual_seed(7))
     written = target.generate(prompts, max_new_tokens=20, do_sample=False)  # (2, 24)
     rows = [{"input_ids": row, "loss_mask": [0] * 4 + [1] * 20} for row in written.tolist()]
@@ -284,9 +284,10 @@ def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path
     trainer.train()
     shown = trainer.evaluate()
     accepted = {step: [0, 0] for step in range(1, STEPS + 1)}  # guesses right and made, by depth
+    early = int(make is vanilla)  # it guesses the first token too, which prefill gives the others
     for length in range(4, 23):
         out = target.generate(
-            written[:, :length],
+            written[:, : length + early],
             speculator=draft,
             num_speculative_tokens=STEPS,
             max_new_tokens=STEPS + 2,
@@ -294,13 +295,15 @@ def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path
             return_dict_in_generate=True,
         )
         for row in out.speculation.per_row:
-            run = next((i for i, guessed in enumerate(row.guessed[1:]) if not guessed), STEPS)
+            run = next((i for i, guessed in enumerate(row.guessed[1 - early :]) if not guessed), STEPS)
             for step in range(1, STEPS + 1):
                 if length + step < 24:  # the text shows the token that is guessed
                     accepted[step][0] += run >= step
                     accepted[step][1] += 1
     for step, (right, made) in accepted.items():
         assert shown[f"eval_accuracy_{step}"] == pytest.approx(right / made)
+    chains = 1 + sum(right / made for right, made in accepted.values())
+    assert shown["eval_expected_length"] == pytest.approx(chains)
     assert 0 < accepted[1][0] < accepted[1][1]
 
 

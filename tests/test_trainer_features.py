@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -15,12 +16,15 @@ import optuna
 import pytest
 import torch
 from architectures import build
+from golden import tiny_target
 from test_trainer import arguments, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from torch.utils.data import Dataset
 from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
 
 import hf_spec
 from hf_spec import demo
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.training import DraftTrainer, cache_features
 from hf_spec.training.recipe import read_recipe, train
 
@@ -95,6 +99,34 @@ def test_training_in_bfloat16_measures_what_the_saved_draft_does(make: Any, tmp_
     alone = DraftTrainer(loaded, target, arguments(tmp_path, eval_prompts=4, eval_temperature=1.0), **data).evaluate()
     names = [name for name in alone if "acceptance" in name]
     assert len(names) > 2 and [measured[name] for name in names] == [alone[name] for name in names]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 7])
+def test_drafts_of_targets_of_any_depth_are_trained_and_guess(depth: int, tmp_path: Path) -> None:
+    target = tiny_target(num_hidden_layers=depth)
+    draft = eagle3(target)
+    layers = draft.feature_layers(target)
+    assert len(layers) == len({*layers}) == min(3, depth + 1) and max(layers) <= depth
+    assert (draft.config.layer_ids is None) == (depth == 7)
+    DraftTrainer(draft, target, arguments(tmp_path, max_steps=1), train_dataset=text()).train()
+    call: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    ids = torch.arange(6)[None]
+    assert torch.equal(target.generate(ids, speculator=draft, **call), target.generate(ids, **call))
+
+
+@pytest.mark.parametrize("kind", [Eagle3SpeculatorConfig, MedusaSpeculatorConfig])
+def test_a_draft_vocabulary_beyond_the_targets_is_cut_with_a_warning(kind: Any, caplog: Any) -> None:
+    logging.getLogger("transformers").propagate = True
+    config = kind.for_target(sharp_target().config, draft_vocab_size=32000)
+    assert config.draft_vocab_size == 96
+    assert "draft_vocab_size is 32000, but the target has 96 tokens" in caplog.text
+
+
+def test_norms_of_a_draft_divide_as_the_targets_do() -> None:
+    target = tiny_target(rms_norm_eps=3e-4)
+    assert eagle3(target).norm.variance_epsilon == mtp(target).layers[0].input_layernorm.variance_epsilon == 3e-4
+    other = Eagle3SpeculatorConfig.for_target(target.config, {"rms_norm_eps": 1e-6})
+    assert other.layers.rms_norm_eps == 1e-6
 
 
 @pytest.mark.parametrize("name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"])

@@ -157,11 +157,12 @@ def test_a_draft_is_trained_from_features_without_the_targets_weights(
 
 
 def test_features_are_made_where_there_are_none(stories: Path, tmp_path: Path) -> None:
-    options = {"prepare": {"max_length": 64, "held_out": 2}, "trainer": {"seed": 5}}
+    options: dict[str, Any] = {"prepare": {"max_length": 64, "held_out": 2}, "trainer": {"seed": 5}}
     features = {"directory": str(tmp_path / "features"), "without_target": True}
     found = []
     for sections in ({}, {"features": features}, {"features": features["directory"]}):
         draft = {"kind": "medusa", "num_heads": 2}
+        options["trainer"]["output_dir"] = str(tmp_path / f"draft {len(found)}")
         _, metrics = train(read_recipe(recipe(tmp_path, stories, draft, **options, **sections)))
         found.append(metrics)
     assert len({round(metrics["eval_loss"], 4) for metrics in found}) == 1
@@ -199,7 +200,10 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
     [
         ({"trainr": {}}, "the recipe has no 'trainr'; did you mean 'trainer'"),
         ({"draft": None}, "does not say draft"),
-        ({"draft": {"kind": "eagle4"}}, "draft.kind is 'eagle4'; name one of ['eagle', 'eagle3', 'medusa', 'mtp']"),
+        (
+            {"draft": {"kind": "eagle4"}},
+            "draft.kind is 'eagle4'; name one of ['dflash', 'dspark', 'eagle', 'eagle3', 'medusa', ",
+        ),
         ({"draft": {"kind": "eagle3", "draft_vocabsize": 8}}, "draft has no 'draft_vocabsize'; did you mean 'draft"),
         (
             {"draft": {"kind": "mtp", "layers": {"hiden_size": 8}}},

@@ -11,6 +11,8 @@ from ..settings import is_int
 
 # How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
 STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
+# What is read of targets with so few layers that the default would name one twice; 0 is the input of the first layer.
+SHALLOW = {1: [0, 1], 2: [0, 1, 2], 3: [1, 2, 3]}
 
 
 class FeatureSpeculatorConfig(SpeculatorConfig):
@@ -18,7 +20,7 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
 
     Which ones says the field that ``layer_ids_field`` names, or its default ``[2, n // 2, n - 3]`` if that is None:
     id i is ``hidden_states[i]``, the residual stream after i layers; the number of layers means the last one *before*
-    the final norm.
+    the final norm. The default needs 7 layers; for a target of fewer, ``for_target`` names others.
 
     Args:
         draft_vocab_size: tokens the draft can guess; ``None`` for the whole vocabulary of the target.
@@ -31,6 +33,13 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
 
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
+
+    @classmethod
+    def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
+        count = target.get_text_config().num_hidden_layers
+        if count < 7 and flags.get(cls.layer_ids_field) is None:
+            flags[cls.layer_ids_field] = SHALLOW.get(count, [1, count // 2, count - 1])
+        return super().for_target(target, layers, **flags)
 
     @property
     def layer_ids(self) -> list[int] | None:

@@ -17,7 +17,7 @@ class DraftTrainingArguments(TrainingArguments):
 
     Args:
         unroll_steps: steps of the training-time test. Of drafts that are not fed their own output, Medusa heads have
-            as many as there are heads, and language models one.
+            as many as there are heads. Language models are trained on one step and measured on so many.
         step_decay: step k weighs ``step_decay ** k``.
         objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation,
             one minus the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows),

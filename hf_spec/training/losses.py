@@ -222,6 +222,18 @@ class ChunkedLoss:
         return share * kl + (1 - share) * tv
 
 
+def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
+    """Return for a draft of one step what its chains do at the ``counted`` positions (steps, batch, length - 1).
+
+    The k-th guess of a language model behind a position is its first one behind the k-th position further on, if the
+    guesses before were those of the text.
+    """
+    steps = range(len(counted))
+    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "inside")}
+    moved = {name: torch.stack([one.roll(-step, -1) for step in steps]) for name, one in later.items()}
+    return StepMetrics(functional.pad(metrics.losses, (0, len(counted) - 1)), **moved)
+
+
 def _shift(by_step: Tensor, direction: int) -> Tensor:
     """Move what belongs to step k by k places, (steps, batch, length - 1): from positions to columns, or back by -1.
 

@@ -33,6 +33,7 @@ from .card import hub_name
 from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
+from .resuming import check_output_dir
 from .sources import cache_splits, is_prepared, load_raw, prepared
 from .teacher import bare
 from .trainer import DraftTrainer
@@ -44,6 +45,7 @@ TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revi
 PREPARE = {"split": str, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
+RESULTS = ("config.json", "adapter_config.json", "model.safetensors")
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
 
 
@@ -140,6 +142,8 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     """
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
     args.data_name = args.data_name or hub_name(recipe["data"])
+    if not args.resume_from_checkpoint:
+        check_output_dir(str(args.output_dir), RESULTS)
     features = dict(recipe["features"])
     if alone := features.pop("without_target", False):
         args.check_without_target()

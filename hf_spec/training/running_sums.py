@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .losses import StepMetrics
 
@@ -19,11 +20,12 @@ class RunningSums:
         self.sums: Tensor | None = None  # (names, steps)
 
     def add(self, metrics: StepMetrics, divisor: Tensor, counted: Tensor) -> None:
-        """Add a batch: its loss sums, their ``divisor`` (steps,), and the metrics of its ``counted`` positions.
+        """Add a batch: its loss sums, their ``divisor`` (trained steps,), and metrics of the ``counted`` positions.
 
         A guess counts as correct if those of all earlier steps were, as in a chain.
         """
         correct = (metrics.correct & counted).long().cumprod(0)
+        divisor = functional.pad(divisor, (0, len(counted) - len(divisor)))
         sums = [metrics.losses, divisor, counted.sum((1, 2)), correct.sum((1, 2))]
         sums += [(metrics.overlap * counted).sum((1, 2)), (metrics.inside & counted).sum((1, 2))]
         found = torch.stack([one.double().cpu() for one in sums])
@@ -46,7 +48,7 @@ class RunningSums:
         return figures | {f"overlap_{step}": share for step, share in enumerate(overlap, start=1)}
 
     def loss(self, step_weights: Tensor, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
-        """Return the loss over all batches, each step weighted by ``step_weights`` (steps,)."""
+        """Return the loss over all batches, each trained step weighted by ``step_weights`` (trained steps,)."""
         assert self.sums is not None
-        sums = reduce(self.sums)
+        sums = reduce(self.sums)[:, : len(step_weights)]
         return float((step_weights.cpu() * sums[0] / sums[1].clamp(min=1)).sum())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -29,11 +27,13 @@ from .data import DraftCollator, check_examples
 from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
-from .losses import ChunkedLoss, StepMetrics, counted_positions, position_weights
+from .losses import ChunkedLoss, StepMetrics, counted_positions, of_chains, position_weights
 from .origin import check_tokenizer
+from .resuming import check_output_dir, checkpoint_to_resume, told_when_the_disk_is_full
 from .running_sums import RunningSums
 from .teacher import Reader, bare
 from .unrolling import count_steps, unrolled
+from .wrapping import as_loaded, let_forward_compute_a_loss
 
 logger = logging.get_logger(__name__)
 
@@ -144,7 +144,7 @@ class DraftTrainer(Trainer):
         self._reader = Reader(self.target, draft.feature_layers(self.target) if isinstance(draft, DraftModel) else ())
         for data in self._data:
             self._admit(data)
-        _let_forward_compute_a_loss(draft)
+        let_forward_compute_a_loss(draft)
         self._steps = count_steps(draft, args.unroll_steps)
         if sharding.is_asked_for(args):
             sharding.hide_embeddings_and_head(model)
@@ -218,7 +218,11 @@ class DraftTrainer(Trainer):
         loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained)
         if args.feature_loss_weight:
             loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, weights)
-        return loss, dataclasses.replace(metrics, losses=metrics.losses / factor), counted
+        metrics = dataclasses.replace(metrics, losses=metrics.losses / factor)
+        if not isinstance(draft, DraftModel):  # a language model, whose one step says all of its chains
+            counted = counted_positions(answers, args.unroll_steps, text.document_ids)
+            metrics = of_chains(metrics, counted)
+        return loss, metrics, counted
 
     def _states(self, inputs: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
         """Return what the target makes of a batch: each layer that the draft reads, and the last hidden states."""
@@ -328,7 +332,7 @@ class DraftTrainer(Trainer):
             if name and temperature is None:
                 continue
             draft = self.draft
-            with sharding.gathered(cast(nn.Module, self.model)), _as_loaded(draft):
+            with sharding.gathered(cast(nn.Module, self.model)), as_loaded(draft):
                 counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
             figures |= {f"{name}{key}": value for key, value in self._acceptance(counts).items()}
         return figures
@@ -345,6 +349,16 @@ class DraftTrainer(Trainer):
                 figures[f"acceptance_{k}"] = reached / offered
         return figures
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as ``Trainer`` does; ``True`` goes on from the last whole checkpoint, and starts anew without one.
+
+        Errors: a ValueError if ``output_dir`` has the checkpoints of another run that this one does not go on from.
+        """
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
+        if not resume_from_checkpoint and not self.state.global_step:
+            check_output_dir(cast(str, self.args.output_dir))
+        return super().train(checkpoint, *args, **kwargs)
+
     # -- files --------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -352,6 +366,18 @@ class DraftTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self._write_card(output_dir or cast(str, self.args.output_dir))
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with told_when_the_disk_is_full(f"the checkpoint of step {self.state.global_step}"):
+            super()._save_checkpoint(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a directory that ``from_pretrained`` loads, with a model card."""
+        if _internal_call:
+            super().save_model(output_dir, _internal_call)
+            return
+        with told_when_the_disk_is_full(f"the draft in {output_dir or self.args.output_dir}"):
+            super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write what hf_spec knows about the draft; transformers' card knows of no target."""
@@ -372,48 +398,6 @@ class DraftTrainer(Trainer):
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         Path(directory, "README.md").write_text(card, encoding="utf-8")
-
-
-def _let_forward_compute_a_loss(draft: Any) -> None:
-    """Let ``draft(batch_loss=function)`` return ``function(draft)``.
-
-    What wraps a draft for training expects all that is done with it for a batch inside one call of ``forward``.
-    """
-    plain = type(draft).forward
-
-    @functools.wraps(plain)
-    def forward(self: Any, *args: Any, batch_loss: Any = None, **kwargs: Any) -> Any:
-        if batch_loss is None:
-            return plain(self, *args, **kwargs)
-        with _unwrapped(self):  # autocast would not end if a language model's forward were wrapped within itself
-            return batch_loss(self)
-
-    draft.forward = MethodType(forward, draft)
-    if isinstance(draft, DraftModel):  # its steps are recomputed as a whole, see unrolling.outputs
-        draft.activation_checkpointing_enable = lambda **kwargs: None  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _as_loaded(draft: Any) -> Iterator[None]:
-    """Let ``draft`` compute as it will when it is loaded: in evaluation mode, without autocast around ``forward``."""
-    training = draft.training
-    draft.eval()
-    try:
-        with _unwrapped(draft):
-            yield
-    finally:
-        draft.train(training)
-
-
-@contextlib.contextmanager
-def _unwrapped(draft: Any) -> Iterator[None]:
-    """Give ``draft`` the ``forward`` of its class, without what training has put around it."""
-    wrapped = draft.__dict__.pop("forward", None)
-    try:
-        yield
-    finally:
-        if wrapped is not None:
-            draft.forward = wrapped
 
 
 def _feature_loss(made: Unrolled, hidden: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
-from ...configuration import MOST_LAYERS, MOST_WIDE, SpeculatorConfig, default_speculators_config
+from ...configuration import (
+    MOST_LAYERS,
+    MOST_WIDE,
+    SpeculatorConfig,
+    cut_draft_vocabulary,
+    default_speculators_config,
+)
 from ...settings import is_int
 
 
@@ -53,6 +59,7 @@ class MedusaSpeculatorConfig(SpeculatorConfig):
         """Describe new heads for the target with config ``target``; the rest are fields of this config."""
         text = target.get_text_config()
         shape = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "shared_with_target": ["lm_head"]}
+        cut_draft_vocabulary(flags, target)
         speculators_config = default_speculators_config(cls.speculators_model_type, target)
         config = cls(**{"speculators_config": speculators_config, **shape, **(layers or {}), **flags})
         config.check_target(target)

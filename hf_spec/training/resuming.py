@@ -1,0 +1,106 @@
+"""Which checkpoint training goes on from: the last one that is whole; and what is said when the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+STATE = "trainer_state.json"  # which Trainer writes last
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How safetensors and torch say that a file could not be written to its end.
+FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWriter failed", "unexpected pos")
+
+
+def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike[str]) -> str | None:
+    """Return the checkpoint that ``resume_from_checkpoint`` asks for; ``None`` to start anew.
+
+    ``True``, also as text, is the last one in ``output_dir`` that is whole. Errors: a ValueError if one is named that
+    is not whole.
+    """
+    if isinstance(asked, str) and asked.lower() in ("true", "false"):
+        asked = asked.lower() == "true"
+    if not asked:
+        return None
+    if asked is not True:
+        if problem := _problem(Path(asked)):
+            raise ValueError(
+                f"training cannot go on from {asked}, which {problem}: name another, or true for the last"
+            )
+        return asked
+    for checkpoint in reversed(checkpoints(output_dir)):
+        if not (problem := _problem(checkpoint)):
+            return str(checkpoint)
+        logger.warning(f"{checkpoint} {problem}: looking for an earlier checkpoint to go on from")
+    logger.warning(f"there is no whole checkpoint in {output_dir}: training starts anew")
+    return None
+
+
+def checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in a directory, the last one last."""
+    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
+    return [steps[step] for step in sorted(steps)]
+
+
+def check_output_dir(output_dir: str | os.PathLike[str], files: tuple[str, ...] = ()) -> None:
+    """Raise a ValueError if another run has left checkpoints, or any of ``files``, in a directory."""
+    found = [*checkpoints(output_dir), *(Path(output_dir, name) for name in files)]
+    if there := next((path.name for path in found if path.exists()), None):
+        raise ValueError(
+            f"{output_dir} has the {there} of another run: name another output_dir, or go on with it by "
+            "resume_from_checkpoint: true"
+        )
+
+
+@contextlib.contextmanager
+def told_when_the_disk_is_full(what: str) -> Iterator[None]:
+    """Turn any error about a disk that is full while ``what`` is written into an OSError that says so."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        full = isinstance(error, OSError) and error.errno in FULL
+        if not full and not any(message in str(error) for message in FULL_MESSAGES):
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left on device: {what} could not be written. Make room and go on by resume_from_checkpoint: "
+            "true, from the last checkpoint that is whole",
+        ) from error
+
+
+def _problem(checkpoint: Path) -> str:
+    """Say what a checkpoint lacks; nothing if it is whole."""
+    if not checkpoint.is_dir():
+        return "does not exist"
+    try:
+        json.loads(checkpoint.joinpath(STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"has no whole {STATE}"
+    for path in sorted(checkpoint.iterdir()):
+        if not _is_whole(path):
+            return f"has a {path.name} that is cut off"
+    return ""
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether the end of a file of weights or states is there, which a full disk or a kill cuts off."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return zipfile.is_zipfile(path)
+    if path.suffix != ".safetensors":
+        return True
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (SafetensorError, OSError):
+        return False

@@ -1,0 +1,112 @@
+"""Training goes on from its last whole checkpoint, says when the disk is full, and keeps runs apart."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import in_another_process
+from test_trainer import arguments, eagle3, losses, sharp_target, text
+from test_training_commands import recipe, stories
+
+from hf_spec.cli import main
+from hf_spec.training import DraftTrainer
+
+__all__ = ["stories"]  # a fixture
+SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "data_seed": 0}
+
+
+def trainer(folder: Path, **changes: Any) -> DraftTrainer:
+    target = sharp_target()
+    return DraftTrainer(eagle3(target), target, arguments(folder, **SAVED | changes), train_dataset=text())
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def break_checkpoint(file: str) -> Callable[[Path], None]:
+    return lambda checkpoint: cut_off(checkpoint / file)
+
+
+DAMAGE = {name: break_checkpoint(name) for name in ("model.safetensors", "optimizer.pt", "trainer_state.json")}
+DAMAGE["no state"] = lambda checkpoint: (checkpoint / "trainer_state.json").unlink()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_broken_checkpoint_is_passed_over(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers").propagate = True
+    whole = trainer(tmp_path)
+    whole.train()
+    expected = {name: tensor.clone() for name, tensor in whole.draft.state_dict().items()}
+    DAMAGE[damage](tmp_path / "checkpoint-6")
+    with pytest.raises(ValueError, match=r"cannot go on from .*checkpoint-6, which has"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    file = "trainer_state.json" if damage == "no state" else damage
+    assert "checkpoint-6 has" in caplog.text and file in caplog.text and "looking for an earlier" in caplog.text
+    assert losses(again) == losses(whole)
+    for name, tensor in again.draft.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_without_a_whole_checkpoint_training_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("transformers").propagate = True
+    first = trainer(tmp_path, max_steps=2)
+    first.train(resume_from_checkpoint=True)
+    assert "there is no whole checkpoint" in caplog.text
+    cut_off(tmp_path / "checkpoint-2" / "trainer_state.json")
+    again = trainer(tmp_path, max_steps=2)
+    again.train(resume_from_checkpoint="True")
+    assert losses(again) == losses(first)
+    with pytest.raises(ValueError, match=r"cannot go on from .*nowhere, which does not exist"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_a_second_run_into_the_same_directory_is_refused(tmp_path: Path) -> None:
+    first = trainer(tmp_path, max_steps=2)
+    first.train()
+    with pytest.raises(ValueError, match="has the checkpoint-2 of another run: name another output_dir, or go on"):
+        trainer(tmp_path, max_steps=4).train()
+    again = trainer(tmp_path, max_steps=4)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again)[:2] == losses(first) and len(losses(again)) == 4
+
+
+def test_the_command_line_resumes_and_keeps_runs_apart(stories: Path, tmp_path: Path, capsys: Any) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "eval_prompts": 0, "logging_steps": 1}
+    path = recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 1}, trainer=saved)
+    assert main(["train", path, "--resume_from_checkpoint", "true"]) == 0  # there is none yet
+    capsys.readouterr()
+    assert main(["train", path]) == 1
+    assert "of another run: name another output_dir" in capsys.readouterr().err
+    cut_off(tmp_path / "draft" / "checkpoint-2" / "optimizer.pt")
+    assert main(["train", path, "--resume_from_checkpoint", "true", "--max_steps", "3"]) == 0
+    assert (tmp_path / "draft" / "checkpoint-3").exists()
+
+
+def fill_the_disk(folder: Path, size: int) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    with pytest.raises(OSError, match=r"No space left on device: the checkpoint of step 2 could not be written"):
+        trainer(folder, max_steps=2).train()
+    if size < 50_000:  # the weights alone do not fit either
+        with pytest.raises(OSError, match=r"No space left on device: the draft in .* could not be written"):
+            trainer(folder / "other").save_model(str(folder / "draft"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("size", [900, 20_000, 100_000])
+def test_a_full_disk_is_a_message(size: int, tmp_path: Path) -> None:
+    """Where config, weights and optimizer do not fit."""
+    assert in_another_process(lambda: fill_the_disk(tmp_path, size)) == 0
+    again = trainer(tmp_path, max_steps=2)
+    again.train(resume_from_checkpoint=True)
+    assert len(losses(again)) == 2
