@@ -402,6 +402,12 @@ def test_bad_arguments_are_refused(changes: dict[str, Any], message: str, tmp_pa
         arguments(tmp_path, **changes)
 
 
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    for changes in ({"unroll_steps": "7"}, {"eval_prompts": 2.5}, {"step_decay": "0.8"}, {"logit_rows": True}):
+        with pytest.raises(TypeError, match=rf"{next(iter(changes))} is .*; set a (whole )?number"):
+            arguments(tmp_path, **changes)
+
+
 def test_a_draft_needs_its_target(tmp_path: Path) -> None:
     target = sharp_target()
     with pytest.raises(TypeError, match="needs the target"):

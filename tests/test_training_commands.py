@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -262,6 +263,10 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
             "measured by generation",
         ),
         ({}, ["--learning_rat", "1"], "--learning_rat"),
+        ({"trainer": {"learning_rate": [0.1]}}, [], "trainer: learning_rate is [0.1]; it takes float"),
+        ({"trainer": {"max_steps": True}}, [], "trainer: max_steps is True; it takes int"),
+        ({"trainer": {"report_to": "comet_ml"}}, [], "report_to names 'comet_ml', which is not installed"),
+        ({"trainer": {"report_to": ["none", "paper"]}}, [], "report_to names"),
         ({"prepare": {"held_out": 500}}, [], "held_out is 500"),
         ({"prepare": {"max_length": 64, "held_out": 0}, "trainer": {"eval_strategy": "epoch"}}, [], "eval_dataset"),
     ],
@@ -273,6 +278,29 @@ def test_nothing_is_trained_by_a_wrong_recipe(
     assert main(["train", path, *changes]) == 1
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "draft").exists()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_few_examples_are_enough(count: int, packing: bool, stories: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(stories.read_text(encoding="utf-8").splitlines()[:count]), encoding="utf-8")
+    options = {"prepare": {"max_length": 600, "packing": packing}}  # the target has 512 positions
+    directory, metrics = train(read_recipe(recipe(tmp_path, few, {"kind": "medusa", "num_heads": 2}, **options)))
+    assert ("eval_acceptance_length" in metrics) == (count > 1 and not packing)
+    assert (Path(directory) / "config.json").exists()
+
+
+def test_examples_are_no_longer_than_the_target_has_positions(stories: Path, tmp_path: Path, caplog: Any) -> None:
+    target, out = tmp_path / "target", tmp_path / "rows"
+    shutil.copytree(TARGET, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    logging.getLogger("transformers").propagate = True
+    assert main(["prepare", str(stories), str(out), "--target", str(target)]) == 0
+    rows = datasets.load_from_disk(str(out))["train"]
+    assert max(map(len, rows["input_ids"])) == 40
+    assert "max_length is 2048, but the target has 40 positions" in caplog.text
 
 
 def test_prepared_data_are_not_prepared_again(stories: Path, tmp_path: Path, capsys: Any) -> None:

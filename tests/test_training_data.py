@@ -177,7 +177,13 @@ def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", "", r"a\.jsonl is empty"),
-        ("a.jsonl", '{"text": "one"}\n{"text": "tw', r"a\.jsonl is broken: JSON parse error: .* in row 1\. Mend it"),
+        (
+            "a.jsonl",
+            '{"text": "one"}\n{"text": "tw',
+            r"a\.jsonl is broken: line 2: Unterminated string starting at, character 10\. Mend it",
+        ),
+        ("a.json", '[{"text": "one"},\n {"text": two}]', r"a\.json is broken: line 2: Expecting value, character 11"),
+        ("a.jsonl", '{"text": "one"}\n\n{"text": {"a": 1}}', r"a\.jsonl is broken: .*"),
         ("a.doc", "one", r"a\.doc is none of \['\.csv'"),
         ("a.jsonl", None, r"there is no file .*a\.jsonl"),
     ],

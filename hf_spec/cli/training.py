@@ -68,6 +68,7 @@ def _prepare(args: argparse.Namespace) -> None:
     _need_extra()
     from transformers import AutoConfig, AutoTokenizer
 
+    from ..configuration import max_positions
     from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
 
     out = Path(args.out)
@@ -84,7 +85,9 @@ def _prepare(args: argparse.Namespace) -> None:
         data = load_raw(_regenerated(data, args))
     names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc".split()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    splits = prepared(data, tokenizer, **{name: getattr(args, name) for name in names})
+    config = AutoConfig.from_pretrained(args.target)
+    options = {name: getattr(args, name) for name in names}
+    splits = prepared(data, tokenizer, positions=max_positions(config), **options)
     if args.features:
         from .loading import load_target
 
@@ -95,7 +98,7 @@ def _prepare(args: argparse.Namespace) -> None:
     for name, split in splits.items():
         tokens, answers = sizes(split)
         print(f"{name}: {len(split):,} examples, {tokens:,} tokens, {answers:,} of them answers")
-    vocabulary = AutoConfig.from_pretrained(args.target).get_text_config().vocab_size
+    vocabulary = config.get_text_config().vocab_size
     shares = ", ".join(f"{size:,} {share:.1%}" for size, share in coverage(splits["train"], vocabulary).items())
     print(f"Share of the answers that a draft vocabulary of so many tokens has: {shares}")
 

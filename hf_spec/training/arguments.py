@@ -7,8 +7,15 @@ from typing import get_args
 
 from transformers import SchedulerType, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from .losses import Normalizer, Objective, Outside
+
+NUMBERS = ("step_decay", "feature_loss_weight", "eval_temperature")
+WHOLE = (
+    *("unroll_steps", "logit_rows"),
+    *("eval_prompts", "eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"),
+)
 
 
 @dataclass
@@ -65,6 +72,11 @@ class DraftTrainingArguments(TrainingArguments):
         for name, choices in (("objective", Objective), ("normalizer", Normalizer), ("outside_vocabulary", Outside)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(choices)}")
+        for name in (*WHOLE, *NUMBERS):
+            if (value := getattr(self, name)) is not None and type(value) not in (
+                (int,) if name in WHOLE else (int, float)
+            ):
+                raise TypeError(f"{name} is {value!r}; set a {'whole ' * (name in WHOLE)}number")
         for name in ("unroll_steps", "logit_rows", "eval_prompt_length", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; set at least 1")
@@ -90,6 +102,11 @@ class DraftTrainingArguments(TrainingArguments):
                 "each layer of draft.layers (the heads of Medusa: draft.heads) be compiled by layer.compile()"
             )
         super().__post_init__()  # type: ignore[no-untyped-call]
+        there = get_available_reporting_integrations()
+        if missing := [name for name in self.report_to or [] if name not in there]:
+            raise ValueError(
+                f"report_to names {missing[0]!r}, which is not installed: install it, or choose of {there or ['none']}"
+            )
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 "ZeRO-3 gathers the weights of a layer for that layer's own forward only, and training needs them "

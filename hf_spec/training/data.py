@@ -5,7 +5,9 @@ A draft is trained only on tokens that the target itself would say: ``loss_mask`
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ from .origin import record_tokenizer
 
 logger = logging.get_logger(__name__)
 
+MAX_LENGTH = 2048
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -42,7 +45,7 @@ def prepare_dataset(
     dataset: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    max_length: int = 2048,
+    max_length: int = MAX_LENGTH,
     packing: bool = False,
     too_long: Literal["truncate", "drop"] = "truncate",
     last_turn_only: bool = False,
@@ -109,8 +112,26 @@ def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
         raise ValueError(f"{path} is empty")
     try:
         return datasets.load_dataset(kind, data_files=str(path), split="train")
-    except (datasets.exceptions.DatasetGenerationError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is broken: {error.__cause__ or error}. Mend it, or remove that line") from error
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        problem = _broken_line(path) or str(error.__cause__ or error)
+        raise ValueError(f"{path} is broken: {problem}. Mend it, or remove that line") from error
+
+
+def _broken_line(path: Path) -> str | None:
+    """Name the first line of a file of JSON that is none, and say why; ``None`` if all are or the file is another."""
+    if not {".jsonl", ".json"} & {*path.suffixes}:
+        return None
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        content = file.read()
+    whole = path.suffixes[0] == ".json" and content.lstrip()[:1] == b"["
+    for number, line in enumerate([content] if whole else content.splitlines(), start=1):
+        try:
+            json.loads(line.decode("utf-8-sig")) if line.strip() else None
+        except json.JSONDecodeError as error:
+            return f"line {error.lineno if whole else number}: {error.msg}, character {error.colno}"
+        except UnicodeDecodeError as error:
+            return f"line {number}: {error}"
+    return None
 
 
 def _report(skipped: Iterable[str], kept: int, cut: int) -> None:

@@ -27,6 +27,7 @@ from transformers import (
 
 from ..checkpoints.kinds import config_classes
 from ..checkpoints.resolve import as_speculator, load_draft
+from ..configuration import max_positions
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
 from .card import hub_name
@@ -149,11 +150,12 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         args.check_without_target()
     set_seed(args.seed)
     name, revision = recipe["target"]["name"], recipe["target"].get("revision", "main")
+    target_config = AutoConfig.from_pretrained(name, revision=revision)
     if not isinstance(recipe["draft"], str):
-        _config(recipe["draft"], AutoConfig.from_pretrained(name, revision=revision))  # wrong values are told first
+        _config(recipe["draft"], target_config)  # wrong values are told first
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     with args.main_process_first(desc="preparing data"):
-        splits = _splits(recipe, tokenizer)
+        splits = _splits(recipe, tokenizer, max_positions(target_config))
         check_tokenizer(splits["train"], tokenizer)
     target = (alone and _target_of_caches(features["directory"], splits)) or _target(**recipe["target"])
     draft = _draft(recipe["draft"], bare(target), splits["train"])
@@ -183,6 +185,10 @@ def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> Dr
     """Parse trainer arguments by transformers' parser, ``given`` ones standing for its defaults."""
     kind: Any = DraftTrainingArguments
     parser: Any = HfArgumentParser(kind, prog="hf-spec train RECIPE.yaml", exit_on_error=False, allow_abbrev=False)
+    numbers = {action.dest: action.type.__name__ for action in parser._actions if action.type in (int, float)}
+    for name, one in given.items():
+        if name in numbers and type(one) not in (int, float, str, type(None)):
+            raise ValueError(f"trainer: {name} is {one!r}; it takes {numbers[name]}")
     # What a file says of numbers is read as what a command line says of them.
     parser.set_defaults(**{name: repr(one) if type(one) in (int, float) else one for name, one in given.items()})
     try:
@@ -192,11 +198,12 @@ def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> Dr
     return args  # type: ignore[no-any-return]
 
 
-def _splits(recipe: dict[str, Any], tokenizer: Any) -> Any:
+def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
     if is_prepared(recipe["data"]):
         return load_from_disk(recipe["data"])
     options = dict(recipe["prepare"])
-    return prepared(load_raw(recipe["data"], options.pop("split", "train")), tokenizer, **options)
+    data = load_raw(recipe["data"], options.pop("split", "train"))
+    return prepared(data, tokenizer, positions=positions, **options)
 
 
 def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:

@@ -9,11 +9,14 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
-from .data import CHAT_COLUMNS, FILES, prepare_dataset, read_file
+from .data import CHAT_COLUMNS, FILES, MAX_LENGTH, prepare_dataset, read_file
 from .features import FeatureCache, cache_features
 from .vocabulary import count_tokens, most_frequent
+
+logger = logging.get_logger(__name__)
 
 HELD_OUT = 64
 
@@ -46,14 +49,24 @@ def conversations(data: datasets.Dataset) -> Any:
     return data[column]
 
 
-def prepared(data: datasets.Dataset, tokenizer: Any, held_out: int | None = None, **options: Any) -> Any:
+def prepared(
+    data: datasets.Dataset, tokenizer: Any, held_out: int | None = None, positions: int = 0, **options: Any
+) -> Any:
     """Prepare ``data`` as ``prepare_dataset`` does, and split them into ``"train"`` and ``"test"``.
+
+    ``positions`` are how many the target is made for, if it says so: a greater ``max_length`` is cut to that.
+    ``held_out`` examples are for evaluation, by default a tenth, but none of a single one.
 
     Errors: those of ``prepare_dataset``; a ValueError if no example would be left to train on.
     """
+    if (length := options.get("max_length", MAX_LENGTH)) > positions > 0:
+        logger.warning(f"max_length is {length}, but the target has {positions} positions: it is cut to that")
+        options["max_length"] = positions
     examples = prepare_dataset(data, tokenizer, **options)
     if held_out is None:
-        held_out = min(HELD_OUT, len(examples) // 10 or 1)
+        held_out = min(HELD_OUT, len(examples) // 10 or 1, len(examples) - 1)
+        if not held_out:
+            logger.warning("there is one example only, so that none is held out to evaluate on")
     if not 0 <= held_out < len(examples):
         raise ValueError(
             f"held_out is {held_out}, but there are only {len(examples)} examples: keep fewer, or, if packing has put "
