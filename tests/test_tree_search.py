@@ -47,23 +47,25 @@ def test_a_searched_tree_ends_where_nothing_is_right(accuracies: list[list[float
 
 # --- measuring -------------------------------------------------------------------------------------------------------
 
-Laws = Callable[[int, int], Tensor]  # (text read, depth) -> scores (vocabulary,) of the guess behind depth right ones
+Distributions = Callable[
+    [int, int], Tensor
+]  # (text read, depth) -> scores (vocabulary,) of the guess behind depth right ones
 
 
-def vanilla() -> tuple[Any, Any, Callable[[Tensor], Laws], int]:
+def vanilla() -> tuple[Any, Any, Callable[[Tensor], Distributions], int]:
     draft = noisy(target(), noise=0.1)
 
-    def distributions(text: Tensor) -> Laws:
+    def distributions(text: Tensor) -> Distributions:
         scores = draft(text[None]).logits[0]
         return lambda read, depth: scores[read - 1 + depth]
 
     return target(), draft, distributions, 0  # its first guesses stand right behind the prompt
 
 
-def medusa() -> tuple[Any, Any, Callable[[Tensor], Laws], int]:
+def medusa() -> tuple[Any, Any, Callable[[Tensor], Distributions], int]:
     model, draft = load_target("medusa_v1_pt"), load_draft("medusa_v1_pt")
 
-    def distributions(text: Tensor) -> Laws:
+    def distributions(text: Tensor) -> Distributions:
         scores = draft(features=model(text[None], output_hidden_states=True).hidden_states[-1]).logits[0]
         return lambda read, depth: scores[read - 2, depth]  # of the state before the root
 

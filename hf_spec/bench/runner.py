@@ -10,7 +10,7 @@ import contextlib
 import copy
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -76,14 +76,13 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class _Method:
-    """A way of decoding: what ``generate`` is given, the draft whose forwards count beside the target's, the chain
-    length of transformers' own ways, and for ours the name of assisted generation with the same draft."""
+    """A way of decoding, ours or transformers' own."""
 
     name: str
-    options: dict[str, Any]
-    draft: nn.Module | None = None
-    theirs: int | None = None
-    rival: str | None = None
+    options: dict[str, Any]  # of generate
+    draft: nn.Module | None = None  # whose forwards count beside the target's
+    theirs: int | None = None  # length of a chain of transformers' own methods, None for ours
+    rival: str | None = None  # name of assisted generation with the same draft, for ours
 
 
 @dataclass(frozen=True)
@@ -146,31 +145,35 @@ def run_bench(
 
 
 def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings: BenchSettings) -> list[_Method]:
+    """List plain decoding, transformers' own ways of guessing if they are wanted, and the contenders."""
     ours: list[_Method] = []
-    assisted: dict[tuple[int, int], _Method] = {}
+    assisted: dict[tuple[int, int], _Method] = {}  # by draft and length: contenders may share one
     lengths: list[int] = []
     for one in contenders:
         speculator = as_speculator(one.speculator, target)
         speculator.check(target)
-        config = speculator.settings(one.config)
-        weights: nn.Module | None = speculator if isinstance(speculator, nn.Module) else None
-        rival, length = None, config.num_speculative_tokens
+        config, rival = speculator.settings(one.config), None
+        length = config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
-        if isinstance(speculator, VanillaSpeculator):
+        weights: nn.Module | None = speculator if isinstance(speculator, nn.Module) else None
+        if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers can use, too
             weights = speculator.model
             theirs = _Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
             rival = assisted.setdefault((id(weights), length), theirs).name
         options = {"speculator": speculator, "speculation_config": config}
         ours.append(_Method(one.name, options, weights, rival=rival))
-    longest = max(lengths, default=DEFAULT_NUM_SPECULATIVE_TOKENS)
-    lookup = _Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, theirs=longest)
-    if settings.baselines and settings.batch_size == 1:
-        methods = [_Method(PLAIN, OFF), lookup, *assisted.values(), *ours]
-    else:
-        methods = [_Method(PLAIN, OFF), *(replace(method, rival=None) for method in ours)]
+    methods = [_Method(PLAIN, OFF), *_baselines(assisted.values(), lengths), *ours]
+    if not settings.baselines or settings.batch_size > 1:
+        methods = [methods[0], *(replace(method, rival=None) for method in ours)]
     if len({method.name for method in methods}) < len(methods):
         raise ValueError(f"methods need different names, got {[method.name for method in methods]}")
     return methods
+
+
+def _baselines(assisted: Iterable[_Method], lengths: list[int]) -> list[_Method]:
+    """List what transformers can do itself: prompt lookup as long as the longest chain, and assisted generation."""
+    longest = max(lengths, default=DEFAULT_NUM_SPECULATIVE_TOKENS)
+    return [_Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, theirs=longest), *assisted]
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -182,7 +185,7 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
 
 
 class _Bench:
-    """Run methods on conversations; remembers whose turn it is to begin."""
+    """Run every method on conversations; another one begins each time."""
 
     def __init__(
         self,
@@ -192,10 +195,13 @@ class _Bench:
         settings: BenchSettings,
         advance: Callable[[], Any],
     ) -> None:
+        # What to run, and what to call after each run.
         self.target: Any = target  # `generate` is of a mixin that the type does not know
         self.tokenizer, self.methods, self.settings = tokenizer, methods, settings
         self._advance = advance
+        # Rounds so far: this method, modulo their number, begins the next one.
         self._turn = 0
+        # Tokens that end a text, and one that fills up rows.
         ends = target.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         pads = (tokenizer.pad_token_id, target.generation_config.pad_token_id, *self._ends, 0)

@@ -117,34 +117,49 @@ class _Probe(Speculator):
 
 
 class _ProbeDrafter(Drafter):
-    """Give the draft a distribution that makes the text its best guess; a chain is asked for one by depth."""
+    """Lead a draft along the known text: whatever it says, its best guess becomes what the text says.
+
+    The draft asks for log-probabilities once per depth. Each time it is given a distribution that is sure of the next
+    token of the text, after the rank of that token in its own distribution has been counted::
+
+        text behind the root    the  cat  sat
+        depth                    0    1    2
+        rank in the draft        0    3    0     counted: depth 0 rank 0, depth 1 rank 3, depth 2 rank 0
+    """
 
     def __init__(self, probe: _Probe, request: Request) -> None:
         self._probe = probe
-        self._known = request.input_ids.shape[1]
-        self._ahead: list[int] = []  # of the text, as far as it is to be guessed
-        self._depth = 0
-        self._counts = True  # a tree could hold the guesses so far, and what became text is the text
+        self._known = request.input_ids.shape[1]  # tokens of the text that the draft was told
+        self._ahead: list[int] = []  # tokens of the text behind those, as far as they are to be guessed
+        self._depth = 0  # of the next guess
+        self._counts = True  # False behind a guess that no tree would hold, and where the text is not the target's
         self._log_probs = request.log_probs
         self._drafter = probe.inner.drafter(replace(request, log_probs=self._lead))
 
     def _lead(self, logits: Tensor) -> Tensor:
+        """Turn draft logits (..., vocabulary) into log-probabilities that lead along the text; count its ranks."""
         log_probs = self._log_probs(logits)
         led = torch.full(log_probs.shape, -torch.inf, device=log_probs.device)
-        for own, one in zip(log_probs.flatten(0, -2), led.flatten(0, -2), strict=True):  # views
+        # One distribution per depth: a chain of one text has one at a time, heads of Medusa come all at once.
+        for own, one in zip(log_probs.flatten(0, -2), led.flatten(0, -2), strict=True):
             if self._depth == len(self._ahead):
                 break
             token = self._ahead[self._depth]
-            if self._counts:
-                rank = int((own > own[token]).sum()) if own[token] > -torch.inf else self._probe.ranks
-                self._probe.count(self._depth, rank)
-                self._counts = rank < self._probe.ranks
-            one[token] = 0.0
+            self._count(own, token)
+            one[token] = 0.0  # a view: sets what is returned
             self._depth += 1
         return led
 
+    def _count(self, own: Tensor, token: int) -> None:
+        """Count the rank of ``token`` in the draft's own log-probabilities (vocabulary,)."""
+        if self._counts:
+            can_be_guessed = own[token] > -torch.inf
+            rank = int((own > own[token]).sum()) if can_be_guessed else self._probe.ranks
+            self._probe.count(self._depth, rank)
+            self._counts = rank < self._probe.ranks
+
     def propose(self, news: News, limit: int) -> Proposal:
-        """Let the draft guess, and keep what it says to ourselves: every position of the text is to be asked."""
+        """Let the draft guess but propose nothing, so that the text advances by one token and each is asked for."""
         self._known += int(news.counts[0])
         known, text = self._known, self._probe.text
         self._ahead = text[known : known + limit]
