@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from architectures import build, prompts
 from torch import Tensor
 from transformers import PreTrainedModel
+from twins import SHAPES
 
 from hf_spec import News, Proposal, Request, SpeculationConfig, VanillaSpeculator
 from hf_spec.drafts.vanilla.speculator import VanillaDrafter
@@ -166,3 +169,39 @@ def test_the_target_is_no_draft_for_itself() -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="smaller model"):
         VanillaSpeculator(model).check(model)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sample", [False, True])
+def test_tokens_that_a_draft_of_a_smaller_vocabulary_does_not_know(shape: str, sample: bool) -> None:
+    """They are in the prompt and in the text; the target's padding of its vocabulary is larger than the draft's."""
+    known, vocabulary = 8192, 8192 + 300
+    model = build("llama", vocab_size=vocabulary)
+    draft = copy.deepcopy(model)
+    draft.resize_token_embeddings(known)
+    with torch.no_grad():
+        model.lm_head.weight[:known] *= 0.9  # of many tokens, some that the draft does not know
+    given = prompts(3, (9, 6, 7))
+    given["input_ids"][:, -3:] = torch.tensor([known + 7, 5, vocabulary - 1])
+    options = {"max_new_tokens": 16, "do_sample": sample, "speculation_config": SHAPES[shape]}
+    out = model.generate(**given, **options, speculator=draft, return_dict_in_generate=True)
+    assert (out.sequences[:, 9:] >= known).any(), "the text has no such token"
+    if not sample:
+        assert torch.equal(out.sequences, model.generate(**given, max_new_tokens=16, do_sample=False))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_draft_whose_logits_overflow_guesses_badly_and_no_more(shape: str) -> None:
+    model = build("llama")
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        draft.get_output_embeddings().weight[7] = torch.nan
+    for seed in range(3):
+        torch.manual_seed(seed)
+        out = model.generate(
+            **prompts(2, (9, 6)), max_new_tokens=8, do_sample=True, speculator=draft, speculation_config=SHAPES[shape]
+        )
+        assert out.shape[1] == 9 + 8
+    plain = model.generate(**prompts(2, (9, 6)), max_new_tokens=8, do_sample=False)
+    options = {"max_new_tokens": 8, "do_sample": False, "speculation_config": SHAPES[shape]}
+    assert torch.equal(model.generate(**prompts(2, (9, 6)), **options, speculator=draft), plain)

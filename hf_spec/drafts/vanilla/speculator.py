@@ -69,7 +69,7 @@ class VanillaDrafter(Drafter):
 
     def __init__(self, model: PreTrainedModel, request: Request) -> None:
         self._request = request
-        self._vocabulary = _vocabulary(request.target)
+        self._vocabulary, self._known = _vocabulary(request.target), _vocabulary(model)
         self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = input_device(model)
@@ -79,7 +79,7 @@ class VanillaDrafter(Drafter):
         self._lengths = mask.sum(1)  # (batch,) of the text
         self._reads = self._room is None or self._room > 0
         if self._reads:
-            self._runner.prefill_tokens(request.input_ids.to(self._device), mask)
+            self._runner.prefill_tokens(self._readable(request.input_ids.to(self._device)), mask)
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
@@ -92,7 +92,7 @@ class VanillaDrafter(Drafter):
         if not self._reads:
             logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
             return Proposal.nothing(root).to(news.tokens.device)
-        log_probs = self._log_probs(self._read(tokens, counts))
+        log_probs = self._log_probs(self._read(self._readable(tokens), counts))
         self._open = []
         proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
@@ -103,8 +103,13 @@ class VanillaDrafter(Drafter):
         return None if self._limit is None else self._limit - int(self._lengths.max())
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        tokens = self._readable(tokens)
         self._open.append((tokens, parents))
         return self._log_probs(self._runner.extend(tokens, ancestors).logits)
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """Put token 0 for those of the target that the draft does not know: it then guesses badly, but it can read."""
+        return tokens.masked_fill(tokens >= self._known, 0)
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         """Turn draft logits (..., vocabulary) into the log-probabilities of guesses over the target's vocabulary."""
