@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -102,6 +103,16 @@ class DraftModel(PreTrainedModel, Speculator):
         self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
         self.rotary_emb = ROTARY[layers.model_type](layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the draft computes: the CPU if it is all in modules of torch.ao, which show no parameters."""
+        return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return what the draft computes in."""
+        return next((one.dtype for one in self.parameters() if one.is_floating_point()), torch.float32)
 
     def get_input_embeddings(self) -> Any:
         """Return this draft's own embeddings; None if it borrows the target's."""
@@ -356,14 +367,15 @@ def _check_size(kind: type[DraftModel], path: Any, kwargs: dict[str, Any]) -> No
 
 def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> Tensor:
     weight = getattr(module, "weight", None)
-    if weight is None or weight.is_meta or not weight.is_floating_point():
+    # Quantized modules show integers, or a method (torch.ao) in the place of a tensor.
+    if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
         raise ValueError(f"the target's {name} is absent, offloaded or quantized: load it in memory and unquantized")
     if weight.shape[1] != config.layers.hidden_size:
         raise ValueError(
             f"the draft has no {name} and hidden_size {config.layers.hidden_size}, but the target's {name} has width "
             f"{weight.shape[1]}: a draft of another width needs its own"
         )
-    return cast(Tensor, weight)
+    return weight
 
 
 def _check_ids(ids: Tensor, total: int) -> None:

@@ -13,6 +13,8 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from .architectures import cache_name, keeps_own_states
 
+MASKED = -1e4  # no head gives a token such logits by itself
+
 
 def input_device(model: PreTrainedModel) -> torch.device:
     """Return the device on which ``model`` computes first: offloaded weights come there when they are used."""
@@ -72,3 +74,20 @@ def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: 
         outputs = model(**inputs, return_dict=True)
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
+
+
+def difference(logits: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest difference of ``logits`` from what is ``expected``, both (..., vocabulary): (...).
+
+    It is a share of the spread (standard deviation) of the tokens that the model's head does not mask: neither by -inf
+    or a huge negative number, which has to stand in both, nor by some number that is the lowest of several tokens.
+    """
+    logits, expected = logits.float(), expected.float()
+    huge = expected <= MASKED
+    lowest = expected == expected.amin(-1, keepdim=True)
+    free = ~(huge | (lowest & (lowest.sum(-1, keepdim=True) > 1)))
+    count = free.sum(-1, keepdim=True)
+    mean = expected.where(free, 0).sum(-1, keepdim=True) / count
+    spread = ((expected - mean).where(free, 0).square().sum(-1) / (count[..., 0] - 1)).sqrt()
+    apart = (logits - expected).abs().masked_fill(huge & (logits <= MASKED), 0)
+    return apart.amax(-1) / spread

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..proposal import Proposal
 from .architectures import why_one_row
 from .factory import runner_for
-from .plain import input_device, new_cache, new_static_cache, plain_logits, prompt_kwargs
+from .plain import difference, input_device, new_cache, new_static_cache, plain_logits, prompt_kwargs
 from .runner import ModelRunner
 from .trials import tried_once
 
@@ -52,13 +52,13 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool) -> None:
     if static:
         cure += ", or leave the cache dynamic"
     try:
-        difference = difference_from_plain(model, TREE if name == "tree" else CHAIN, static)
+        apart = difference_from_plain(model, TREE if name == "tree" else CHAIN, static)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
-    if not difference <= _tolerance(model):  # nan is refused too
+    if not apart <= _tolerance(model):  # nan is refused too
         raise ValueError(
             f"{type(model).__name__} scores a {name} of guesses differently from single steps "
-            f"(by {difference:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
+            f"(by {apart:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
         )
 
 
@@ -78,8 +78,7 @@ def _reads_prompts_causally(model: PreTrainedModel) -> bool:
     kwargs = prompt_kwargs(model, prompt, seen)
     together = ModelRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
     assert alone is not None
-    first, again = alone.logits[:, 0].float(), together.logits[:, 0].float()  # (1, vocabulary)
-    return bool((first - again).abs().max() <= _tolerance(model) * first.std())
+    return bool(difference(together.logits[:, 0], alone.logits[:, 0]).max() <= _tolerance(model))
 
 
 class _Read(NamedTuple):
@@ -98,7 +97,7 @@ def difference_from_plain(model: PreTrainedModel, shape: _Shape, static: bool = 
     """Score a block of two rows of different lengths, or one if the model takes no more, and compare it with plain
     steps along every path.
 
-    The difference in logits is a share of their standard deviation, the worst one of a path: of all paths in float32,
+    The difference in logits is the worst one of a path: of all paths in float32,
     of the median path in half precision, where a mixture of experts may route one token otherwise. Some models of
     transformers read a padded row unlike the same row alone (Git): then the row alone is what counts.
     """
@@ -146,7 +145,7 @@ def _difference(model: PreTrainedModel, reads: list[_Read], plain: Tensor) -> fl
     differences = []
     for read, whole in zip(reads, plain, strict=True):
         expected = whole[read.start : read.start + len(read.logits)]  # (path, vocabulary)
-        differences.append(((read.logits - expected).abs().amax(-1) / expected.std(-1)).max())
+        differences.append(difference(read.logits, expected).max())
     found = torch.stack(differences)
     return float(found.max() if model.dtype == torch.float32 else found.median())
 
