@@ -80,7 +80,7 @@ class SlotCache(Cache):
         self.layers: list[Any]  # each a ``Layer``
         self.rows = rows
         self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
-        self._batch = list(range(len(rows.cpu_lengths)))
+        self.batch = list(range(len(rows.cpu_lengths)))  # the places of these rows in the batch of the prefill
         windows = {layer.window for layer in layers if layer.keeps_slots}
         self.attends = bool(windows)  # whether any layer keeps slots, as opposed to a recurrent state alone
         # How many columns a query sees at most, itself included, if all layers agree on it.
@@ -169,12 +169,12 @@ class SlotCache(Cache):
         """Go on with ``rows`` only; ``keep_finished`` sets the others aside for ``release``."""
         kept = rows.tolist()
         if keep_finished:
-            for row in set(range(len(self._batch))) - set(kept):
+            for row in set(range(len(self.batch))) - set(kept):
                 states = [layer.of_row(row) for layer in self.layers]
-                self._retired[self._batch[row]] = self.rows.cpu_lengths[row], states
+                self._retired[self.batch[row]] = self.rows.cpu_lengths[row], states
         for layer in self.layers:
             layer.keep_rows(rows)
-        self._batch = [self._batch[row] for row in kept]
+        self.batch = [self.batch[row] for row in kept]
         self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
 
     def release(self, cache: DynamicCache, longest: int) -> None:

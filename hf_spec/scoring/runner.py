@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..proposal import Proposal
+from .adapters import adapted_layers, with_adapters
 from .architectures import CACHES, cache_name
 from .cache import SlotCache, keeps_everything, undo_reading
 from .features import Features, decoder_of
@@ -121,6 +122,7 @@ class ModelRunner:
         self._cache_name = cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
         self._first_position: Tensor | None = None  # (..., batch or 1, 1) of the first token behind the prompt
+        self._adapted = adapted_layers(model)  # layers with an adapter per row
         self._position_readers: list[nn.Module] = []  # where positions are put in if the model takes none
         self._step_kwargs: dict[str, Any] = {}  # arguments of ``generate`` that every forward is given
         self._closing: _Closing | None = None  # rows to be read once more with the next proposal
@@ -307,12 +309,16 @@ class ModelRunner:
             self.features.watching() as caught,
             self.slots.scoring(tokens.shape[1], ancestors, config) as block,
             _reading_at(block.query, self._position_readers),
+            with_adapters(self._adapted, self._of_these_rows),
         ):
             outputs = self._forward(self._inputs(tokens, block))
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
         return self.model(**inputs, return_dict=True)
+
+    def _of_these_rows(self, names: list[str], count: int) -> list[str]:
+        return [names[row] for row in self.slots.cache.batch]
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""

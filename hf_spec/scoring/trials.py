@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from .adapters import adapted_layers, with_adapters
+
 Options = ParamSpec("Options")
 Found = TypeVar("Found")
 
@@ -29,7 +31,8 @@ def tried_once(
         way = model.config.get_text_config(decoder=True)._attn_implementation
         found = known.setdefault(model, {})
         if (key := (way, args, tuple(kwargs.items()))) not in found:
-            with torch.no_grad(), _left_alone(model):
+            of_the_first_row = with_adapters(adapted_layers(model), lambda names, count: names[:1] * count)
+            with torch.no_grad(), _left_alone(model), of_the_first_row:
                 found[key] = trial(model, *args, **kwargs)
         return found[key]
 
