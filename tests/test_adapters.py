@@ -26,10 +26,10 @@ def adapted(name: str) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
-def test_rows_keep_their_adapters_however_they_advance_and_end(name: str, shape: str) -> None:
+@pytest.mark.parametrize(("name", "cache"), [("llama", "dynamic"), ("llama", "static"), ("qwen3_next", "dynamic")])
+def test_rows_keep_their_adapters_however_they_advance_and_end(name: str, cache: str, shape: str) -> None:
     model, given = adapted(name), prompts(3, (9, 6, 7))
-    options = {"max_new_tokens": 20, "do_sample": False, "adapter_names": NAMES}
+    options = {"max_new_tokens": 20, "do_sample": False, "adapter_names": NAMES, "cache_implementation": cache}
     text = model.generate(**given, **options)
     alone = model.generate(**given, **options | {"adapter_names": ["__base__"] * 3})
     assert (text != alone).any(1).tolist() == [True, False, True], "the adapters do nothing"

@@ -140,6 +140,10 @@ class StaticRunner(ModelRunner):
             scores = scores.each(lambda states: states[:, :count])
         return scores if seats is None else scores.of(self.slots.seat_of_row)
 
+    def _of_these_rows(self, names: list[str], count: int) -> list[str]:
+        seats = self.slots.row_in_seat
+        return [names[self._numbers[row]] for row in (range(count) if seats is None else seats.tolist())]
+
     def _forward(self, inputs: dict[str, Any]) -> Any:
         if self.compiled is None or self.model in _not_compiled:
             return super()._forward(inputs)
