@@ -19,7 +19,8 @@ from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.medusa.modeling import MedusaDraftModel
 from hf_spec.drafts.mtp.configuration import MTP_FLAGS, MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
-from hf_spec.drafts.unrolling import UnrollInput, _ByBlocks, _Reach
+from hf_spec.drafts.reach import Reach, attend
+from hf_spec.drafts.unrolling import UnrollInput
 from hf_spec.drafts.unrolling import outputs as outputs_of_steps
 from hf_spec.training import unroll
 from hf_spec.training.unrolling import unrolled
@@ -188,12 +189,13 @@ def test_other_projects_unroll_to_the_same_logits(case: str) -> None:
 
 @pytest.mark.parametrize("size", [3, 256])
 def test_blocks_attend_as_one_dense_softmax_does(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_spec.drafts.unrolling.BLOCK", size)
+    monkeypatch.setattr("hf_spec.drafts.reach.BLOCK", size)
     generator = torch.Generator().manual_seed(0)
     shapes = {"query": (2, 2, 3, 7, 4), "key": (2, 2, 7, 4), "value": (2, 2, 7, 4)}
     given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes.values()]
     first = torch.tensor([[0, 0, 0, 3, 3, 5, 5], [0, 0, 0, 0, 0, 1, 2]])
-    attended, logsumexp = _ByBlocks.apply(*given, _Reach(first))
+    end = torch.arange(1, 8).expand(2, -1)
+    attended, logsumexp = attend(*given, Reach(first, end), flex=False)
 
     query, key, value = given
     scores = query @ key.mT[:, :, None]  # (batch, heads, group, rows, rows)
@@ -218,7 +220,7 @@ def test_blocks_and_recomputing_change_neither_logits_nor_gradients(
     numbers = torch.tensor([[0] * 5 + [1] * 6, [3] * 11])
     found = []
     for size, recompute in [(256, False), (3, False), (256, True), (3, True)]:
-        monkeypatch.setattr("hf_spec.drafts.unrolling.BLOCK", size)
+        monkeypatch.setattr("hf_spec.drafts.reach.BLOCK", size)
         draft.zero_grad()
         logits = [out.logits for out in outputs_of_steps(draft, ids, features, STEPS, numbers, recompute=recompute)]
         sum(step.logsumexp(-1).sum() for step in logits).backward()

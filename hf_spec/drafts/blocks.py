@@ -16,7 +16,7 @@ keys of a block know its masks, and are forgotten with it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from .base import Drafter, News, Request, guess_log_probs
 from .features import FeatureSpeculatorConfig, check_mask_token
 from .modeling import LAYERS, NORMS, DraftModel, DraftOutput
 from .trees import at_depth, grow
+
+if TYPE_CHECKING:
+    from .unrolling import Unrolled, UnrollInput
 
 BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot")
 
@@ -133,6 +136,7 @@ class BlockDraftModel(DraftModel):
     """Guess with a block draft; ``forward`` says what the slots guess, each for itself."""
 
     config: BlockSpeculatorConfig
+    needs_anchors = True
     _supports_flash_attn = _supports_flex_attn = False  # a block of few slots, and a mask of its own each time
 
     def __init__(self, config: BlockSpeculatorConfig) -> None:
@@ -239,7 +243,7 @@ class BlockDraftModel(DraftModel):
             if kind in masks:
                 continue
             length, first = cache.get_mask_sizes(slots, layer)
-            seen = self._seen(
+            seen = self.seen(
                 cache.rows.lengths, slots, first + torch.arange(length, device=cache.rows.lengths.device), kind
             )
             if padding is not None:
@@ -258,7 +262,7 @@ class BlockDraftModel(DraftModel):
             )
         return masks
 
-    def _seen(self, lengths: Tensor, slots: int, column: Tensor, kind: str) -> Tensor:
+    def seen(self, lengths: Tensor, slots: int, column: Tensor, kind: str) -> Tensor:
         """Tell which columns of context and block each slot sees: (batch, slots, columns) bool."""
         slot = torch.arange(slots, device=column.device)[None, :, None]
         place = column - lengths[:, None, None]  # (batch, 1, columns), from 0 on in the block
@@ -274,6 +278,43 @@ class BlockDraftModel(DraftModel):
         if not config.sliding_window_per_slot:
             return seen & (place >= -window)
         return seen & ((place - slot).abs() < window)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def unroll_steps(self, wanted: int) -> int:
+        return self.config.num_guesses
+
+    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
+        """Guess a block behind each anchor at once; step k is guess k."""
+        from .block_unrolling import by_position, unroll_blocks  # compiles kernels, which only training needs
+        from .unrolling import Unrolled
+
+        roots, hidden, counted = unroll_blocks(self, given, recompute)
+        states = self.trained_states(hidden, given.input_ids, roots)
+        trained = [parameter for layer in self.trained_heads for parameter in layer.parameters()]
+        laid = by_position(states, roots, counted, given.input_ids.shape[1])
+        return Unrolled(laid, lambda step, states: self.trained_logits(states), trained, [], self.trained_confidence)
+
+    @property
+    def trained_heads(self) -> list[nn.Module]:
+        """Return the draft's own layers between trained states and logits."""
+        return self.output_layers
+
+    def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
+        """Return what logits take, (batch, blocks, guesses, width), of ``hidden`` (batch, blocks, slots, hidden).
+
+        ``roots`` (batch, blocks) are places in ``input_ids`` (batch, length), which say what stands behind them.
+        """
+        return hidden[:, :, hidden.shape[2] - self.config.num_guesses :]
+
+    def trained_logits(self, states: Tensor) -> Tensor:
+        """Turn trained states (..., width) into logits (..., draft vocabulary)."""
+        return self.logits(states)
+
+    @property
+    def trained_confidence(self) -> Callable[[Tensor], Tensor] | None:
+        """Return what takes the logit of the confidence (...) from trained states, where the draft has one."""
+        return None
 
     # -- drafting -----------------------------------------------------------------------------------------------------
 

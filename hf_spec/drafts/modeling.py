@@ -64,6 +64,7 @@ class DraftModel(PreTrainedModel, Speculator):
     config: Any
     formats: ClassVar[tuple[Format, ...]] = ()
     layouts: ClassVar[Mapping[str, Callable[[Any], Files]]] = {}
+    needs_anchors: ClassVar[bool] = False  # whether it guesses blocks, from some places of a text in training
     vllm_method: ClassVar[str | None] = None  # of its --speculative-config
     supports_gradient_checkpointing = False  # it drops the cache, which the later steps of training read
     _supports_sdpa = True

@@ -17,29 +17,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+
+from .reach import Reach, attend
 
 if TYPE_CHECKING:
     from .modeling import DraftModel, DraftOutput
 
 ATTENTION = "hf_spec_unroll"
-BLOCK = 128  # positions whose scores are held at once where there is no FlexAttention
 
 
 @dataclass(frozen=True)
 class UnrollInput:
-    """Hold what a draft is trained on: tokens and documents (batch, length), features (batch, length, widths)."""
+    """Hold what a draft is trained on: tokens and documents (batch, length), features (batch, length, widths).
+
+    ``anchors`` (batch, length) bool mark the roots behind which a draft that guesses blocks is to guess one.
+    """
 
     input_ids: Tensor
     document_ids: Tensor | None
     features: Tensor | None
+    anchors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -48,13 +52,15 @@ class Unrolled:
 
     ``states`` (batch, length - 1, hidden) of each step are what ``head(step, states)`` turns into logits, ``trained``
     the head's parameters. ``guesses`` (batch, length - 1, target hidden) are the draft's guesses at the target's last
-    hidden state, if it makes any.
+    hidden state, if it makes any. ``confidence(states)`` (...) is the logit of how probable the draft thinks it that
+    the target accepts a guess, where it says so.
     """
 
     states: list[Tensor]
     head: Callable[[int, Tensor], Tensor]
     trained: list[nn.Parameter]
     guesses: list[Tensor]
+    confidence: Callable[[Tensor], Tensor] | None = None
 
 
 def unroll_with_feedback(draft: DraftModel, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:
@@ -105,27 +111,52 @@ def outputs(
     """
     _check(input_ids, features, steps, document_ids)
     position_ids = positions(input_ids, document_ids)
-    stack = _Stack(position_ids, _wants_flex(draft, input_ids))
+    stack = _Stack(position_ids, wants_flex(draft, input_ids))
     done: list[DraftOutput] = []
-    # Taken from the class: the instance's may be wrapped by whoever trains it.
-    forward = type(draft).forward
 
     def step(count: int, features: Tensor | None, hidden_states: Tensor | None) -> DraftOutput:
-        with _unrolling(draft, head):
-            output = forward(
-                draft,
-                input_ids.roll(-count, dims=1),
-                features=features,
-                hidden_states=hidden_states,
-                position_ids=position_ids + count,
-                attention_mask=stack.sights(draft.config.layers, count),
-            )
-        return cast("DraftOutput", output)
+        tokens = input_ids.roll(-count, dims=1)
+        return _step(draft, stack, count, head, tokens, features=features, hidden_states=hidden_states)
 
     for count in range(steps):
         beside = (None, done[-1].hidden_states) if done else (features, None)
         done.append(checkpoint(step, count, *beside, use_reentrant=False) if recompute else step(count, *beside))
     return done
+
+
+def _step(
+    draft: DraftModel, stack: _Stack, count: int, head: bool, tokens: Tensor, **beside: Tensor | None
+) -> DraftOutput:
+    """Run step ``count`` over all positions at once."""
+    forward = type(draft).forward  # taken from the class: the instance's may be wrapped by whoever trains it
+    with unrolling(draft, head):
+        output = forward(
+            draft,
+            tokens,
+            position_ids=stack.position_ids + count,
+            attention_mask=stack.sights(draft.config.layers, count),
+            **beside,
+        )
+    return cast("DraftOutput", output)
+
+
+def unroll_in_parallel(draft: Any, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:
+    """Unroll a draft whose later steps read mask tokens beside ``mask_hidden``, and nothing of what it guessed."""
+    assert given.features is not None  # the trainer reads the layers that the draft names
+    documents = None if given.document_ids is None else given.document_ids[:, :-1]
+    tokens, features = given.input_ids[:, 1:], given.features[:, :-1].to(draft.dtype)
+    stack, states = _Stack(positions(tokens, documents), wants_flex(draft, tokens)), []
+    masks = torch.full_like(tokens, draft.config.mask_token_id)
+
+    def step(count: int, features: Tensor) -> Tensor:
+        output = _step(draft, stack, count, False, masks if count else tokens, features=features)
+        return cast(Tensor, output.logits)
+
+    for count in range(steps):
+        beside = draft.mask_hidden.to(features).expand_as(features) if count else features
+        states.append(checkpoint(step, count, beside, use_reentrant=False) if recompute else step(count, beside))
+    trained = [parameter for layer in draft.output_layers for parameter in layer.parameters()]
+    return Unrolled(states, lambda step, states: draft.logits(states), trained, [])
 
 
 def positions(input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -150,7 +181,8 @@ def _check(input_ids: Tensor, features: Tensor, steps: int, document_ids: Tensor
         raise ValueError(f"document_ids are {tuple(document_ids.shape)}, input_ids {tuple(input_ids.shape)}")
 
 
-def _wants_flex(draft: DraftModel, input_ids: Tensor) -> bool:
+def wants_flex(draft: DraftModel, input_ids: Tensor) -> bool:
+    """Tell whether to attend by FlexAttention: on accelerators, unless the draft is told to be eager."""
     wanted = draft.config.layers._attn_implementation
     if input_ids.is_cuda:
         return bool(wanted != "eager")
@@ -158,10 +190,10 @@ def _wants_flex(draft: DraftModel, input_ids: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _unrolling(draft: DraftModel, head: bool) -> Iterator[None]:
-    """Let the draft attend by ``_attend``, and do without its head if need be."""
+def unrolling(draft: DraftModel, head: bool, attention: str = ATTENTION) -> Iterator[None]:
+    """Let the draft attend by another function than when it drafts, and do without its head if need be."""
     layers, before = draft.config.layers, draft.config.layers._attn_implementation
-    layers._attn_implementation = ATTENTION
+    layers._attn_implementation = attention
     if not head:
         draft.logits = lambda hidden: hidden  # type: ignore[method-assign]
     try:
@@ -175,32 +207,6 @@ def _unrolling(draft: DraftModel, head: bool) -> Iterator[None]:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-class _Reach:
-    """Say what each position attends to at the first step: all from ``first`` (batch, positions) up to itself."""
-
-    def __init__(self, first: Tensor) -> None:
-        self.first = first
-
-    @cached_property
-    def blocks(self) -> list[tuple[slice, slice]]:
-        """Return blocks of queries, and the keys of the first step to which any query of a block attends."""
-        blocks, end = [], 0
-        for first in self.first.split(BLOCK, dim=1):
-            start, end = end, end + first.shape[1]
-            blocks.append((slice(start, end), slice(max(0, int(first.min())), end)))
-        return blocks
-
-    @cached_property
-    def mask(self) -> BlockMask:
-        """Return the same for FlexAttention."""
-        first, (batch, length), device = self.first, self.first.shape, self.first.device
-
-        def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (key >= first[row, query])
-
-        return create_block_mask(seen, batch, None, length, length, device=device, _compile=first.is_cuda)
-
-
 @dataclass
 class _Sight:
     """Stand for the attention mask of one step and kind of layer.
@@ -211,7 +217,7 @@ class _Sight:
 
     stack: _Stack
     step: int
-    reach: _Reach | None
+    reach: Reach | None
     own_steps: range
 
 
@@ -224,8 +230,9 @@ class _Stack:
     entries: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
-    def whole(self) -> _Reach:
-        return _Reach(torch.arange(self.position_ids.shape[1], device=self.position_ids.device) - self.position_ids)
+    def whole(self) -> Reach:
+        here = torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
+        return Reach(here - self.position_ids, (here + 1).expand_as(self.position_ids))
 
     def sights(self, layers: Any, step: int) -> dict[str, _Sight]:
         """Return what stands for an attention mask at ``step``, by kind of layer."""
@@ -234,7 +241,7 @@ class _Stack:
             # At step k a position stands k tokens further on, and its window has moved with it.
             behind = step - layers.sliding_window + 1
             here = torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
-            reach = _Reach(self.whole.first.maximum(here + behind)) if behind <= 0 else None
+            reach = Reach(self.whole.first.maximum(here + behind), self.whole.end) if behind <= 0 else None
             sights["sliding_attention"] = _Sight(self, step, reach, range(max(1, behind), step + 1))
         return sights
 
@@ -250,8 +257,7 @@ def _attend(
     grouped = query.unflatten(1, (key.shape[1], -1)) * scaling  # (batch, key heads, group, positions, size)
     scores, values = [], []
     if sight.reach is not None:
-        over_first_step = _flex if sight.stack.flex else cast(Any, _ByBlocks.apply)
-        attended, logsumexp = over_first_step(grouped, *sight.stack.entries[layer, 0], sight.reach)
+        attended, logsumexp = attend(grouped, *sight.stack.entries[layer, 0], sight.reach, sight.stack.flex)
         scores, values = [logsumexp], [attended.float()]
     for step in sight.own_steps:
         own_key, own_value = sight.stack.entries[layer, step]
@@ -260,84 +266,6 @@ def _attend(
     shares = torch.stack(scores).softmax(0)[..., None]  # (1 + own steps, batch, key heads, group, positions, 1)
     merged = sum(share * state for share, state in zip(shares, values, strict=True))
     return cast(Tensor, merged).to(query.dtype).flatten(1, 2).transpose(1, 2), None
-
-
-class _ByBlocks(torch.autograd.Function):
-    """Attend to the first step, a block of queries at a time; the gradient works scores out again."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
-        attended = query.new_empty(*query.shape[:-1], value.shape[-1])  # values may be narrower than keys
-        logsumexp = torch.empty(query.shape[:-1], device=query.device)
-        for block, seen in reach.blocks:
-            scores = _scores(query[..., block, :], key[:, :, seen], reach.first[:, block] - seen.start)
-            top = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(top).exp_()
-            total = weights.sum(-1, keepdim=True)
-            mixed = weights.div_(total).flatten(2, 3).to(value.dtype) @ value[:, :, seen]
-            attended[..., block, :] = mixed.view_as(attended[..., block, :])
-            logsumexp[..., block] = (top + total.log())[..., 0]
-        ctx.save_for_backward(query, key, value, attended, logsumexp)
-        ctx.reach = reach
-        return attended, logsumexp
-
-    @staticmethod
-    def backward(ctx: Any, of_attended: Tensor, of_logsumexp: Tensor) -> Any:
-        """Return the gradients of query Q, key K and value V.
-
-        With the weights P = exp(Q Kᵀ - LSE), the outputs O = P V and LSE, and their gradients dO and dLSE::
-
-            dV = Pᵀ dO
-            dS = P ∘ (dO Vᵀ - rowsum(dO ∘ O) + dLSE)        S: the scores Q Kᵀ
-            dQ = dS K,  dK = dSᵀ Q
-        """
-        query, key, value, attended, logsumexp = ctx.saved_tensors
-        of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        offset = of_logsumexp - (of_attended * attended).sum(-1, dtype=torch.float32)  # dLSE - rowsum(dO ∘ O)
-        for block, seen in ctx.reach.blocks:
-            asked = query[..., block, :]
-            scores = _scores(asked, key[:, :, seen], ctx.reach.first[:, block] - seen.start)
-            weights = scores.sub_(logsumexp[..., block, None]).exp_()  # P, (batch, key heads, group, block, seen)
-            gradient = of_attended[..., block, :].flatten(2, 3).to(value.dtype)  # dO, (batch, key heads, -1, size)
-            of_value[:, :, seen] += weights.flatten(2, 3).to(value.dtype).mT @ gradient
-            of_weights = (gradient @ value[:, :, seen].mT).float().view_as(weights)  # dO Vᵀ
-            of_scores = of_weights.add_(offset[..., block, None]).mul_(weights).flatten(2, 3).to(key.dtype)
-            of_query[..., block, :] = (of_scores @ key[:, :, seen]).view_as(asked)
-            of_key[:, :, seen] += of_scores.mT @ asked.flatten(2, 3).to(key.dtype)
-        return of_query, of_key, of_value, None
-
-
-def _scores(query: Tensor, key: Tensor, first: Tensor) -> Tensor:
-    """Score queries, which are the last of the keys' positions, in float32.
-
-    ``first`` (batch, queries) is the first key that each one attends to.
-    """
-    (group, queries), keys = query.shape[2:4], key.shape[2]
-    scores: Tensor = (query.flatten(2, 3) @ key.mT).unflatten(2, (group, queries))  # (batch, heads, group, ·, keys)
-    place = torch.arange(keys, device=key.device)
-    hidden = (place > place[keys - queries :, None]) | (place < first[:, :, None])  # (batch, queries, keys)
-    return scores.float().masked_fill_(hidden[:, None, None], -torch.inf)
-
-
-def _flex(query: Tensor, key: Tensor, value: Tensor, reach: _Reach) -> tuple[Tensor, Tensor]:
-    """Attend to the first step by FlexAttention, compiled where there is a kernel for it."""
-    function = _compiled_flex() if query.is_cuda else flex_attention
-    attended, aux = function(
-        query.flatten(1, 2),
-        key,
-        value,
-        block_mask=reach.mask,
-        scale=1.0,
-        enable_gqa=query.shape[2] > 1,
-        return_aux=AuxRequest(lse=True),
-    )
-    shape = (key.shape[1], -1)
-    return attended.unflatten(1, shape), aux.lse.unflatten(1, shape)
-
-
-@lru_cache(maxsize=1)
-def _compiled_flex() -> Any:
-    return torch.compile(flex_attention)
 
 
 AttentionInterface.register(ATTENTION, _attend)

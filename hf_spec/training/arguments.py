@@ -9,11 +9,11 @@ from transformers import SchedulerType, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
-from .losses import Normalizer, Objective, Outside
+from .losses import Normalizer, Outside, objective_terms
 
-NUMBERS = ("step_decay", "feature_loss_weight", "eval_temperature")
+NUMBERS = ("step_decay", "feature_loss_weight", "confidence_weight", "eval_temperature")
 WHOLE = (
-    *("unroll_steps", "logit_rows"),
+    *("unroll_steps", "num_anchors", "logit_rows"),
     *("eval_prompts", "eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"),
 )
 
@@ -28,8 +28,11 @@ class DraftTrainingArguments(TrainingArguments):
         step_decay: step k weighs ``step_decay ** k``.
         objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation,
             one minus the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows),
-            ``"reverse_kl"``.
-        normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents.
+            ``"reverse_kl"``, ``"nll"`` (the text's own token); or a sum such as ``"0.1 ce + 0.9 tv"``.
+        normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents, each step by itself;
+            ``"guess"`` divides the guesses of all steps by the sum of their weights (DFlash, DSpark).
+        num_anchors: blocks that are guessed in each example, behind answer tokens drawn anew each time (DFlash).
+        confidence_weight: weight of the cross-entropy that trains a draft's confidence (DSpark).
         outside_vocabulary: ``"drop"`` leaves positions whose best target token the draft cannot guess out of the loss
             and counts them wrong; ``"keep"`` compares within the draft vocabulary, as the speculators library does.
         feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
@@ -48,6 +51,8 @@ class DraftTrainingArguments(TrainingArguments):
     step_decay: float = 0.8
     objective: str = "kl"
     normalizer: str = "token"
+    num_anchors: int = 512
+    confidence_weight: float = 1.0
     outside_vocabulary: str = "drop"
     feature_loss_weight: float = 0.0
     freeze_lm_head: bool = False
@@ -69,7 +74,8 @@ class DraftTrainingArguments(TrainingArguments):
     ddp_find_unused_parameters: bool | None = False  # every trained parameter always gets a gradient
 
     def __post_init__(self) -> None:
-        for name, choices in (("objective", Objective), ("normalizer", Normalizer), ("outside_vocabulary", Outside)):
+        objective_terms(self.objective)
+        for name, choices in (("normalizer", Normalizer), ("outside_vocabulary", Outside)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(choices)}")
         for name in (*WHOLE, *NUMBERS):
@@ -77,7 +83,7 @@ class DraftTrainingArguments(TrainingArguments):
                 (int,) if name in WHOLE else (int, float)
             ):
                 raise TypeError(f"{name} is {value!r}; set a {'whole ' * (name in WHOLE)}number")
-        for name in ("unroll_steps", "logit_rows", "eval_prompt_length", "eval_max_new_tokens"):
+        for name in ("unroll_steps", "num_anchors", "logit_rows", "eval_prompt_length", "eval_max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; set at least 1")
         if self.eval_prompts < 0:

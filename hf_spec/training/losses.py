@@ -15,17 +15,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from functools import lru_cache
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-Objective = Literal["kl", "ce", "tv", "lk", "reverse_kl"]
-Normalizer = Literal["token", "sequence"]
+Objective = Literal["kl", "ce", "tv", "lk", "reverse_kl", "nll"]
+Normalizer = Literal["token", "sequence", "guess"]
 Outside = Literal["drop", "keep"]
 
 LK_DECAY = 3.0  # how fast the hybrid goes over from KL to total variation
+
+
+@lru_cache
+def objective_terms(objective: str) -> dict[str, float]:
+    """Return the weight of each term of an objective, such as ``"kl"`` or ``"0.1 ce + 0.9 tv"``.
+
+    Errors: a ValueError if a term is none of ``Objective``.
+    """
+    terms: dict[str, float] = {}
+    for part in objective.split("+"):
+        weight, _, name = part.strip().rpartition(" ")
+        try:
+            terms[name] = float(weight or 1)
+        except ValueError:
+            name = ""
+        if name not in get_args(Objective):
+            raise ValueError(
+                f"objective is {objective!r}; choose one of {get_args(Objective)}, or a sum of some with weights, "
+                "such as '0.1 ce + 0.9 tv'"
+            )
+    return terms
 
 
 # -- which positions count --------------------------------------------------------------------------------------------
@@ -52,15 +74,29 @@ def counted_positions(answers: Tensor, steps: int, document_ids: Tensor | None =
     return torch.stack(by_step)
 
 
+def draw_anchors(
+    answers: Tensor, document_ids: Tensor | None, count: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw at most ``count`` roots of blocks among the ``answers`` (batch, length): (batch, length) bool.
+
+    Behind each of them an answer token is left to guess.
+    """
+    possible = counted_positions(answers, 1, document_ids)[0]  # (batch, length - 1), a position is before its root
+    order = torch.rand(possible.shape, generator=generator).to(possible.device).masked_fill(~possible, -1.0)
+    first = order.topk(min(count, possible.shape[1]), dim=1).indices
+    drawn = torch.zeros_like(possible).scatter(1, first, True) & possible
+    return functional.pad(drawn, (1, 0))
+
+
 def position_weights(
     counted: Tensor, normalizer: Normalizer, document_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each position (steps, batch, length - 1) and the divisor of each step's weights (steps,).
 
-    ``"token"``: every position weighs the same. ``"sequence"``: every document weighs the same, however long it is.
+    ``"token"``, ``"guess"``: every position weighs the same. ``"sequence"``: every document does, however long it is.
     Divisors of several batches add up, so that accumulated and distributed batches weigh as one.
     """
-    if normalizer == "token":
+    if normalizer != "sequence":
         return counted.float(), counted.sum((1, 2)).float()
     if document_ids is None:
         document = torch.zeros(counted.shape[1:], dtype=torch.long, device=counted.device)
@@ -94,11 +130,11 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """Hold what the target says at n positions; the first three are (n, draft vocabulary), the others (n,).
+    """Hold what is known of n positions; the first three are (n, draft vocabulary), the others (n,).
 
     ``log_p`` and ``p`` are normalised within the draft vocabulary, which the losses compare. ``p_of_all`` are the same
     tokens' probabilities among all tokens. ``best`` is the target's best token, and ``inside`` tells whether the
-    position counts in the loss.
+    position counts in the loss. ``token`` is the text's own, as the draft numbers it; -1 if it has none such.
     """
 
     log_p: Tensor
@@ -106,6 +142,7 @@ class TargetDistribution:
     p_of_all: Tensor
     best: Tensor
     inside: Tensor
+    token: Tensor
 
 
 @dataclass(frozen=True)
@@ -113,12 +150,14 @@ class _Columns:
     """Hold the n columns of the picture above in which some guess counts.
 
     ``text`` and ``column`` (n,) say where each one is in the batch, ``hidden`` (n, target hidden) are the target's
-    last hidden states there, and ``weights`` (steps, n) those of the guesses, 0 where a step has none.
+    last hidden states there, ``tokens`` (n,) what the text has there, and ``weights`` (steps, n) those of the guesses,
+    0 where a step has none.
     """
 
     text: Tensor
     column: Tensor
     hidden: Tensor
+    tokens: Tensor
     weights: Tensor
 
     def positions(self, step: int, length: int) -> Tensor:
@@ -138,29 +177,42 @@ class ChunkedLoss:
     ``objective`` is ``"kl"``, from the target's distribution to the draft's (EAGLE-3's soft cross-entropy, less a
     constant); ``"ce"``, cross-entropy with the target's best token; ``"tv"``, total variation, which is one minus the
     acceptance rate of a sampled guess; ``"lk"``, KL while acceptance is low and total variation when it is high, mixed
-    by exp(-3 acceptance); or ``"reverse_kl"``, from the draft's distribution to the target's.
+    by exp(-3 acceptance); ``"reverse_kl"``, from the draft's distribution to the target's; ``"nll"``, cross-entropy
+    with the text's own token; or a sum of some with weights (see ``objective_terms``). ``confidence(states)`` is
+    trained by binary cross-entropy, weighing ``confidence_weight``, to say how often a sampled guess is accepted.
     """
 
     draft_head: Callable[[int, Tensor], Tensor]
     target_head: Callable[[Tensor], Tensor]
     target_ids: Tensor | None = None
-    objective: Objective = "kl"
+    objective: str = "kl"
     outside: Outside = "drop"
     chunk: int = 256
+    confidence: Callable[[Tensor], Tensor] | None = None
+    confidence_weight: float = 1.0
 
     def compute(
-        self, states: Sequence[Tensor], hidden: Tensor, weights: Tensor, trained: Sequence[Tensor] = ()
+        self,
+        states: Sequence[Tensor],
+        hidden: Tensor,
+        weights: Tensor,
+        trained: Sequence[Tensor] = (),
+        input_ids: Tensor | None = None,
     ) -> tuple[Tensor, StepMetrics]:
         """Return the loss, with gradients for ``states`` and the head's ``trained`` parameters, and the metrics.
 
         ``states`` (batch, length - 1, hidden) of each step are what the draft's head reads, ``hidden`` (batch, length,
         target hidden) the target's last hidden states, ``weights`` (steps, batch, length - 1) those of the positions.
+        ``input_ids`` (batch, length) are needed for ``"nll"``.
         """
         by_column = _shift(weights, 1)  # (steps, batch, columns)
         text, column = (by_column > 0).any(0).nonzero(as_tuple=True)
         if not len(text):  # the loss is zero, but every process of a distributed run needs a gradient
             text = column = text.new_zeros(1)
-        columns = _Columns(text, column, hidden[text, column + 1], by_column[:, text, column])
+        tokens = torch.full_like(text, -1)
+        if input_ids is not None:
+            tokens = input_ids[text, (column + 2).clamp(max=input_ids.shape[1] - 1)]
+        columns = _Columns(text, column, hidden[text, column + 1], tokens, by_column[:, text, column])
         chunks: list[StepMetrics] = []
         trained = [parameter for parameter in trained if parameter.requires_grad]
         apply = cast(Any, _InChunks.apply)
@@ -176,8 +228,11 @@ class ChunkedLoss:
         return loss, StepMetrics(losses, by_position("correct"), by_position("overlap"), by_position("inside"))
 
     @torch.no_grad()
-    def distribution(self, hidden: Tensor) -> TargetDistribution:
-        """Return what the target says at n positions, of its last hidden states (n, target hidden)."""
+    def distribution(self, hidden: Tensor, tokens: Tensor | None = None) -> TargetDistribution:
+        """Return what the target says at n positions, of its last hidden states (n, target hidden).
+
+        ``tokens`` (n,) are the text's own.
+        """
         logits = self.target_head(hidden).float()  # (n, vocabulary)
         best, mass = logits.argmax(-1), logits.logsumexp(-1)
         if self.target_ids is not None:
@@ -190,7 +245,11 @@ class ChunkedLoss:
         log_p = logits.log_softmax(-1)  # (n, draft vocabulary)
         p = log_p.exp()
         p_of_all = p if self.target_ids is None else (logits - mass[:, None]).exp()
-        return TargetDistribution(log_p, p, p_of_all, best, inside)
+        token = torch.full_like(best, -1) if tokens is None else tokens
+        if self.target_ids is not None:
+            place = torch.searchsorted(self.target_ids, token).clamp(max=len(self.target_ids) - 1)
+            token = torch.where(self.target_ids[place] == token, place, -1)
+        return TargetDistribution(log_p, p, p_of_all, best, inside, token)
 
     def compare(
         self, target: TargetDistribution, step: int, states: Tensor, weights: Tensor
@@ -200,24 +259,34 @@ class ChunkedLoss:
         ``states`` (n, hidden) are what the draft's head reads, ``weights`` (n,) those of the guesses.
         """
         log_q = self.draft_head(step, states).float().log_softmax(-1)  # (n, draft vocabulary)
-        loss = (self._divergence(log_q, target) * weights * target.inside).sum()
+        terms = objective_terms(self.objective)
+        divergence = sum(weight * self._divergence(name, log_q, target) for name, weight in terms.items())
+        loss = (divergence * weights * target.inside).sum()
         with torch.no_grad():
             guess = log_q.max(-1).indices
             correct = (guess if self.target_ids is None else self.target_ids[guess]) == target.best
-            return loss, correct, torch.minimum(target.p_of_all, log_q.exp()).sum(-1)
+            overlap = torch.minimum(target.p_of_all, log_q.exp()).sum(-1)
+        if self.confidence is not None:
+            said = self.confidence(states).float()
+            wrong = functional.binary_cross_entropy_with_logits(said, overlap.clamp(0, 1), reduction="none")
+            loss = loss + self.confidence_weight * (wrong * weights).sum()
+        return loss, correct, overlap
 
-    def _divergence(self, log_q: Tensor, target: TargetDistribution) -> Tensor:
+    def _divergence(self, objective: str, log_q: Tensor, target: TargetDistribution) -> Tensor:
         """Return how far the draft's log-probabilities (n, draft vocabulary) are from the target's, (n,)."""
-        if self.objective == "ce":
+        if objective == "nll":
+            own = -log_q.gather(-1, target.token.clamp(min=0)[:, None])[:, 0]
+            return torch.where(target.token >= 0, own, 0)
+        if objective == "ce":
             return -log_q.gather(-1, target.log_p.argmax(-1, keepdim=True))[..., 0]
-        if self.objective == "reverse_kl":
+        if objective == "reverse_kl":
             return cast(Tensor, torch.linalg.vecdot(log_q.exp(), log_q - target.log_p))
+        if objective == "tv":
+            return 1 - torch.minimum(target.p, log_q.exp()).sum(-1)
         kl: Tensor = torch.linalg.vecdot(target.p, target.log_p - log_q)
-        if self.objective == "kl":
+        if objective == "kl":
             return kl
         tv = 1 - torch.minimum(target.p, log_q.exp()).sum(-1)
-        if self.objective == "tv":
-            return tv
         share = (-LK_DECAY * (1 - tv.detach())).exp()
         return share * kl + (1 - share) * tv
 
@@ -257,7 +326,7 @@ class _InChunks(torch.autograd.Function):
         gradients, trained = [torch.zeros_like(tensor) for tensor in given], given[steps:]
         for start in range(0, len(columns.hidden), loss.chunk):
             chunk = slice(start, start + loss.chunk)
-            target, compared = loss.distribution(columns.hidden[chunk]), []
+            target, compared = loss.distribution(columns.hidden[chunk], columns.tokens[chunk]), []
             for step in range(steps):  # one by one: logits of other steps are gone, or not there yet
                 places = columns.text[chunk], columns.positions(step, given[step].shape[1])[chunk]
                 with torch.set_grad_enabled(learns):

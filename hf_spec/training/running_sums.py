@@ -47,8 +47,15 @@ class RunningSums:
         figures |= {f"accuracy_{step}": share for step, share in enumerate(accuracy, start=1)}
         return figures | {f"overlap_{step}": share for step, share in enumerate(overlap, start=1)}
 
-    def loss(self, step_weights: Tensor, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
-        """Return the loss over all batches, each trained step weighted by ``step_weights`` (trained steps,)."""
+    def loss(
+        self, step_weights: Tensor, together: bool, reduce: Callable[[Tensor], Tensor] = lambda sums: sums
+    ) -> float:
+        """Return the loss over all batches, each trained step weighted by ``step_weights`` (trained steps,).
+
+        ``together``: all steps have one divisor, the sum of theirs by weight.
+        """
         assert self.sums is not None
         sums = reduce(self.sums)[:, : len(step_weights)]
+        if together:
+            return float((step_weights.cpu() * sums[0]).sum() / (step_weights.cpu() * sums[1]).sum().clamp(min=1))
         return float((step_weights.cpu() * sums[0] / sums[1].clamp(min=1)).sum())

@@ -27,7 +27,7 @@ from .data import DraftCollator, check_examples
 from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
-from .losses import ChunkedLoss, StepMetrics, counted_positions, of_chains, position_weights
+from .losses import ChunkedLoss, StepMetrics, counted_positions, draw_anchors, of_chains, position_weights
 from .origin import check_tokenizer
 from .resuming import check_output_dir, checkpoint_to_resume, told_when_the_disk_is_full
 from .running_sums import RunningSums
@@ -180,48 +180,52 @@ class DraftTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        self._choose_anchors(inputs, model.training)
         divisor = self._divisor(inputs) if num_items_in_batch is None else num_items_in_batch
         scale = 1.0
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             scale = float(self.accelerator.num_processes)  # gradients are averaged over processes
         layers, hidden = self._states(inputs)
         features = torch.cat([layer.to(hidden.device) for layer in layers], dim=-1) if layers else None
-        text = UnrollInput(inputs["input_ids"], inputs.get("document_ids"), features)
-        batch_loss = functools.partial(self._batch_loss, text, inputs["loss_mask"], hidden, divisor)
+        text = UnrollInput(inputs["input_ids"], inputs.get("document_ids"), features, inputs.get("anchors"))
+        batch_loss = functools.partial(self._batch_loss, text, self._counted(inputs), hidden, divisor)
         # Through the wrapped model, so that whatever wraps it sees one forward.
         loss, metrics, counted = model(batch_loss=batch_loss)
+        if not isinstance(self.draft, DraftModel):  # a language model, whose one step says all of its chains
+            steps = self.settings.unroll_steps
+            counted = counted_positions(inputs["loss_mask"], steps, inputs.get("document_ids"))
+            metrics = of_chains(metrics, counted)
         self._sums[model.training].add(metrics, self._divisor(inputs), counted)
         return (loss * scale, {}) if return_outputs else loss * scale
 
     def _batch_loss(
-        self, text: UnrollInput, answers: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
+        self, text: UnrollInput, counted: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
     ) -> tuple[Tensor, StepMetrics, Tensor]:
         """Return a batch's loss, metrics (losses not weighted by step), and the positions that count.
 
-        ``answers`` (batch, length) marks the tokens to guess, ``hidden`` (batch, length, target hidden) are the
-        target's last hidden states, ``divisor`` (steps,) is what the positions' weights are divided by.
+        These are ``counted`` (steps, batch, length - 1); ``hidden`` (batch, length, target hidden) are the target's
+        last hidden states, ``divisor`` (steps,) is what the positions' weights are divided by.
         """
         args = self.settings
         made = unrolled(draft, text, self._steps, bool(args.activation_checkpointing))
-        counted = counted_positions(answers, self._steps, text.document_ids)
         weights, _ = position_weights(counted, args.normalizer, text.document_ids)  # type: ignore[arg-type]
-        factor = self._step_weights(weights.device) / divisor.clamp(min=1)  # (steps,)
+        factor = self._step_weights(weights.device)  # (steps,)
+        factor = factor / ((factor * divisor).sum() if args.normalizer == "guess" else divisor).clamp(min=1)
         weights = weights * factor[:, None, None]
         chunked_loss = ChunkedLoss(
             made.head,
             self._target_logits,
             draft.target_ids if isinstance(draft, DraftModel) else None,
-            args.objective,  # type: ignore[arg-type]
+            args.objective,
             args.outside_vocabulary,  # type: ignore[arg-type]
             args.logit_rows,
+            made.confidence,
+            args.confidence_weight,
         )
-        loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained)
+        loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained, text.input_ids)
         if args.feature_loss_weight:
             loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, weights)
         metrics = dataclasses.replace(metrics, losses=metrics.losses / factor)
-        if not isinstance(draft, DraftModel):  # a language model, whose one step says all of its chains
-            counted = counted_positions(answers, args.unroll_steps, text.document_ids)
-            metrics = of_chains(metrics, counted)
         return loss, metrics, counted
 
     def _states(self, inputs: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
@@ -244,14 +248,28 @@ class DraftTrainer(Trainer):
         return self.settings.step_decay ** torch.arange(self._steps, device=device, dtype=torch.float32)
 
     def _divisor(self, inputs: dict[str, Any]) -> Tensor:
-        documents = inputs.get("document_ids")
-        counted = counted_positions(inputs["loss_mask"], self._steps, documents)
-        return position_weights(counted, self.settings.normalizer, documents)[1]  # type: ignore[arg-type]
+        normalizer: Any = self.settings.normalizer
+        return position_weights(self._counted(inputs), normalizer, inputs.get("document_ids"))[1]
+
+    def _counted(self, inputs: dict[str, Any]) -> Tensor:
+        """Mark the positions that count, (steps, batch, length - 1): of a block draft those before an anchor."""
+        counted = counted_positions(inputs["loss_mask"], self._steps, inputs.get("document_ids"))
+        return counted & inputs["anchors"][:, 1:] if "anchors" in inputs else counted
+
+    def _choose_anchors(self, inputs: dict[str, Any], anew: bool) -> None:
+        """Choose, once, where a block draft guesses: at answer tokens drawn ``anew``, or always the same ones."""
+        if "anchors" in inputs or not getattr(self.draft, "needs_anchors", False):
+            return
+        generator = None if anew else torch.Generator().manual_seed(self.args.seed)
+        given = (inputs["loss_mask"], inputs.get("document_ids"), self.settings.num_anchors)
+        inputs["anchors"] = draw_anchors(*given, generator)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """Count what the weights of each step are divided by, (steps,): over accumulated batches and processes."""
         if not batch_samples:
             return None
+        for batch in batch_samples:
+            self._choose_anchors(batch, True)
         counts = torch.stack([self._divisor(batch) for batch in batch_samples]).sum(0).to(device)
         return self._over_processes(counts) if self.args.average_tokens_across_devices else counts
 
@@ -309,7 +327,8 @@ class DraftTrainer(Trainer):
         sums = self._sums[False]
         figures = sums.averages(self._over_processes)
         if sums.sums is not None:  # over all positions, where transformers averages batches
-            figures["loss"] = sums.loss(self._step_weights(torch.device("cpu")), self._over_processes)
+            together = self.settings.normalizer == "guess"
+            figures["loss"] = sums.loss(self._step_weights(torch.device("cpu")), together, self._over_processes)
         figures |= self._measured(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output

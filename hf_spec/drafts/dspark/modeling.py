@@ -124,6 +124,35 @@ class DSparkDraftModel(BlockDraftModel):
             return logits
         return logits + cast(Tensor, self.markov_head.markov_w2(reading.bias)).to(logits)
 
+    @property
+    def trained_heads(self) -> list[nn.Module]:
+        return super().trained_heads + ([] if self.markov_head is None else [self.markov_head.markov_w2])
+
+    def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
+        """Return the states beside what the Markov head reads of the true tokens, and the confidence in each guess."""
+        guesses, states, state = self.config.num_guesses, [], None
+        unused = hidden.shape[2] - guesses
+        for slot in range(hidden.shape[2]):
+            place = (roots + max(0, slot - unused)).clamp(max=input_ids.shape[1] - 1)
+            reading, confidence = self.read(input_ids.gather(1, place), hidden[:, :, slot], state)
+            state = None if reading is None else reading.state
+            parts = [hidden[:, :, slot]] + ([] if reading is None else [reading.bias])
+            parts += [] if confidence is None else [confidence[..., None]]
+            states.append(torch.cat(parts, dim=-1))
+        return torch.stack(states[unused:], dim=2)
+
+    def trained_logits(self, states: Tensor) -> Tensor:
+        """Correct the logits of the first part of ``states`` by the second."""
+        size, rank = self.layer_config.hidden_size, self.config.markov_rank
+        logits = self.logits(states[..., :size])
+        if self.markov_head is None:
+            return logits
+        return logits + cast(Tensor, self.markov_head.markov_w2(states[..., size : size + rank])).to(logits)
+
+    @property
+    def trained_confidence(self) -> Callable[[Tensor], Tensor] | None:
+        return None if self.confidence_head is None else lambda states: states[..., -1]
+
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
         return DSparkDrafter(self, request)

@@ -10,7 +10,7 @@ takes the place of features that are not known yet, so that no depth knows what 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from ..fusing_files import sort_features
 from ..trees import at_depth, grow
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
+
+if TYPE_CHECKING:
+    from ..unrolling import Unrolled, UnrollInput
 
 
 class PEagleDraftModel(FusingDraftModel):
@@ -51,6 +54,12 @@ class PEagleDraftModel(FusingDraftModel):
         masks = tokens.new_full((batch, count), self.config.mask_token_id or 0)
         hidden = self.mask_hidden.to(features).expand(batch, count, -1)
         return torch.cat([tokens, masks], dim=1), torch.cat([features, hidden], dim=1)
+
+    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
+        """Guess all depths from every position of a text: each sees the text before it and its own depths."""
+        from ..unrolling import unroll_in_parallel  # compiles kernels, which only training needs
+
+        return unroll_in_parallel(self, given, steps, recompute)
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
