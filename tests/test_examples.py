@@ -43,7 +43,12 @@ def test_the_notebook_shows_the_guesses() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("eagle3", ["--draft-vocabulary", "512"]), ("medusa", ["--heads", "2"]), ("mtp", ["--steps", "2"])],
+    [
+        ("eagle3", ["--draft-vocabulary", "512"]),
+        ("medusa", ["--heads", "2"]),
+        ("mtp", ["--steps", "2"]),
+        ("dspark", ["--block", "3", "--rank", "8", "--layers", "1", "--anchors", "16"]),
+    ],
 )
 def test_a_draft_is_trained_measured_and_saved(
     kind: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

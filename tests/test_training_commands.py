@@ -141,6 +141,21 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     assert (tmp_path / "features").exists() == optional
 
 
+def test_the_recipe_of_a_block_draft_is_one(stories: Path, tmp_path: Path) -> None:
+    given = yaml.safe_load((ROOT / "examples" / "train_dspark.yaml").read_text(encoding="utf-8"))
+    given |= {"target": TARGET, "data": str(stories), "features": {"directory": str(tmp_path / "features")}}
+    given["draft"] |= {"block_size": 3, "markov_rank": 8, "layers": {"num_hidden_layers": 1}}
+    given["prepare"] |= {"max_length": 64, "held_out": 4}
+    given["trainer"] |= TRAINER | {"output_dir": str(tmp_path / "draft"), "save_strategy": "steps", "num_anchors": 4}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
+    directory, metrics = train(read_recipe(tmp_path / "recipe.yaml"))
+    assert metrics["eval_acceptance_length"] >= 1 and {"eval_acceptance_3", "eval_accuracy_3"} <= metrics.keys()
+    card = (Path(directory) / "README.md").read_text(encoding="utf-8")
+    assert '"method": "dspark"' in card and "0.1 nll + 1.8 tv" in card
+    draft = AutoModel.from_pretrained(directory)
+    assert (draft.config.speculators_model_type, draft.config.num_guesses) == ("dspark", 3)
+
+
 def test_a_draft_is_trained_from_features_without_the_targets_weights(
     stories: Path, tmp_path: Path, capsys: Any
 ) -> None:
