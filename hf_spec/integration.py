@@ -22,6 +22,7 @@ from .decoding.outputs import SpeculativeOutput, forget_speculation
 from .decoding.refusals import Refusal, refuse_cache
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
+from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
 from .settings import SpeculationConfig
 
@@ -99,6 +100,7 @@ def uninstall() -> None:
         ours = getattr(owner, name)
         setattr(owner, name, getattr(ours, "_hf_spec_original", ours))
     unhook_masks()
+    unhook_attention()
 
 
 def _owner(name: str) -> Any:

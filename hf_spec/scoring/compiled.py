@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
+from .attention import folding_in_graphs
 from .runner import ModelRunner, Scores
 from .slots import Slots
 from .static import StaticSlotCache, StaticSlots, power_of_two
@@ -169,7 +170,7 @@ class CompiledForward:
         if reason := self._why_masks_differ(inputs, masks):
             return self._give_up(reason, inputs)
         try:
-            with self._settings:
+            with self._settings, folding_in_graphs():
                 return self._run(masks)
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]

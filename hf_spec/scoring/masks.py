@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 
+from .attention import folding
+
 
 @dataclass
 class Block:
@@ -113,7 +115,8 @@ def showing(block: Block, implementation: str) -> Iterator[None]:
     _hook_masks(implementation)
     token = _block.set(block)
     try:
-        yield
+        with folding():
+            yield
     finally:
         _block.reset(token)
 

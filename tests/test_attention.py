@@ -1,0 +1,168 @@
+"""Heads in groups attend over a block without repeated keys and values, and see the same."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, prompts
+from test_exactness import noisy_copy
+from torch import Tensor, fx, nn
+from transformers import CompileConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from twins import SHAPES, target
+
+import hf_spec
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.proposal import Proposal
+from hf_spec.scoring import attention
+from hf_spec.scoring.attention import folding
+from hf_spec.scoring.runner import ModelRunner
+
+HEADS, KEY_HEADS = 4, 2  # of all models here
+CHAIN, TREE = (-1, 0, 1, 2), (-1, 0, 0, 1, 2, 2)
+
+
+@contextlib.contextmanager
+def attending(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int, int]]]:
+    """Note heads, nodes and key heads of every scaled dot product with a mask."""
+    plain, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if attn_mask is not None:
+            seen.append((query.shape[1], query.shape[2], key.shape[1]))
+        return plain(query, key, value, attn_mask=attn_mask, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+        yield seen
+
+
+@torch.no_grad()
+def scored(model: PreTrainedModel, parents: tuple[int, ...]) -> Tensor:
+    """Score a block behind prompts of three lengths, (rows, nodes, vocabulary)."""
+    given = prompts(3)
+    runner = ModelRunner(model)
+    runner.prefill_tokens(given["input_ids"], given["attention_mask"])
+    tokens = prompts(3, (len(parents),), seed=1)["input_ids"]
+    shape = torch.tensor([parents] * 3)
+    return runner.score(Proposal(tokens, shape, len(parents), is_chain=parents == CHAIN)).logits
+
+
+@pytest.mark.parametrize("parents", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "cohere2", "gpt_bigcode"])
+def test_the_same_scores_without_repeated_keys(
+    name: str, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    groups = 1 if name == "gpt_bigcode" else KEY_HEADS
+    with attending(monkeypatch) as seen:
+        found = scored(model, parents)
+    blocks = [call for call in seen if call[2] == groups]
+    assert set(blocks) == {(groups, len(parents) * HEADS // groups, groups)}
+    assert len(blocks) == model.config.num_hidden_layers
+    monkeypatch.setattr(attention, "_can_fold", lambda *args: False)
+    with attending(monkeypatch) as seen:
+        expected = scored(model, parents)
+    assert all(key_heads == HEADS for _, _, key_heads in seen)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_repeat_no_keys_either(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target("llama")
+    eagle = Eagle3DraftModel(
+        Eagle3SpeculatorConfig.for_target(model.config, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    ).eval()
+    options = {"max_new_tokens": 12, "do_sample": False}
+    text = model.generate(**prompts(3), **options)
+    for draft in (noisy_copy(model, 0), eagle):
+        model.generate(**prompts(3), **options, speculator=draft, speculation_config=SHAPES[shape])  # checks itself
+        with attending(monkeypatch) as seen:
+            out = model.generate(**prompts(3), **options, speculator=draft, speculation_config=SHAPES[shape])
+        assert torch.equal(out, text)
+        repeated = {nodes for _, nodes, key_heads in seen if key_heads == HEADS}
+        assert min(repeated) >= 12  # prompts are read as ever, and guesses that are read with them
+        assert len([call for call in seen if call[2] == KEY_HEADS]) > 10
+
+
+def test_other_threads_attend_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target("llama")
+    given = prompts(3)
+    with torch.no_grad(), folding(), attending(monkeypatch) as seen:
+        model(**given)
+        here = len(seen)
+        thread = threading.Thread(target=torch.no_grad()(lambda: model(**given)))
+        thread.start()
+        thread.join()
+    assert {key_heads for _, _, key_heads in seen[:here]} == {KEY_HEADS}
+    assert {key_heads for _, _, key_heads in seen[here:]} == {HEADS}
+    assert len(seen) == 2 * here
+
+
+def test_compiled_blocks_repeat_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def inspecting(graph: fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                query, key = (argument.meta["example_value"] for argument in node.args[:2])
+                shapes.append((query.shape[1], query.shape[2], key.shape[1]))
+        return graph.forward
+
+    shapes: list[tuple[int, int, int]] = []
+    model = target("llama")
+    text = model.generate(**prompts(1), max_new_tokens=16, do_sample=False)
+    config = CompileConfig(backend=inspecting, fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    for ways in ({"speculator": noisy_copy(model, 0), "num_speculative_tokens": 4}, {}):
+        options = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": "static"}
+        assert torch.equal(model.generate(**prompts(1), **options, **ways, compile_config=config), text)
+    torch._dynamo.reset()
+    ours, plain = [shape for shape in shapes if shape[1] > 1], [shape for shape in shapes if shape[1] == 1]
+    assert set(ours) == {(KEY_HEADS, 5 * HEADS // KEY_HEADS, KEY_HEADS)}
+    assert set(plain) == {(HEADS, 1, HEADS)}  # transformers' own graph is what it was
+
+
+class Module(nn.Module):
+    num_key_value_groups = 2
+
+
+LEFT_ALONE = {
+    "no mask": {"mask": None},
+    "a mask for each head": {"mask": torch.ones(1, 4, 3, 7, dtype=torch.bool)},
+    "one node": {"query": torch.ones(1, 4, 1, 8), "mask": torch.ones(1, 1, 1, 7, dtype=torch.bool)},
+    "no groups": {"key": torch.ones(1, 4, 7, 8)},
+    "dropout": {"others": {"dropout": 0.1}},
+    "a bias": {"others": {"position_bias": torch.ones(1, 4, 3, 7)}},
+    "sinks": {"others": {"s_aux": torch.ones(4)}},
+    "a soft cap": {"others": {"softcap": 30.0}},
+    "a paged cache": {"others": {"cache": object()}},
+}
+
+
+@pytest.mark.parametrize("case", LEFT_ALONE)
+def test_what_is_left_alone(case: str) -> None:
+    usual = {"query": torch.ones(1, 4, 3, 8), "key": torch.ones(1, 2, 7, 8), "others": {}}
+    usual["mask"] = torch.ones(1, 1, 3, 7, dtype=torch.bool)
+
+    def can_fold(query: Tensor, key: Tensor, mask: Tensor | None, others: dict[str, Any]) -> bool:
+        return attention._can_fold(Module(), query, key, key, mask, others)
+
+    assert can_fold(**usual)
+    assert not can_fold(**usual | LEFT_ALONE[case])
+
+
+def test_uninstall_gives_transformers_its_attention_back() -> None:
+    scored(target("llama"), CHAIN)
+    assert hasattr(ALL_ATTENTION_FUNCTIONS["sdpa"], "_hf_spec_original")
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]._hf_spec_original
+    hf_spec.uninstall()
+    try:
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is original
+    finally:
+        hf_spec.install()
