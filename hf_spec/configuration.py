@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.errors import StrictDataclassError
@@ -318,10 +319,20 @@ def default_speculators_config(kind: str, target: PreTrainedConfig | None = None
             }
         ],
         "verifier": {
-            "name_or_path": (target and target.name_or_path) or None,
+            "name_or_path": hub_name(target.name_or_path) if target else None,
             "architectures": list((target and target.architectures) or []),
         },
     }
+
+
+def hub_name(path: str | None) -> str | None:
+    """Return ``path`` if it may be a name on the Hub: none of this machine, and at most one slash."""
+    return path if path and path.count("/") <= 1 and not is_local(path) else None
+
+
+def is_local(path: str) -> bool:
+    """Tell whether ``path`` says where something is on this machine, which is nobody else's business."""
+    return path[:1] in {*"./~"} or "\\" in path or os.path.exists(path)
 
 
 def cut_draft_vocabulary(flags: dict[str, Any], target: PreTrainedConfig) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -201,24 +202,27 @@ def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, 
     assert "twin static tree" in capsys.readouterr().out
 
 
-def test_bench_adds_its_figures_to_a_model_card(models, prompts, tmp_path):
-    card = tmp_path / "draft" / "README.md"
-    card.parent.mkdir()
+def test_bench_adds_its_figures_to_a_model_card(models, prompts, tmp_path, capsys):
+    draft = shutil.copytree(models["twin"], tmp_path / "twin")
+    card = draft / "README.md"
     card.write_text("---\nbase_model: org/target\n---\n\n# A draft\n\n## Training\n\nLong.\n", encoding="utf-8")
     options = ["--prompts", prompts, "--max-new-tokens", "8", "--no-baselines", "--warmup", "0", "--card", str(card)]
-    call = ["bench", models["target"], "--draft", models["twin"], "--num-speculative-tokens", "3", *options]
+    call = ["bench", models["target"], "--draft", str(draft), "--num-speculative-tokens", "3", *options]
     assert main(call) == main([*call, "--tree", "[[0],[0,0],[0,0,0]]"]) == 0
     content = card.read_text(encoding="utf-8")
     assert content.count("## Benchmarks") == 1 and "## Training\n\nLong." in content
     for category in ("overall", "prompts", "chat"):
         assert re.search(rf"^\| {category} \| [12] \| twin static tree \| 3.50 \| 100% \|", content, re.MULTILINE)
     data = ModelCard.load(card).data
-    assert data.base_model == "org/target" and data.model_name == "draft"
+    assert data.base_model == "org/target" and data.model_name == "twin"
     assert [(one.dataset_name, one.metric_type) for one in data.eval_results] == [
         (category, "mean_accepted_length") for category in ("overall", "prompts", "chat")
     ]
     assert all(one.metric_value == pytest.approx(3.5) for one in data.eval_results)
     assert main([*call, "--draft", "ngram", models["twin"]]) == 1
+    assert main([*call, "--draft", models["twin"]]) == 1  # which is not the draft beside this card
+    assert card.read_text(encoding="utf-8") == content
+    assert f"is not the card of {models['twin']}, which is measured" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main([*call, "--card", str(tmp_path / "nothing")])
 

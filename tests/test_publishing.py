@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +14,15 @@ import pytest
 import torch
 from hub import running
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import filter_repo_objects
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_spec
+from hf_spec import demo
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
-from hf_spec.training import DraftTrainer
+from hf_spec.training import DraftTrainer, new_draft
 from hf_spec.training.checks import serving_warnings
 
 peft = pytest.importorskip("peft")
@@ -137,6 +142,71 @@ def test_a_card_tells_the_figures_of_every_benchmark(tmp_path: Path) -> None:
         line = next(line for line in card.splitlines() if label in line)
         assert line.endswith(f"| {found[f'eval_stories_{name}']:.3f} | {found[f'eval_chat_{name}']:.3f} |")
     assert found["eval_stories_acceptance_1"] != found["eval_chat_acceptance_1"]  # so they could have been mixed up
+
+
+def test_the_snippet_of_a_card_runs(tmp_path: Path, capsys: Any) -> None:
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    options = {"eval_prompts": 3, "eval_temperature": None, "unroll_steps": 2, "license": "apache-2.0"}
+    args = arguments(tmp_path, max_steps=1, target_name="org/target", hub_model_id="me/draft", **options)
+    trainer = DraftTrainer(eagle3_of(target), target, args, train_dataset=text(), eval_dataset=text(seed=4))
+    trainer.train()
+    found = trainer.evaluate()
+    trainer.save_model()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.base_model == "org/target" and card.data.license == "apache-2.0"
+    assert "The draft's own: apache-2.0. Its embeddings" in card.text
+    assert "[org/target](https://huggingface.co/org/target)" in card.text and "pip install hf-spec\n" in card.text
+    for line in (
+        "| prompts | 3 |",
+        f"| tokens that verifications emitted, greedy | {found['eval_measured_tokens']:,.0f} |",
+        f"| first 1 guesses accepted (cumulative) | {found['eval_acceptance_1']:.3f} |",
+        f"| guess 2 accepted if those before were (conditional) | {found['eval_conditional_acceptance_2']:.3f} |",
+    ):
+        assert line in card.text
+    (snippet,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    snippet = snippet.replace("org/target", str(demo.path())).replace("me/draft", str(tmp_path))
+    capsys.readouterr()
+    exec(snippet, {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def eagle3_of(target: Any) -> Any:
+    return new_draft(Eagle3SpeculatorConfig.for_target(target.config), target)
+
+
+@pytest.mark.parametrize("named", [None, "org/target"])
+def test_no_directory_of_this_machine_is_published(named: str | None, tmp_path: Path, caplog: Any) -> None:
+    logging.getLogger("transformers").propagate = True
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    sharp_target().save_pretrained(tmp_path / "place" / "target")
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "place" / "target")
+    draft = eagle3(target)
+    assert draft.config.speculators_config["verifier"]["name_or_path"] is None
+    draft.config.speculators_config["verifier"]["name_or_path"] = str(tmp_path / "place")  # as was written before
+    saved = {"target_name": named, "save_strategy": "steps", "save_steps": 1, "data_name": str(tmp_path / "place")}
+    trained(draft, target, tmp_path / "draft", **saved)
+    files = [path for path in (tmp_path / "draft").rglob("*") if path.is_file()]
+    sent = filter_repo_objects(
+        [str(path.relative_to(tmp_path / "draft")) for path in files], ignore_patterns=excluded()
+    )
+    assert {*sent} == {"README.md", "config.json", "model.safetensors"}
+    for name in ("README.md", "config.json", "model.safetensors"):
+        assert str(tmp_path).encode() not in (tmp_path / "draft" / name).read_bytes()
+    verifier = AutoModel.from_pretrained(tmp_path / "draft").config.speculators_config["verifier"]
+    assert verifier["name_or_path"] == named and ("set target_name" in caplog.text) == (named is None)
+
+
+def excluded() -> list[str]:
+    """Return what the line in README leaves out of an upload."""
+    root = Path(hf_spec.__file__).parents[1]
+    found = [
+        re.findall(r'--exclude "?([^" ]+)"?', line)
+        for file in ("README.md", "docs/training.md")
+        for line in (root / file).read_text(encoding="utf-8").splitlines()
+        if line.startswith("hf upload")
+    ]
+    assert len(found) == 2 and found[0] == found[1]
+    return found[0]
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------

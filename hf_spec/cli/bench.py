@@ -68,6 +68,10 @@ def _bench(args: argparse.Namespace) -> None:
     budgets = _budgets(args)
     if args.card and len(args.draft) != 1:
         raise ValueError(f"--card is that of one draft, but --draft names {len(args.draft)}")
+    if args.card and (draft := Path(args.draft[0])).is_dir() and args.card.resolve().parent != draft.resolve():
+        raise ValueError(
+            f"--card {args.card} is not the card of {draft}, which is measured: name {draft / 'README.md'}"
+        )
     from ..bench import import_pyplot, read_prompts, run_bench
     from .loading import load_models
 

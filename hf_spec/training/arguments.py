@@ -45,6 +45,9 @@ class DraftTrainingArguments(TrainingArguments):
         eval_speculative_tokens: how many tokens are guessed at a time; ``None``: what the draft's config says.
         eval_temperature: temperature of a second, sampled measurement; ``None`` for the greedy one only.
         data_name: what the model card calls the data; a dataset of the Hub by its id.
+        target_name: the target's id on the Hub, for the model card and the config that is saved. By default the name
+            that it was loaded by, but no directory.
+        license: licence of the draft, as the Hub calls it; its embeddings and output layer begin as the target's.
     """
 
     unroll_steps: int = 7
@@ -63,6 +66,8 @@ class DraftTrainingArguments(TrainingArguments):
     eval_speculative_tokens: int | None = None
     eval_temperature: float | None = None
     data_name: str | None = None
+    target_name: str | None = None
+    license: str | None = None
 
     learning_rate: float = 1e-4
     adam_beta2: float = 0.95

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel
 
+from ..configuration import hub_name, is_local
 from ..drafts.modeling import DraftModel, vllm_command
 from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
@@ -23,6 +24,7 @@ def model_card(
     *,
     base: str | None = None,
     examples: int | None = None,
+    target_name: str | None = None,
     best_step: int | None = None,
 ) -> str:
     """Return a README for the Hub: target, recipe, what was measured, and how to load the draft.
@@ -30,33 +32,50 @@ def model_card(
     ``base`` is the name of the draft if what is saved is an adapter on it, ``examples`` how many it was
     trained on, ``best_step`` the step whose weights were loaded when training ended.
     """
-    name = hub_name(target.config.name_or_path)
+    name = target_name or hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
     what = f"{kind} draft" if base is None else f"adapter on a draft ({kind})"
     parts = [
-        _front_matter(name, kind, args.data_name, base),
+        _front_matter(name, kind, args, base),
         f"# {what} for {name or type(target).__name__}",
-        f"Guesses tokens for speculative decoding with {_millions(draft)} parameters. The text stays the target's.",
+        f"Guesses tokens for speculative decoding of {_link(name, type(target).__name__)} with {_millions(draft)} "
+        f"parameters. The text stays the target's. Trained by {_library()}.",
         "## How to use it\n\n" + _usage(draft, kind, name or "the-target", args.hub_model_id or "this-draft", base),
-        "## Measured\n\n" + _measured(history, best_step),
+        "## Measured\n\n" + _measured(args, history, best_step),
         "## Training\n\n" + _recipe(args, steps, history, examples),
+        "## Licence\n\n" + _licence(args.license),
     ]
     if warnings := serving_warnings(draft, target):
         parts.append("## Limits\n\n" + "\n".join(f"- {warning}" for warning in warnings))
     return "\n\n".join(parts) + "\n"
 
 
-def hub_name(path: str | None) -> str | None:
-    """Return ``path`` if it may be a name on the Hub: one on somebody's disk is none."""
-    return path if path and path.count("/") <= 1 and path[0] not in "./~" and not os.path.exists(path) else None
+def _link(name: str | None, otherwise: str) -> str:
+    return f"[{name}](https://huggingface.co/{name})" if name else f"a {otherwise}"
 
 
-def _front_matter(target: str | None, kind: str, data: str | None, base: str | None) -> str:
+def _library() -> str:
+    """Name the library, with the first address that its package gives."""
+    try:
+        addresses = metadata("hf-spec").get_all("Project-URL") or []
+    except PackageNotFoundError:  # run from a checkout
+        addresses = []
+    return f"[hf_spec]({addresses[0].partition(', ')[2]})" if addresses else "hf_spec"
+
+
+def _licence(name: str | None) -> str:
+    own = f"The draft's own: {name}." if name else "None is named for the draft."
+    return f"{own} Its embeddings and output layer began as the target's, whose licence applies to them."
+
+
+def _front_matter(target: str | None, kind: str, args: DraftTrainingArguments, base: str | None) -> str:
+    data = hub_name(args.data_name)
     card = ModelCardData(
+        license=args.license,
         library_name="transformers" if base is None else "peft",
         tags=["speculative-decoding", "hf_spec", kind],
         base_model=target if base is None else hub_name(base),
-        datasets=None if data is None or hub_name(data) is None else [data],
+        datasets=[data] if data else None,
     )
     return f"---\n{card.to_yaml()}\n---"
 
@@ -68,15 +87,20 @@ def _millions(draft: Any) -> str:
 def _usage(draft: Any, kind: str, target: str, here: str, base: str | None) -> str:
     loader = "AutoModel" if isinstance(draft, DraftModel) else "AutoModelForCausalLM"
     imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None else [])]
-    imports += [f"from transformers import {', '.join(dict.fromkeys((loader, 'AutoModelForCausalLM')))}"]
+    loaders = dict.fromkeys((loader, "AutoModelForCausalLM", "AutoTokenizer"))
+    imports += [f"from transformers import {', '.join(loaders)}"]
     loaded = f'{loader}.from_pretrained("{here if base is None else hub_name(base) or "the-draft"}")'
     if base is not None:
         loaded = f'PeftModel.from_pretrained({loaded}, "{here}")'
     lines = [
+        *("```sh", f"pip install hf-spec{' peft' if base is not None else ''}", "```", ""),
         *("```python", *imports, ""),
+        f'tokenizer = AutoTokenizer.from_pretrained("{target}")',
         f'target = AutoModelForCausalLM.from_pretrained("{target}")',
         f"draft = {loaded}",
-        *("target.generate(**inputs, speculator=draft)", "```"),
+        'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+        "out = target.generate(**inputs, speculator=draft, max_new_tokens=64)",
+        *("print(tokenizer.decode(out[0], skip_special_tokens=True))", "```"),
     ]
     return "\n".join(lines) + "\n\n" + _usage_in_vllm(draft, target, here, base)
 
@@ -89,7 +113,7 @@ def _usage_in_vllm(draft: Any, target: str, here: str, base: str | None) -> str:
     return vllm_command("draft_model", target, here, 5)
 
 
-def _measured(history: list[dict[str, float]], best_step: int | None) -> str:
+def _measured(args: DraftTrainingArguments, history: list[dict[str, float]], best_step: int | None) -> str:
     ended = bool(history) and "train_runtime" in history[-1]  # not evaluated since the best weights were loaded
     found: dict[str, dict[str, float]] = {}  # by what the metrics of a dataset begin with
     for logs in history:
@@ -101,23 +125,30 @@ def _measured(history: list[dict[str, float]], best_step: int | None) -> str:
     if not found:
         return "Nothing was measured in this training run."
     names = {
-        "acceptance_length": "mean accepted length (tokens per verification, greedy)",
+        "measured_prompts": "prompts",
+        "measured_tokens": "tokens that verifications emitted, greedy",
+        "acceptance_length": "τ: mean accepted length (tokens per verification, greedy)",
         "sampled_acceptance_length": "the same, sampled",
     }
-    names |= {f"acceptance_{position}": f"guess {position} accepted" for position in range(1, 33)}
+    names |= {f"acceptance_{k}": f"first {k} guesses accepted (cumulative)" for k in range(1, 33)}
+    names |= {
+        f"conditional_acceptance_{k}": f"guess {k} accepted if those before were (conditional)" for k in range(1, 33)
+    }
     lines = []
     for metric, label in names.items():
         cells = [logs.get(f"{prefix}{metric}") for prefix, logs in found.items()]
         if any(cell is not None for cell in cells):
-            lines.append((label, *("" if cell is None else f"{cell:.3f}" for cell in cells)))
+            form = ",.0f" if metric.startswith("measured") else ".3f"
+            lines.append((label, *("" if cell is None else f"{cell:{form}}" for cell in cells)))
     table = _table(lines, [prefix.removeprefix("eval_").rstrip("_") for prefix in found])
-    return f"By generation from held-out prompts:\n\n{table}"
+    return f"By `generate` from held-out prompts, up to {args.eval_max_new_tokens} new tokens each:\n\n{table}"
 
 
 def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, float]], examples: int | None) -> str:
     done = max((int(logs.get("step", 0)) for logs in history), default=0)
     schedule = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    data = [args.data_name, None if examples is None else f"{examples:,} examples"]
+    named = None if is_local(args.data_name or "") else args.data_name
+    data = [named, None if examples is None else f"{examples:,} examples"]
     return _table(
         [
             ("data", ", ".join(one for one in data if one) or "not named"),

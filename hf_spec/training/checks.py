@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..configuration import max_positions
+from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
 
 logger = logging.get_logger(__name__)
@@ -33,6 +33,16 @@ def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[st
         draft.check_vocabulary()
     for warning in serving_warnings(draft, target):
         logger.warning_once(warning)
+
+
+def name_target(draft: Any, name: str | None) -> None:
+    """Write the name of its target on the Hub into the config of ``draft``, and no directory of this machine."""
+    if not isinstance(draft, DraftModel):
+        return
+    verifier = draft.config.speculators_config["verifier"]
+    verifier["name_or_path"] = name or hub_name(verifier.get("name_or_path"))
+    if verifier["name_or_path"] is None:
+        logger.warning_once("nothing says for which target this draft is: set target_name to its id on the Hub")
 
 
 def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:

@@ -27,10 +27,9 @@ from transformers import (
 
 from ..checkpoints.kinds import config_classes
 from ..checkpoints.resolve import as_speculator, load_draft
-from ..configuration import max_positions
+from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
-from .card import hub_name
 from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer

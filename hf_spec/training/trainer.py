@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.unrolling import Unrolled, UnrollInput
@@ -22,7 +23,7 @@ from ..metrics import Counts
 from . import sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
-from .checks import check_before_saving
+from .checks import check_before_saving, name_target
 from .data import DraftCollator, check_examples
 from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
@@ -47,7 +48,7 @@ class DraftTrainer(Trainer):
     ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and else stays as it is; it runs in
     this process, but not on datasets that are a ``FeatureCache``: with those alone, ``cache.load_target()`` will do.
     ``evaluate()`` adds what speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how
-    often the k-th guess is accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
+    often the first k guesses are accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
 
     Args:
         model: a ``DraftModel``, or a small causal language model to distil; or use ``model_init``.
@@ -353,19 +354,27 @@ class DraftTrainer(Trainer):
             draft = self.draft
             with sharding.gathered(cast(nn.Module, self.model)), as_loaded(draft):
                 counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
-            figures |= {f"{name}{key}": value for key, value in self._acceptance(counts).items()}
+            figures |= {f"{name}{key}": value for key, value in self._acceptance(counts, len(mine)).items()}
         return figures
 
-    def _acceptance(self, counts: Counts) -> dict[str, float]:
+    def _acceptance(self, counts: Counts, prompts: float) -> dict[str, float]:
+        """Return what was accepted after all processes' ``prompts``: of the steps, and of those that got so far."""
         depth = 32  # processes may have guessed to different depths
-        flat = [counts.steps, counts.emitted]
+        flat = [prompts, counts.steps, counts.emitted]
         for by_depth in (counts.offered, counts.reached):
             flat += [*by_depth[:depth], *[0] * (depth - len(by_depth))]
-        steps, emitted, *found = self._over_processes(torch.tensor(flat, dtype=torch.float64)).tolist()
-        figures = {"acceptance_length": emitted / max(1, steps)}
-        for k, (offered, reached) in enumerate(zip(found[:depth], found[depth:], strict=True), start=1):
-            if offered:
-                figures[f"acceptance_{k}"] = reached / offered
+        prompts, steps, emitted, *found = self._over_processes(torch.tensor(flat, dtype=torch.float64)).tolist()
+        figures = {
+            "acceptance_length": emitted / max(1, steps),
+            "measured_prompts": prompts,
+            "measured_tokens": emitted,
+        }
+        offered, reached = found[:depth], found[depth:]
+        for k in range(depth):
+            if offered[k]:
+                figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
+                before = reached[k - 1] if k else offered[0]
+                figures[f"conditional_acceptance_{k + 1}"] = reached[k] / max(1, before)
         return figures
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -382,6 +391,7 @@ class DraftTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         check_before_saving(self.draft, self.target, state_dict)
+        name_target(self.draft, self._target_name)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self._write_card(output_dir or cast(str, self.args.output_dir))
@@ -403,6 +413,10 @@ class DraftTrainer(Trainer):
         if self.is_world_process_zero():
             self._write_card(cast(str, self.args.output_dir))
 
+    @property
+    def _target_name(self) -> str | None:
+        return self.settings.target_name or hub_name(self.target.config.name_or_path)
+
     def _write_card(self, directory: str) -> None:
         model: Any = self.accelerator.unwrap_model(self.model)
         data: Any = self.train_dataset
@@ -414,6 +428,7 @@ class DraftTrainer(Trainer):
             self.state.log_history,
             base=None if model is self.draft else str(model.active_peft_config.base_model_name_or_path),
             examples=len(data) if hasattr(data, "__len__") else None,
+            target_name=self._target_name,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         Path(directory, "README.md").write_text(card, encoding="utf-8")
