@@ -301,7 +301,7 @@ class SpeculationStats:
     def _repr_html_(self) -> str:
         title, lines = self._told()
         # A table, not lines of text: notebooks may show those in a font whose letters differ in width.
-        cells = (f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in lines.items())
+        cells = (f"<tr>{_cell(name)}{_cell(text)}</tr>" for name, text in lines.items())
         figures = f"<table><caption>{html.escape(title)}</caption>{''.join(cells)}</table>"
         rows = [row for row in self.per_row if row.tokens]
         if self.tokenizer is None or not rows:
@@ -319,6 +319,10 @@ class SpeculationStats:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+def _cell(text: str) -> str:
+    return f'<td style="text-align: left">{html.escape(text)}</td>'
 
 
 def _row_html(row: RowStats, tokenizer: Any) -> str:

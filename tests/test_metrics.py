@@ -163,7 +163,7 @@ def test_repr_names_the_figures() -> None:
 def test_html_needs_no_font_of_equal_widths() -> None:
     """Names and figures are cells of a table; no column is made of spaces."""
     page = example()._repr_html_()
-    cells = re.findall("<td>(.*?)</td>", page)
+    cells = re.findall("<td[^>]*>(.*?)</td>", page)
     assert [html.unescape(cell) for cell in cells[:4]] == [
         "mean accepted length",
         "2.20 tokens per step and row",

@@ -339,7 +339,7 @@ def test_settings_without_a_speculator(setting: dict[str, Any], speculator: Any)
     refuse("need a speculator", "speculator=", speculator=speculator, **setting)
 
 
-def test_misspelt_keywords_are_still_refused_by_the_host() -> None:
+def test_misspelt_keywords_are_still_refused_by_transformers() -> None:
     refuse("speculater", "", speculator="ngram", speculater="ngram")
 
 
