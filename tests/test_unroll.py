@@ -211,6 +211,25 @@ def test_blocks_attend_as_one_dense_softmax_does(size: int, monkeypatch: pytest.
         torch.testing.assert_close(one, two, atol=2e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("flex", [False, True])
+@torch.no_grad()
+def test_any_number_of_queries_attends_to_any_stretch_of_keys(flex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_spec.drafts.reach.BLOCK", 4)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 2, 3, 10, 16, generator=generator)
+    key, value = (torch.randn(2, 2, 6, 16, generator=generator) for _ in range(2))
+    first = torch.tensor([[0, 0, 1, 1, 2, 2, 0, 0, 4, 4], [0] * 10])
+    end = torch.tensor([[1, 1, 3, 3, 2, 2, 6, 6, 6, 6], [2, 2, 3, 3, 4, 4, 5, 5, 6, 6]])  # two queries see nothing
+    attended, logsumexp = attend(query, key, value, Reach(first, end), flex)
+    place = torch.arange(6)
+    hidden = (place >= end[:, :, None]) | (place < first[:, :, None])
+    scores = (query @ key.mT[:, :, None]).masked_fill(hidden[:, None, None], -torch.inf)
+    seen = (first < end)[:, None, None].expand(logsumexp.shape)
+    torch.testing.assert_close(attended[seen], (scores.softmax(-1) @ value[:, :, None])[seen], atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(logsumexp[seen], scores.logsumexp(-1)[seen], atol=2e-6, rtol=1e-4)
+    assert (logsumexp[~seen] < -1e9).all() and attended[~seen].isfinite().all()
+
+
 @pytest.mark.parametrize("layers", [None, {"num_hidden_layers": 2}])
 def test_blocks_and_recomputing_change_neither_logits_nor_gradients(
     layers: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch

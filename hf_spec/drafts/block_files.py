@@ -12,7 +12,17 @@ from torch import Tensor
 from ..configuration import default_speculators_config
 from ..settings import is_int
 from .blocks import BlockSpeculatorConfig
-from .files import Checkpoint, Files, Format, applying, complete_vocabulary, flat_layers, is_speculators, needed
+from .files import (
+    Checkpoint,
+    Files,
+    Format,
+    applying,
+    complete_vocabulary,
+    flat_layers,
+    is_speculators,
+    needed,
+    refuse_gemma_layers,
+)
 from .files import shared_with_target as left_to_target
 
 Read = tuple[BlockSpeculatorConfig, dict[str, Tensor]]
@@ -36,6 +46,7 @@ def read_flat(
     kind: type[BlockSpeculatorConfig], raw: dict[str, Any], tensors: dict[str, Tensor], **given: Any
 ) -> Read:
     """Read a flat config, whose own fields are those of the decoder layers; the caller has ``given`` the rest."""
+    refuse_gemma_layers(raw)
     tensors = needed(tensors)
     layers = flat_layers(raw, tensors)
     layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # the target may have had more

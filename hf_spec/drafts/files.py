@@ -128,6 +128,15 @@ def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
     return []
 
 
+def refuse_gemma_layers(config: dict[str, Any]) -> None:
+    """Raise a ValueError if a flat config describes decoder layers of Gemma 4, whose attention no draft here has."""
+    if str(config.get("model_type")).startswith("gemma4"):
+        raise ValueError(
+            f"it is made of {config['model_type']} layers, which hf_spec does not build: use a draft of qwen3 layers, "
+            "or train one for this target (examples/train_dspark.py)"
+        )
+
+
 def applying(obstacles: list[tuple[bool, str]]) -> list[str]:
     """Return the sentences about what is in an engine's way that apply."""
     return [sentence for applies, sentence in obstacles if applies]
