@@ -215,6 +215,15 @@ def test_planted_mistakes_are_caught(name: str, mistake: Any, monkeypatch: pytes
     assert "vanilla tree, batch 8" in mistakes(model, [8], "tree", self_check=False)
 
 
+@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_model_that_looks_at_the_plain_mask(config: SpeculationConfig) -> None:
+    """Moshi counts its columns: those of left padding, of the text and of the guesses."""
+    model = build("moshi")
+    text = plain(model, 3)
+    out = speculative(model, 3, Way("n-gram", NgramSpeculator(corpus=flawed(text)), config))
+    assert torch.equal(getattr(out, "sequences", out), text)
+
+
 if __name__ == "__main__":  # python tests/test_exactness.py [names]: print the table of docs/architectures.md
     torch.set_num_threads(1)
     print("| architecture | chain | tree |\n| --- | --- | --- |")

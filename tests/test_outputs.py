@@ -158,6 +158,27 @@ def test_cache(name: str, batch: str, shape: str, options: dict[str, Any]) -> No
         assert any(isinstance(layer, DynamicSlidingWindowLayer) for layer in out.past_key_values.layers)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_the_last_column_of_a_row_that_ends_one_token_before_the_limit(name: str, shape: str) -> None:
+    """Plain generate pads that row once, and so reads its last token: it is in the last column."""
+    inputs = prompts(2, (13, 9))
+    text = generate(inputs, name).sequences
+    token = text[0, -2]
+    inputs = inputs if (text[1, 13:-1] != token).all() else prompts(2, (13, 5))
+    options = {"eos_token_id": int(token), "pad_token_id": 0}
+    plain = generate(inputs, name, **options)
+    assert lengths(plain.sequences, options) == [NEW - 1, NEW]
+    for wrong in (1, 3, 1000):
+        guesser = Oracle(plain.sequences, wrong)
+        out = generate(inputs, name, speculator=guesser, speculation_config=SHAPES[shape], **options)
+        assert torch.equal(out.sequences, plain.sequences)
+        for mine, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            assert mine.get_seq_length() == theirs.get_seq_length() == 13 + NEW - 1
+            assert close(mine.keys[:, :, -1], theirs.keys[:, :, -1])
+            assert close(mine.values[:, :, -1], theirs.values[:, :, -1])
+
+
 # --- Statistics ------------------------------------------------------------------------------------------------------
 
 

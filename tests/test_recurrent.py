@@ -169,6 +169,33 @@ def test_turns(name: str) -> None:
             assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+def test_the_state_handed_back_has_read_all_that_was_carried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tokens the last block left: none, exactly one, several."""
+    model, counts, release = target(name), set[int](), LazyRunner.release
+
+    def counted(runner: LazyRunner, committed: int) -> Any:
+        counts.add(len(runner._carried[0]))
+        return release(runner, committed)
+
+    monkeypatch.setattr(LazyRunner, "release", counted)
+    text = plain(model)
+    for end in range(13 + 1, 13 + 9):
+        options = {"eos_token_id": int(text[0, end]), "pad_token_id": 0, "return_dict_in_generate": True}
+        expected = plain(model, **options)
+        cache = expected.get(cache_name(model), expected.past_key_values)
+        for wrong in (1, 3, 1000):
+            out = speculative(model, 1, Oracle(text, wrong), CHAIN, **options)
+            assert torch.equal(out.sequences, expected.sequences)
+            for mine, theirs in zip(out.past_key_values.layers, cache.layers, strict=True):
+                for kept in ("conv_states", "recurrent_states"):
+                    for number, state in getattr(theirs, kept, {}).items():
+                        torch.testing.assert_close(getattr(mine, kept)[number], state, atol=1e-4, rtol=1e-4)
+                if isinstance(getattr(theirs, "keys", None), Tensor):
+                    torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+    assert {0, 1} < counts
+
+
 # --- The same distribution
 # ----------------------------------------------------------------------------------------------------
 
