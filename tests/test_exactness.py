@@ -216,8 +216,8 @@ def test_planted_mistakes_are_caught(name: str, mistake: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
-def test_a_model_that_looks_at_the_plain_mask(config: SpeculationConfig) -> None:
-    """Moshi counts its columns: those of left padding, of the text and of the guesses."""
+def test_columns_beyond_a_window_are_hidden_where_the_models_own_mask_shows_them(config: SpeculationConfig) -> None:
+    """Moshi's layers keep a window, but its mask is a causal one: columns kept for other rows must not be seen."""
     model = build("moshi")
     text = plain(model, 3)
     out = speculative(model, 3, Way("n-gram", NgramSpeculator(corpus=flawed(text)), config))
