@@ -81,15 +81,18 @@ def test_a_model_with_a_default_is_not_kept_alive() -> None:
     assert gone() is None
 
 
-def static(model: PreTrainedModel) -> dict[str, Any]:
-    return {"past_key_values": StaticCache(config=model.config, max_cache_len=30)}
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """Be a process group of one, for `synced_gpus`."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    yield
+    torch.distributed.destroy_process_group()
 
 
 REFUSED: dict[str, tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = {
     "beams": ("num_beams=3", lambda model: {"num_beams": 3}),
     "no cache": ("use_cache=False", lambda model: {"use_cache": False}),
-    "a static cache": ("StaticCache", static),
-    "a static cache by name": ("cache_implementation='static'", lambda model: {"cache_implementation": "static"}),
+    "several processes": ("synced_gpus", lambda model: {"synced_gpus": True}),
     "prompt lookup": ("prompt_lookup_num_tokens", lambda model: {"prompt_lookup_num_tokens": 2}),
     "attention weights": ("output_attentions", lambda model: {"output_attentions": True}),
 }
@@ -111,6 +114,19 @@ def test_a_call_that_a_default_cannot_serve_is_plain(case: str, model: PreTraine
     for own in ({"speculator": draft()}, {"num_speculative_tokens": 3}, {"speculation_config": CHAIN}):
         with pytest.raises(ValueError, match=cause.split("=")[0]):
             model.generate(**prompts(1), **NEW, **options(model), **own)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_static_cache_is_served(named: bool, model: PreTrainedModel, warned: list[str]) -> None:
+    def options() -> dict[str, Any]:
+        cache = None if named else StaticCache(config=model.config, max_cache_len=30)
+        return {"cache_implementation": "static"} if named else {"past_key_values": cache}
+
+    plain = model.generate(**prompts(1), **NEW, **options())
+    hf_spec.set_speculator(model, draft())
+    assert torch.equal(model.generate(**prompts(1), **NEW, **options()), plain)
+    assert hf_spec.last_speculation(model) is not None
+    assert warned == []
 
 
 def test_the_stream_of_a_call_that_falls_back_is_plain_generates(model: PreTrainedModel) -> None:

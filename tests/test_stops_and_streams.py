@@ -265,7 +265,7 @@ def test_async_streamer() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "by the keyword": {"cache_implementation": "static"},
+    "by the keyword": {"cache_implementation": "quantized"},
     "by the loop": {"num_beams": 2},
     "by the draft": {"speculator": hf_spec.NgramSpeculator(corpus=[[5, 10**6]])},
     "by what reads drafts": {"speculator": "/nowhere"},
