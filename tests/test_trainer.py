@@ -120,9 +120,8 @@ def test_overfitting_makes_every_step_right(make: Any, tmp_path: Path) -> None:
     trainer = DraftTrainer(make(target), target, args, train_dataset=text(2), eval_dataset=text(2))
     trainer.train()
     found = trainer.evaluate()
-    steps = 1 if make is vanilla else STEPS
-    assert [found[f"eval_accuracy_{k}"] for k in range(1, steps + 1)] == [1.0] * steps
-    assert found["eval_expected_length"] == 1 + steps
+    assert [found[f"eval_accuracy_{k}"] for k in range(1, STEPS + 1)] == [1.0] * STEPS
+    assert found["eval_expected_length"] == 1 + STEPS
 
 
 @pytest.mark.parametrize("make", [wide_eagle3, mtp, medusa, medusa_sharing])
