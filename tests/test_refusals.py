@@ -83,7 +83,7 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "a static cache with offloading": (
         "a StaticCache with offloading",
-        "without `speculator`",
+        "leave the cache dynamic",
         {"past_key_values": lambda: StaticCache(config=target().config, max_cache_len=30, offloading=True)},
     ),
     "an offloaded cache": (
@@ -173,12 +173,22 @@ def test_activation_checkpointing() -> None:
     assert model.eval().is_activation_checkpointing
 
 
+@pytest.mark.parametrize("name", ["mamba", "lfm2", "qwen3_next"])
+def test_recurrent_states_in_a_static_cache(name: str) -> None:
+    model = build(name)
+    cause, cure = "recurrent states .* cannot be taken back in a static cache", "cache_implementation unset"
+    refuse(cause, cure, model, cache_implementation="static")
+    if name != "mamba":  # has a cache of another name
+        refuse(cause, cure, model, past_key_values=StaticCache(config=model.config, max_cache_len=30))
+
+
 def test_flash_attention() -> None:
     model = noisy(target(), 0.0)
     model.config._attn_implementation = "flash_attention_2"
     one = prompts(1)
     refuse("flash_attention_2 takes no custom mask", "sdpa", model)
     refuse("flash_attention_2 takes no custom mask", "tree=None", model, speculation_config=TREE, **one)
+    refuse("mask, which a static cache needs", "leave the cache dynamic", model, cache_implementation="static", **one)
     refuse("rows that advance", "sdpa", model, num_return_sequences=2, do_sample=True, **one)
 
 

@@ -93,7 +93,8 @@ def _refuse_target(
     if isinstance(cache, StaticCache):
         _refuse_static(model, cache)
     if (reason := why_unsupported(model, cache, batch)) is not None:
-        raise _refusal(f"{reason}; generate without `speculator`")
+        other = ", or leave the cache dynamic" if isinstance(cache, StaticCache) else ""
+        raise _refusal(f"{reason}; generate without `speculator`{other}")
     if config.tree is not None and (reason := why_no_trees(model)) is not None:
         raise _refusal(f"{reason}; use a chain (tree=None)")
     if keeps_own_states(model) and any(model_kwargs.get(name) is not None for name in CACHES):
