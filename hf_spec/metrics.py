@@ -118,6 +118,7 @@ class SpeculationStats:
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
     first_tokens_in_steps: int = 0
+    pace: str = ""  # how deep the steps guessed, and why, in words
     per_row: list[RowStats] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -268,6 +269,7 @@ class SpeculationStats:
             "time_to_first_token": self.time_to_first_token,
             "time_per_output_token": self.time_per_output_token,
             "total_seconds": self.total_seconds,
+            "pace": self.pace,
             "per_row": [row.to_dict() for row in self.per_row],
         }
 
@@ -287,6 +289,7 @@ class SpeculationStats:
             "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
             "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
             "acceptance by position": by_position or "-",
+            "depth of guesses": self.pace or "-",
             "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
             "time to first token": f"{self.time_to_first_token * 1e3:.1f} ms",
             "time per output token": f"{self.time_per_output_token * 1e3:.2f} ms",

@@ -18,7 +18,9 @@ class SpeculationConfig:
     """Choose how to guess and how to verify; everything left ``None`` is decided by the draft.
 
     Args:
-        num_speculative_tokens: length of a chain, depth of a tree; ``"auto"`` adapts it to the acceptance seen so far.
+        num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: whatever emits most tokens a second, by
+            what steps took and what was accepted so far; 0 is one of the depths. ``None``: that, beginning with the
+            draft's own number; when sampling that number in every step, so that a seed gives the same text again.
         tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
             for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
             of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).

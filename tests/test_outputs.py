@@ -26,7 +26,6 @@ from hf_spec import (
     Speculator,
     VanillaSpeculator,
 )
-from hf_spec.decoding.loop import DraftLength
 from hf_spec.scoring import buffers
 from hf_spec.scoring.buffers import SlotBuffer
 
@@ -274,21 +273,6 @@ def test_the_text_is_shown_with_the_tokenizer_of_the_call() -> None:
     html = out.speculation._repr_html_()
     assert "accepted guesses" in html
     assert "accepted guesses" not in generate(prompts(1), speculator=draft()).speculation._repr_html_()
-
-
-def test_automatic_length_follows_acceptance_and_cost() -> None:
-    def limit(accepted: int, propose: float, batch: int = 1) -> int:
-        stats = SpeculationStats(batch_size=batch)
-        for _ in range(10):
-            rows = list(range(batch))
-            stats.step(rows, [4] * batch, [accepted] * batch, [accepted + 1] * batch, [4] * batch)
-        stats.propose_seconds, stats.verify_seconds = propose, 1.0
-        return DraftLength(SpeculationConfig(num_speculative_tokens="auto")).limit(stats)
-
-    assert limit(0, propose=1.0) == 1
-    assert 1 < limit(2, propose=0.4) < limit(4, propose=0.4) == DraftLength.LONGEST
-    assert limit(2, propose=0.4) == limit(2, propose=0.4, batch=8), "rows share a forward"
-    assert limit(2, propose=0.01) > limit(2, propose=2.0)
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

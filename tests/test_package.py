@@ -129,3 +129,11 @@ def test_ci_does_what_the_readme_says() -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:hf_spec|tests|examples|docs)/[\w./-]+|[\w-]+/[\w/-]+\.py)`", text)
+    folders = (ROOT, ROOT / "hf_spec")
+    assert [name for name in named if not any((folder / name).exists() for folder in folders)] == []

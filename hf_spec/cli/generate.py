@@ -60,7 +60,10 @@ def _generate(args: argparse.Namespace) -> None:
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
         speculator=speculator,
-        speculation_config=configured(speculator, args, args.tree),
+        # Left out, the number of guesses is chosen by the clock.
+        speculation_config=configured(speculator, args, args.tree).merge(
+            num_speculative_tokens=args.num_speculative_tokens
+        ),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=args.max_new_tokens,
         return_dict_in_generate=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,15 +14,17 @@ from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
-from ..drafts.base import Drafter, News, Request, Speculator
+from ..drafts.base import News, Request, Speculator
 from ..metrics import SpeculationStats
-from ..proposal import Proposal, tree_from_paths
+from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
-from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from ..settings import SpeculationConfig
 from .choice import Choice, Chooser
+from .late import LateDrafter
 from .outputs import Record, SpeculativeOutput, remember_speculation
+from .pace import Pace
 from .processors import Processors
 from .ranks import Ranks
 from .refusals import refuse_call, refusing
@@ -77,14 +80,19 @@ class SpeculativeDecoding:
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
+            is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
             if config.self_check:
-                is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
                 check_target(model, trees=config.tree is not None, static=is_static)
         if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
             cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
 
         if generation_config.do_sample:
             ranks.share_random_numbers(input_ids.device)
+        asked = None if self.config is None else self.config.num_speculative_tokens
+        if asked is None and not generation_config.do_sample and not is_static:
+            # Only here does the clock decide unasked. Where random numbers are drawn, a step takes as many as it is
+            # deep, and the same seed would not give the same text; over a static cache, each depth is compiled anew.
+            config = config.merge(num_speculative_tokens="auto")
         call = Call(
             model, speculator, config, text, ranks, logits_processor, generation_config, model_kwargs, self.tokenizer
         )
@@ -120,20 +128,20 @@ class Call:
         self.text = text
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
-        # Who takes part in a step: the processes that share the model; how deep to guess; the drafter that guesses,
-        # made once the prompt is read; the target that scores the guesses; and the chooser that makes text of them.
+        # Who takes part in a step: the processes that share the model; the drafter that guesses, made once the prompt
+        # is read; the target that scores the guesses; the chooser that makes text of them; and how deep to guess.
         self.ranks = ranks
-        self.length = DraftLength(config)
-        self.drafter: Drafter
+        self.drafter: LateDrafter
         self.processors = Processors(logits_processor)
         self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
+        self.pace = Pace.of(model, speculator, config, self.chooser.sample, self.chooser.lockstep)
         self.target = runner_for(
             model,
             model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
             speculator.feature_layers(model),
             self.record.hidden_states,
             one_chain=config.tree is None,
-            widest=self.length.most_nodes(config),
+            widest=self.pace.most_nodes(config),
         )
         self.target.most_new_tokens = max(text.room(text.rows)) + 1
         # Where the loop stands: rows that were still growing in the last step, and features of the nodes that were
@@ -203,9 +211,10 @@ class Call:
 
     def _step(self, news: News, score: Callable[[Proposal], Scores], take_back: Callable[[], None]) -> Choice:
         """Propose, score, choose and commit; ``take_back`` guesses that have spoilt the scores, and score without."""
+        start, usual = time.perf_counter(), self.stats.steps > 0
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
-            limit = min(self.ranks.agree(self.length.limit(self.stats)), max(room))
+            limit = min(self.ranks.agree(self.pace.depth(len(self.rows))), max(room))
             proposal = self.ranks.agree_on_proposal(self.drafter.propose(news, limit))
             proposal = self.target.fit(proposal.within(room), limit)
         with self.stats.timed("verify"):
@@ -214,7 +223,7 @@ class Call:
         with self.stats.timed("choose"):
             choice = self._choose(proposal, scores)
         if choice is None:
-            proposal = Proposal.nothing(proposal.root)
+            usual, proposal = False, Proposal.nothing(proposal.root)
             with self.stats.timed("verify"):
                 take_back()
                 scores = score(proposal)
@@ -225,6 +234,8 @@ class Call:
             self.block = None
             rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             self.stats.step(self.rows, *rows)
+            seconds = time.perf_counter() - start if usual and not self.drafter.caught_up else None
+            self.pace.stepped(len(self.rows), proposal.max_depth, seconds, choice.deepest, choice.accepted)
         self.features = scores.features
         return choice
 
@@ -256,12 +267,13 @@ class Call:
             path.append(proposal.child(path[-1], ids[rows, column]).clamp(min=0))
         return torch.stack(path, dim=1), counts
 
-    def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> Drafter:
+    def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> LateDrafter:
         """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
         sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
         distribution = self.processors.draft_distribution(only_best)
-        return self.speculator.drafter(Request(self.model, read, mask, features, self.config, distribution, sample))
+        request = Request(self.model, read, mask, features, self.config, distribution, sample)
+        return LateDrafter(functools.partial(self.speculator.drafter, request))
 
     @property
     def _returns_cache(self) -> bool:
@@ -273,6 +285,7 @@ class Call:
             with self.stats.timed("verify"):
                 self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
         self.stats.finish()
+        self.stats.pace = str(self.pace)
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
         sequences = self.text.finish()
@@ -294,55 +307,6 @@ class Call:
                 f"{type(self.speculator).__name__}: in {NEVER_RIGHT} or more steps not one guess was accepted. They "
                 "only cost time: was it made for another target, or with another tokenizer of the same size?"
             )
-
-
-class DraftLength:
-    """Say how deep to guess: a fixed number, or the one that promises most text per second so far.
-
-    With acceptance rate a and a guess that costs c target forwards, a chain of k emits (1 - a^(k+1)) / (1 - a) tokens
-    for 1 + c k forwards (Leviathan et al., arXiv 2211.17192, theorem 3.8). ``"auto"`` measures a and c as it goes.
-    """
-
-    LONGEST = 16
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        self._adapts = config.num_speculative_tokens == "auto"
-        self._fixed = self._default(config)
-
-    @staticmethod
-    def _default(config: SpeculationConfig) -> int:
-        if isinstance(config.num_speculative_tokens, int):
-            return config.num_speculative_tokens
-        if config.tree is not None and not isinstance(config.tree, str):
-            return max(len(path) for path in config.tree)
-        return DEFAULT_NUM_SPECULATIVE_TOKENS
-
-    def most_nodes(self, config: SpeculationConfig) -> int | None:
-        """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
-        if self._adapts:
-            return None
-        if config.tree is None:
-            return 1 + self._fixed
-        if not isinstance(config.tree, str):
-            return len(tree_from_paths(config.tree)[0])
-        whole: int = sum(config.tree_top_k**depth for depth in range(1, 1 + self._fixed))
-        return 1 + min(config.tree_nodes, whole)
-
-    def limit(self, stats: SpeculationStats) -> int:
-        """Return how deep the next proposal should go."""
-        if not self._adapts or stats.steps < 2 or not stats.verify_seconds:
-            return self._fixed
-        counts = stats.counts
-        # Only behind an accepted guess is the next one tried.
-        tried = sum(map(min, counts.offered, [counts.steps, *counts.reached]))
-        accept = min(0.98, counts.accepted / max(1, tried))
-        depth = sum(counts.offered) / counts.steps  # that rows reach on average; all of them in the same forwards
-        cost = stats.propose_seconds / max(1.0, depth) / stats.verify_seconds
-
-        def speed(k: int) -> float:
-            return (1 - accept ** (k + 1)) / (1 - accept) / (1 + cost * k)
-
-        return max(range(1, self.LONGEST + 1), key=speed)
 
 
 def _prompt_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ told which tokens became text and says what might come next; it does not know wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..proposal import Proposal
-from ..settings import SpeculationConfig
+from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,6 +73,31 @@ class News:
         """Return the last token of each row, (batch,)."""
         return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
 
+    @classmethod
+    def joined(cls, parts: Sequence[News]) -> News:
+        """Put together what became text in several steps of the same rows, the first one first."""
+        if len(parts) == 1:
+            return parts[0]
+        first, width = parts[0], sum(part.tokens.shape[1] for part in parts)
+        tokens = first.tokens.new_zeros(len(first.tokens), width)
+        features = first.features
+        if features is not None:
+            features = features.new_zeros(len(features), width, features.shape[2])
+        counts = torch.zeros_like(first.counts)
+        for part in parts:  # what is padding of one part lies under the next one
+            place = counts[:, None] + torch.arange(part.tokens.shape[1], device=counts.device)
+            tokens.scatter_(1, place, part.tokens)
+            if features is not None and part.features is not None:
+                at = place.to(features.device)[:, :, None].expand(part.features.shape)
+                features.scatter_(1, at, part.features)
+            counts = counts + part.counts
+        return cls(tokens, counts, features)
+
+    def of(self, rows: Tensor) -> News:
+        """Keep some rows."""
+        features = None if self.features is None else self.features[rows.to(self.features.device)]
+        return News(self.tokens[rows], self.counts[rows], features)
+
 
 class Drafter(ABC):
     """Guess for one ``generate`` call."""
@@ -106,14 +131,17 @@ class Speculator(ABC):
     def settings(self, config: SpeculationConfig | None = None, **changes: Any) -> SpeculationConfig:
         """Return the settings of a call: ``config``, or else this draft's ``defaults``, with some ``changes``.
 
-        A ``num_speculative_tokens`` that is still ``None`` becomes the draft's, except in a static tree, which is as
-        deep as its paths. So do ``accept_k`` and ``accept_tolerance`` where ``acceptance="near_best"`` asks for them.
+        A ``num_speculative_tokens`` that is still ``None`` becomes the draft's, or the common one, except in a static
+        tree, which is as deep as its paths. So do ``accept_k`` and ``accept_tolerance`` where
+        ``acceptance="near_best"`` asks for them.
         """
         defaults = self.defaults()
         config = (defaults if config is None else config).merge(**changes)
         names = ["num_speculative_tokens"] if isinstance(config.tree, str | None) else []
         names += ["accept_k", "accept_tolerance"] if config.acceptance == "near_best" else []
-        return config.merge(**{name: getattr(defaults, name) for name in names if getattr(config, name) is None})
+        config = config.merge(**{name: getattr(defaults, name) for name in names if getattr(config, name) is None})
+        has_depth = config.num_speculative_tokens is not None or not isinstance(config.tree, str | None)
+        return config if has_depth else config.merge(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
 
     @abstractmethod
     def drafter(self, request: Request) -> Drafter:

@@ -1,0 +1,210 @@
+"""How deep to guess: as deep as gives most text per second, judged by what steps took and what they emitted.
+
+A step that guesses k deep emits 1 + S(1) + ... + S(k) tokens of a row on average, where S(j) is how often its j-th
+guess is accepted, and takes T(k) seconds from the drafter to the new text. The depth with the largest ratio of the two
+is taken; 0 is one of them, an ordinary step that asks no draft. Nothing is assumed of T but that it lies on a line
+between two depths that were measured (Leviathan et al., arXiv 2211.17192, section 3.4, take T(k) = T(0) + c k).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from statistics import median
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..drafts.base import Speculator
+from ..proposal import tree_from_paths
+from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+
+DEEPEST = 16
+SAMPLES = 7  # latest steps of a depth, whose median is what it takes
+FADE = 0.97  # what a step's acceptance weighs after one more step
+CARRIED = 8.0  # steps that the acceptance of earlier calls weighs at most
+GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
+LOOK_AGAIN = 32  # steps until another depth is tried; four times as many after a try in vain
+MARGIN = 1.02  # how much faster another depth must promise to be
+
+
+class Experience:
+    """Remember from call to call what steps with one target and draft took, and which guesses were accepted.
+
+    ``seconds[size][depth]`` are those of the latest steps; batches of 1, 2, 3 to 4, 5 to 8, ... rows have one size.
+    ``offered[j]`` counts the rows' steps that guessed more than j tokens, ``reached[j]`` those that accepted as many.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[int, dict[int, deque[float]]] = {}
+        self.offered = [0.0] * DEEPEST
+        self.reached = [0.0] * DEEPEST
+
+    def carry_over(self) -> None:
+        """Begin another call: what was accepted in earlier ones is a hint, no more."""
+        share = min(1.0, CARRIED / max(CARRIED, self.offered[0]))
+        self._fade(share)
+
+    def measured(self, rows: int, depth: int, seconds: float) -> None:
+        """Note what a step took that guessed ``depth`` deep for ``rows`` rows. The first one of a kind warms up."""
+        samples = self.seconds.setdefault(_size(rows), {})
+        if depth in samples:
+            samples[depth].append(seconds)
+        else:
+            samples[depth] = deque(maxlen=SAMPLES)
+
+    def accepted(self, offered: Sequence[int], reached: Sequence[int]) -> None:
+        """Note how deep each row guessed in a step, and how many of its guesses were accepted."""
+        self._fade(FADE)
+        for deepest, count in zip(offered, reached, strict=True):
+            for depth in range(min(deepest, DEEPEST)):
+                self.offered[depth] += 1
+                self.reached[depth] += depth < count
+
+    def _fade(self, share: float) -> None:
+        self.offered = [share * count for count in self.offered]
+        self.reached = [share * count for count in self.reached]
+
+    def tokens(self) -> list[float]:
+        """Return what a row's step is expected to emit at each depth from 0 on."""
+        expected, survival = [1.0], 1.0
+        for offered, reached in zip(self.offered, self.reached, strict=True):
+            survival = min(survival, (reached + survival * GUESSED) / (offered + 1))
+            expected.append(expected[-1] + survival)
+        return expected
+
+    def times(self, rows: int) -> dict[int, float]:
+        """Return what steps of the measured depths take with batches like ``rows``, by depth, ascending."""
+        samples = self.seconds.get(_size(rows), {})
+        return {depth: median(seconds) for depth, seconds in sorted(samples.items()) if seconds}
+
+    def speeds(self, rows: int, deepest: int) -> dict[int, float]:
+        """Return the tokens per second of a row that each depth promises; nothing before two depths were measured."""
+        times = self.times(rows)
+        if len(times) < 2:
+            return {}
+        tokens = self.tokens()
+        return {depth: tokens[depth] / _on_line(times, depth) for depth in range(deepest + 1)}
+
+
+# By target; then by draft, shape of the guesses, and whatever else changes what steps take or what is accepted.
+_experiences: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Experience]] = WeakKeyDictionary()
+
+
+class Pace:
+    """Choose the depth of each step of a call, or keep to ``first`` where ``adapts`` is not set.
+
+    ``deepest`` bounds it. ``experience`` is shared by calls; a call begins with what the last ones found.
+    """
+
+    def __init__(self, experience: Experience, first: int, deepest: int = DEEPEST, adapts: bool = True) -> None:
+        self.first, self.deepest, self.adapts = first, deepest, adapts
+        self._experience = experience
+        self._chosen: Counter[int] = Counter()
+        self._best: int | None = None
+        self._steps = 0  # since another depth was tried
+        self._patience = LOOK_AGAIN
+        self._tries = itertools.cycle(("deeper", "shallower", "none"))
+        self._trying = False
+        if adapts:
+            experience.carry_over()
+
+    @classmethod
+    def of(
+        cls,
+        target: PreTrainedModel,
+        speculator: Speculator,
+        config: SpeculationConfig,
+        *way: Hashable,
+    ) -> Pace:
+        """Begin a call with what earlier ones of this ``target`` and draft found, decoded the same ``way``."""
+        paths = [] if config.tree is None or isinstance(config.tree, str) else [len(path) for path in config.tree]
+        asked, own = config.num_speculative_tokens, speculator.defaults().num_speculative_tokens
+        usual = max(paths, default=own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
+        first = asked if isinstance(asked, int) else usual
+        weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
+        draft = type(speculator).__name__, None if weights is None else id(weights)
+        shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
+        experience = _experiences.setdefault(target, {}).setdefault((*draft, *shape, *way), Experience())
+        return cls(experience, first, max(paths, default=DEEPEST), adapts=asked == "auto")
+
+    def most_nodes(self, config: SpeculationConfig) -> int | None:
+        """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
+        if self.adapts:
+            return None
+        if config.tree is None:
+            return 1 + self.first
+        if not isinstance(config.tree, str):
+            return len(tree_from_paths(config.tree)[0])
+        whole: int = sum(config.tree_top_k**depth for depth in range(1, 1 + self.first))
+        return 1 + min(config.tree_nodes, whole)
+
+    def depth(self, rows: int) -> int:
+        """Return how deep ``rows`` rows should guess next; 0 for an ordinary step."""
+        depth = self._choose(rows) if self.adapts else self.first
+        self._chosen[depth] += 1
+        return depth
+
+    def _choose(self, rows: int) -> int:
+        times = self._experience.times(rows)
+        if not any(times):  # no depth but 0
+            return min(self.first, self.deepest)
+        if 0 not in times:
+            return 0
+        speeds = self._experience.speeds(rows, self.deepest)
+        best = max(speeds, key=speeds.__getitem__)
+        if self._best in speeds and speeds[best] < MARGIN * speeds[self._best]:
+            best = self._best
+        if best != self._best:
+            self._best, self._patience = best, LOOK_AGAIN
+        self._steps += 1
+        if self._steps < self._patience and not self._trying:
+            return best
+        self._steps, self._patience = 0, 4 * self._patience
+        return self._other(best, speeds)
+
+    def _other(self, best: int, speeds: dict[int, float]) -> int:
+        """Return a depth to be tried instead of the ``best``: what is believed of the others may be out of date."""
+        if best == 0:
+            guessing = {depth: speed for depth, speed in speeds.items() if depth}
+            return max(guessing, key=guessing.__getitem__, default=0)
+        other = {"deeper": best + 1, "shallower": best - 1, "none": 0}[next(self._tries)]
+        return min(other, self.deepest)
+
+    def stepped(
+        self, rows: int, depth: int, seconds: float | None, offered: Sequence[int], reached: Sequence[int]
+    ) -> None:
+        """Learn from a step that guessed ``depth`` deep, in ``seconds`` unless it also read the prompt.
+
+        Row by row, ``offered`` says how deep it guessed and ``reached`` how many guesses were accepted.
+        """
+        if seconds is not None:
+            self._experience.measured(rows, depth, seconds)
+        if any(offered):
+            self._experience.accepted(offered, reached)
+        # As long as tries from ordinary steps are accepted, they go on: one alone says little.
+        self._trying = self._best == 0 and 2 * sum(reached) > len(reached)
+
+    def __str__(self) -> str:
+        total = sum(self._chosen.values())
+        if not self.adapts or not total:
+            return f"{self.first} deep in every step, as asked for"
+        parts = ", ".join(f"{depth or 'none'} in {count / total:.0%}" for depth, count in self._chosen.most_common(4))
+        return f"{parts} of {total} steps, by the clock"
+
+
+def _size(rows: int) -> int:
+    return max(0, rows - 1).bit_length()
+
+
+def _on_line(times: dict[int, float], depth: int) -> float:
+    """Return the seconds of ``depth`` from those of its measured neighbours, or of the nearest two on one side."""
+    if depth in times:
+        return times[depth]
+    known = list(times)
+    right = min(max(1, sum(one < depth for one in known)), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    slope = max(0.0, (times[high] - times[low]) / (high - low))
+    return max(times[low] + slope * (depth - low), min(times.values()))

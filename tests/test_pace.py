@@ -1,0 +1,217 @@
+"""Depths chosen by the clock: in worlds where what a step takes and emits is made up, so that no clock is asked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from architectures import prompts
+from golden import load_draft, load_target
+from twins import draft, target
+
+from hf_spec import News, SpeculationConfig
+from hf_spec.decoding.pace import DEEPEST, Experience, Pace
+
+pytestmark = pytest.mark.clock
+
+
+@dataclass(frozen=True)
+class World:
+    """Say how often the j-th guess behind an accepted one is accepted, from 0 on, and what a step takes by depth."""
+
+    accept: Callable[[int], float]
+    seconds: Callable[[int], float]
+    deepest: int = 99  # that the draft ever guesses
+    rows: int = 1
+
+    def best(self) -> tuple[int, float]:
+        """Return the best fixed depth, and its tokens per second."""
+        return max(((k, self.speed(k)) for k in range(DEEPEST + 1)), key=lambda one: one[1])
+
+    def speed(self, depth: int) -> float:
+        tokens, survival = 1.0, 1.0
+        for j in range(min(depth, self.deepest)):
+            survival *= self.accept(j)
+            tokens += survival
+        return tokens / self.seconds(min(depth, self.deepest))
+
+
+def run(pace: Pace, world: World, tokens: int, seed: int = 0, noise: float = 0.1) -> float:
+    """Decode ``tokens`` tokens per row and return how many each second gave."""
+    chance = random.Random(seed)
+    emitted, clock, first = 0.0, 0.0, True
+    while emitted < tokens:
+        depth = min(pace.depth(world.rows), world.deepest)
+        taken = world.seconds(depth) * chance.uniform(1 - noise, 1 + noise)
+        reached = []
+        for _ in range(world.rows):
+            count = 0
+            while count < depth and chance.random() < world.accept(count):
+                count += 1
+            reached.append(count)
+        pace.stepped(world.rows, depth, None if first else taken, [depth] * world.rows, reached)
+        emitted += 1 + sum(reached) / world.rows
+        clock, first = clock + taken, False
+    return emitted / clock
+
+
+WORLDS = {
+    "a wide forward costs nothing": World(lambda j: 0.7, lambda k: 1 + 0.05 * k),
+    "the second token costs most": World(lambda j: 0.75, lambda k: (1.0, 1.9)[k > 0] + 0.03 * k),
+    "a guess costs as much as a token": World(lambda j: 0.6, lambda k: 1 + 1.0 * k),
+    "a draft that is never right": World(lambda j: 0.0, lambda k: 1 + 0.6 * k),
+    "a draft that is always right": World(lambda j: 1.0, lambda k: 1 + 0.1 * k),
+    "only the first guess is good": World(lambda j: 0.9 if j == 0 else 0.05, lambda k: 1 + 0.15 * k),
+    "three heads": World(lambda j: 0.6, lambda k: 1.1 + 0.02 * k if k else 1.0, deepest=3),
+    "a batch of eight": World(lambda j: 0.5, lambda k: 1 + 0.25 * k, rows=8),
+    "a batch of sixteen that is full": World(lambda j: 0.6, lambda k: 1 + 0.9 * k, rows=16),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_never_slower_than_plain_nor_much_slower_than_the_best_fixed_depth(name: str) -> None:
+    world, experience = WORLDS[name], Experience()
+    run(Pace(experience, 5), world, 64)  # a process's first tokens
+    speeds = [run(Pace(experience, 5), world, 256, seed) for seed in range(12)]
+    speed = sum(speeds) / len(speeds)
+    assert speed >= 0.96 * world.speed(0)
+    assert speed >= 0.93 * world.best()[1]
+
+
+def test_a_fixed_depth_stays_fixed() -> None:
+    pace = Pace(Experience(), 5, adapts=False)
+    run(pace, WORLDS["a draft that is never right"], 64)
+    assert {pace.depth(1) for _ in range(100)} == {5}
+    assert str(pace) == "5 deep in every step, as asked for"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
+def test_a_draft_that_becomes_better_or_worse_is_noticed_within_a_call(before: float, after: float) -> None:
+    rates = {"now": before}
+    world = World(lambda j: rates["now"], lambda k: 1 + 0.3 * k)
+    experience = Experience()
+    run(Pace(experience, 5), world, 256)
+    rates["now"] = after
+    late = Pace(experience, 5)
+    run(late, world, 256)
+    assert run(late, world, 256) >= 0.9 * world.best()[1]
+
+
+def test_a_call_begins_where_the_last_one_ended() -> None:
+    world, experience = WORLDS["a draft that is never right"], Experience()
+    run(Pace(experience, 5), world, 64)
+    assert [Pace(experience, 5).depth(1) for _ in range(3)] == [0, 0, 0]
+    assert Pace(Experience(), 5).depth(1) == 5
+
+
+def test_batches_of_other_sizes_are_measured_anew() -> None:
+    experience = Experience()
+    cheap, dear = World(lambda j: 0.7, lambda k: 1 + 0.02 * k), World(lambda j: 0.7, lambda k: 1 + 2.0 * k, rows=16)
+    run(Pace(experience, 5), cheap, 128)
+    pace = Pace(experience, 5)
+    run(pace, dear, 128)
+    assert pace.depth(16) == 0
+    assert pace.depth(1) > 5
+
+
+def test_the_first_step_of_a_kind_warms_up_and_does_not_count() -> None:
+    experience = Experience()
+    experience.measured(1, 3, 100.0)
+    assert experience.times(1) == {}
+    experience.measured(1, 3, 1.0)
+    experience.measured(1, 3, 3.0)
+    assert experience.times(1) == {3: 2.0}
+
+
+def test_what_lies_between_and_beyond_measured_depths_is_on_a_line() -> None:
+    experience = Experience()
+    for depth, seconds in ((0, 1.0), (4, 3.0)):
+        for _ in range(3):
+            experience.measured(1, depth, seconds)
+    speeds, tokens = experience.speeds(1, 8), experience.tokens()
+    assert [tokens[depth] / speed for depth, speed in speeds.items()] == pytest.approx(
+        [1 + depth / 2 for depth in range(9)]
+    )
+
+
+def test_a_step_that_is_cheaper_than_a_plain_one_by_noise_promises_no_less_than_nothing() -> None:
+    experience = Experience()
+    for depth, seconds in ((0, 2.0), (5, 1.0)):
+        for _ in range(3):
+            experience.measured(1, depth, seconds)
+    assert all(0 < speed < 20 for speed in experience.speeds(1, DEEPEST).values())
+
+
+# -- in the loop ------------------------------------------------------------------------------------------------------
+
+
+def test_what_became_text_in_several_steps_is_told_at_once() -> None:
+    first = News(torch.tensor([[1, 2, 3], [4, 9, 9]]), torch.tensor([3, 1]), torch.arange(6.0).view(2, 3, 1))
+    second = News(torch.tensor([[5], [6]]), torch.tensor([1, 1]), torch.tensor([[[7.0]], [[8.0]]]))
+    third = News(torch.tensor([[7, 9], [8, 10]]), torch.tensor([1, 2]), torch.tensor([[[1.0], [0]], [[2.0], [3.0]]]))
+    both = News.joined([first, second, third])
+    texts = [row[:count] for row, count in zip(both.tokens.tolist(), both.counts.tolist(), strict=True)]
+    assert texts == [[1, 2, 3, 5, 7], [4, 6, 8, 10]]
+    assert both.features is not None
+    assert both.features[0, :5, 0].tolist() == [0, 1, 2, 7, 1]
+    assert both.features[1, :4, 0].tolist() == [3, 8, 2, 3]
+    assert both.root.tolist() == [7, 10]
+    assert News.joined([first]) is first
+
+
+@pytest.mark.parametrize("tree", [None, "dynamic"])
+@pytest.mark.parametrize("kind", ["ngram", "vanilla", "eagle3_orig_a", "medusa_v1_pt", "late"])
+def test_whatever_depths_are_chosen_the_text_is_plain_generates(
+    kind: str, tree: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(3)
+    shallow = 20 if kind == "late" else 0  # the drafter starts after some rows are done
+
+    def any_depth(pace: Pace, rows: int) -> int:
+        nonlocal shallow
+        shallow -= 1
+        return 0 if shallow > 0 else chance.choice([0, 0, 1, 4, 7])
+
+    monkeypatch.setattr(Pace, "depth", any_depth)
+    foreign = kind not in ("ngram", "vanilla", "late")
+    model = load_target(kind) if foreign else target()
+    speculator = load_draft(kind) if foreign else draft() if kind != "ngram" else kind
+    inputs = prompts(3, (9, 6, 3), vocab_size=60)
+    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    ends = [int(plain[0, 14]), int(plain[1, 33])]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+    expected = model.generate(**inputs, **options)
+    config = SpeculationConfig(tree=tree)
+    out = model.generate(
+        **inputs, **options, speculator=speculator, speculation_config=config, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, expected)
+    assert out.speculation.proposed or kind == "ngram"
+
+
+def test_a_seed_gives_the_same_text_whatever_the_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampled(**options: object) -> torch.Tensor:
+        torch.manual_seed(5)
+        return target().generate(**prompts(1, (7,)), speculator=draft(), do_sample=True, max_new_tokens=24, **options)
+
+    first = sampled()
+    monkeypatch.setattr(Pace, "_choose", lambda pace, rows: 1)
+    assert torch.equal(sampled(), first)
+    assert not torch.equal(sampled(num_speculative_tokens="auto"), first)
+
+
+def test_a_number_asked_for_is_kept_and_the_statistics_say_so() -> None:
+    out = target().generate(
+        **prompts(1), speculator=draft(), num_speculative_tokens=3, do_sample=False, max_new_tokens=30,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert out.speculation.pace == "3 deep in every step, as asked for"
+    assert len(out.speculation.acceptance_by_position) == 3
+    out = target().generate(
+        **prompts(1), speculator=draft(), do_sample=False, max_new_tokens=30, return_dict_in_generate=True
+    )
+    assert "by the clock" in out.speculation.pace
+    assert out.speculation.pace in repr(out.speculation)
