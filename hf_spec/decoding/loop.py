@@ -88,13 +88,17 @@ class SpeculativeDecoding:
 
         if generation_config.do_sample:
             ranks.share_random_numbers(input_ids.device)
-        asked = None if self.config is None else self.config.num_speculative_tokens
-        if asked is None and not generation_config.do_sample and not is_static:
-            # Only here does the clock decide unasked. Where random numbers are drawn, a step takes as many as it is
-            # deep, and the same seed would not give the same text; over a static cache, each depth is compiled anew.
-            config = config.merge(num_speculative_tokens="auto")
+        samples = bool(generation_config.do_sample)
+        # Unasked, the clock decides only here. Where random numbers are drawn, a step takes as many as it is deep, and
+        # the same seed would not give the same text; over a static cache, each depth is compiled anew.
+        unasked = self.config is None or self.config.num_speculative_tokens is None
+        adapts = config.num_speculative_tokens == "auto" or (unasked and not samples and not is_static)
+        if unasked and adapts and speculator.defaults().num_speculative_tokens is None:
+            config = config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave a number
+        pace = Pace.of(model, speculator, config, adapts, samples)
         call = Call(
-            model, speculator, config, text, ranks, logits_processor, generation_config, model_kwargs, self.tokenizer
+            *(model, speculator, config, text, ranks, pace),
+            *(logits_processor, generation_config, model_kwargs, self.tokenizer),
         )
         try:
             choice = call.read_prompt(input_ids)
@@ -116,6 +120,7 @@ class Call:
         config: SpeculationConfig,
         text: Text,
         ranks: Ranks,
+        pace: Pace,
         logits_processor: LogitsProcessorList,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -128,13 +133,12 @@ class Call:
         self.text = text
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
-        # Who takes part in a step: the processes that share the model; the drafter that guesses, made once the prompt
-        # is read; the target that scores the guesses; the chooser that makes text of them; and how deep to guess.
-        self.ranks = ranks
+        # Who takes part in a step: the processes that share the model; who says how deep to guess; the drafter that
+        # guesses, made when it is first asked; the target that scores the guesses; and the chooser that makes text.
+        self.ranks, self.pace = ranks, pace
         self.drafter: LateDrafter
         self.processors = Processors(logits_processor)
         self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
-        self.pace = Pace.of(model, speculator, config, self.chooser.sample, self.chooser.lockstep)
         self.target = runner_for(
             model,
             model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),

@@ -117,6 +117,7 @@ class Pace:
         target: PreTrainedModel,
         speculator: Speculator,
         config: SpeculationConfig,
+        adapts: bool,
         *way: Hashable,
     ) -> Pace:
         """Begin a call with what earlier ones of this ``target`` and draft found, decoded the same ``way``."""
@@ -128,7 +129,7 @@ class Pace:
         draft = type(speculator).__name__, None if weights is None else id(weights)
         shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
         experience = _experiences.setdefault(target, {}).setdefault((*draft, *shape, *way), Experience())
-        return cls(experience, first, max(paths, default=DEEPEST), adapts=asked == "auto")
+        return cls(experience, first, max(paths, default=DEEPEST), adapts)
 
     def most_nodes(self, config: SpeculationConfig) -> int | None:
         """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
