@@ -28,7 +28,8 @@ class SpeculationConfig:
         tree_nodes: guesses in a dynamic or sampled tree.
         draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the
             target does. Either way the output distribution is the target's.
-        min_confidence: end a chain after the first guess that the draft gives a smaller probability.
+        min_confidence: end a chain after the first guess that the draft gives a smaller probability, or before the
+            first one that a draft which says so itself (DSpark) trusts less.
         verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
             traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
             the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.

@@ -125,7 +125,7 @@ def test_losses_and_gradients_are_those_of_speculators(case: str) -> None:
     check_gradients(draft, norms)
 
 
-def test_peagle_losses_and_gradients_are_those_of_speculators() -> None:
+def test_peagle_guesses_of_all_depths_are_those_of_speculators() -> None:
     case = PEAGLE[1]
     io, draft = outputs(case), load_draft(case)
     given = UnrollInput(io["input_ids"][None], None, io["aux_hidden_states"][None])
@@ -134,6 +134,33 @@ def test_peagle_losses_and_gradients_are_those_of_speculators() -> None:
     logits = torch.stack([made.head(step, states[0]) for step, states in enumerate(made.states)], dim=1)
     valid = io["parallel_valid"]
     torch.testing.assert_close(logits[valid], io["parallel_logits"][valid], **CLOSE)
+
+
+def test_peagle_losses_of_packed_documents_are_those_of_speculators() -> None:
+    case = PEAGLE[0]
+    io, draft, target = outputs(case), load_draft(case), load_target(case)
+    anchor, depth = io["grid/anchor"], io["grid/depth"]
+    size = int((io["grid/document_ids"] == io["grid/document_ids"][0]).sum())  # rows fed of the first document
+    place = torch.arange(len(io["grid/fed_ids"]))
+    place = place + (place >= size)  # between them stands one that reads across
+    features = torch.zeros(len(io["grid/ids"]), io["grid/features"].shape[1])
+    features[place] = io["grid/features"]
+    documents = (torch.arange(len(features)) > size).long()
+    made = draft.unroll(UnrollInput(io["grid/ids"][None], documents[None], features[None]), int(depth.max()) + 1)
+    logits = torch.stack([made.head(step, states[0]) for step, states in enumerate(made.states)])
+    found = logits[depth, place[anchor]]  # (entries, draft vocabulary)
+    torch.testing.assert_close(found, io["grid/logits"], **CLOSE)
+    hidden = target.get_decoder().norm(io["grid/last_hidden"][anchor + depth])
+    p = target.get_output_embeddings()(hidden)[:, draft.target_ids].log_softmax(-1)
+    mask = io["grid/loss_mask"][anchor + depth]
+    loss = ((p.exp() * (p - found.log_softmax(-1))).sum(-1) * mask).sum() / mask.sum()
+    torch.testing.assert_close(loss, io["grid/loss"], atol=2e-5, rtol=1e-5)
+    loss.backward()
+    norms = {name.removeprefix("gradnorm/"): io[name] for name in io if name.startswith("gradnorm/")}
+    found_norms = {name: weight.grad.norm() for name, weight in draft.named_parameters() if weight.grad is not None}
+    assert {"mask_hidden", "fc.weight"} <= norms.keys() & found_norms.keys()
+    for name in norms.keys() & found_norms.keys():
+        torch.testing.assert_close(found_norms[name], norms[name], atol=1e-5, rtol=2e-4, msg=name)
 
 
 # -- training equals drafting -----------------------------------------------------------------------------------------
