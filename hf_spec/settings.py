@@ -21,9 +21,10 @@ class SpeculationConfig:
         num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: whatever emits most tokens a second, by
             what steps took and what was accepted so far; 0 is one of the depths. ``None``: that, beginning with the
             draft's own number; when sampling that number in every step, so that a seed gives the same text again.
-        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858); ``"sampled"``
-            for children drawn without replacement, which accepts more at temperature > 0; or a static tree as a list
-            of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774).
+        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858), or when
+            sampling for one drawn without replacement, with most guesses where the draft is surest; ``"sampled"`` for
+            such a tree of fixed shape; or a static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa,
+            arXiv 2401.10774), drawn when sampling.
         tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
         tree_nodes: guesses in a dynamic or sampled tree.
         draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the

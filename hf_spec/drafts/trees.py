@@ -16,16 +16,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
 from ..sampling import best, draw_distinct
 from ..settings import SpeculationConfig
+from .drawn_trees import grow_drawn
+from .forest import Forest, Step
 
-# (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
-# (batch, new, forest), to their log-probabilities, (batch, new, vocabulary). Parents are forest numbers, -1 follows
-# the text. No ancestors: the nodes continue a chain.
-Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # How probable it is that the next guess of each chain will be accepted, (batch,), as the last step saw it.
 Confidence = Callable[[], Tensor]
 
@@ -37,34 +34,6 @@ def at_depth(by_depth: Tensor, parents: Tensor, ancestors: Tensor | None) -> Ten
     """
     depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
     return by_depth[torch.arange(len(depth), device=depth.device)[:, None], depth]
-
-
-@dataclass
-class Forest:
-    """The nodes that a draft was asked to look behind, in the order it was asked."""
-
-    step: Step
-    ancestors: Tensor  # (batch, forest, forest) bool
-    size: int = 0
-
-    @classmethod
-    def empty(cls, step: Step, like: Tensor) -> Forest:
-        """Start with no nodes, for as many rows as ``like`` has."""
-        return cls(step, torch.zeros((like.shape[0], 0, 0), dtype=torch.bool, device=like.device))
-
-    def look_behind(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Add nodes (batch, new) and return their log-probabilities (batch, new, vocabulary)."""
-        batch, new = tokens.shape
-        own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, new, new)
-        if self.size:
-            index = parents.clamp(min=0)[:, :, None].expand(batch, new, self.size)
-            above = self.ancestors.gather(1, index) & (parents >= 0)[:, :, None]
-        else:
-            above = own[:, :, :0]
-        rows = torch.cat([above, own], dim=2)  # (batch, new, forest)
-        self.ancestors = torch.cat([functional.pad(self.ancestors, (0, new)), rows], dim=1)
-        self.size += new
-        return self.step(tokens, parents, rows)
 
 
 def grow(
@@ -86,6 +55,8 @@ def grow(
         return Proposal.nothing(root)
     if config.tree is None:
         return _chain(root, log_probs, step, limit, sample, config.min_confidence, confidence)
+    if config.tree == "dynamic" and sample:
+        return grow_drawn(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
     if config.tree == "dynamic":
         return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
     if config.tree == "sampled":
