@@ -189,7 +189,7 @@ def config_for(kind: Any = DFlashSpeculatorConfig, **flags: Any) -> Any:
         (DFlashSpeculatorConfig, {"mask_token_id": None}, "mask_token_id is None; name a token of the target, 0..95"),
         (DFlashSpeculatorConfig, {"mask_token_id": 96}, "mask_token_id is 96"),
         (DFlashSpeculatorConfig, {"sample_from_anchor": 1}, "sample_from_anchor is 1; set True or False"),
-        (DFlashSpeculatorConfig, {"draft_vocab_size": 97}, "larger than the target's vocabulary"),
+        (DFlashSpeculatorConfig, {"draft_vocab_size": 0}, "draft_vocab_size is 0; set a whole number"),
         (DFlashSpeculatorConfig, {"aux_hidden_state_layer_ids": [0, 9]}, "do not fit a target of 8 layers"),
         (DFlashSpeculatorConfig, {"aux_hidden_state_layer_ids": []}, "list whole numbers"),
         (PEagleSpeculatorConfig, {"mask_token_id": None}, "mask_token_id is None; name a token"),
@@ -244,6 +244,7 @@ def test_layers_of_gemma_are_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_new_draft_stands_between_the_targets_own_ends() -> None:
     assert config_for().shared_with_target == ["embed_tokens", "lm_head"]
+    assert config_for(draft_vocab_size=97).shared_with_target == ["embed_tokens", "lm_head"]  # which is cut to 96
     assert config_for(draft_vocab_size=40).shared_with_target == ["embed_tokens"]
     assert config_for(layers={"hidden_size": 48}, target_hidden_size=32).shared_with_target == []
     config = config_for(DSparkSpeculatorConfig, block_size=6)
@@ -257,7 +258,7 @@ def test_sliding_layers_without_a_window_are_causal_in_the_block() -> None:
     layers = {"layer_types": ["sliding_attention"], "num_hidden_layers": 1, "sliding_window": None}
     draft = DFlashDraftModel(config_for(layers=layers, block_size=3)).eval()
     draft.bind(tiny_target())
-    seen = draft._seen(torch.tensor([4]), 3, torch.arange(7), "sliding_attention")[0]
+    seen = draft.seen(torch.tensor([4]), 3, torch.arange(7), "sliding_attention")[0]
     assert seen.long().tolist() == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]
 
 

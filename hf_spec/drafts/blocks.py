@@ -103,7 +103,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
             shape["head_dim"] = text.hidden_size // heads
         shape |= layers or {}
         if shape.get("hidden_size", text.hidden_size) == text.hidden_size:  # train between the target's own ends
-            whole = flags.get("draft_vocab_size") in (None, text.vocab_size)
+            whole = not (is_int(size := flags.get("draft_vocab_size")) and size < text.vocab_size)
             flags.setdefault("shared_with_target", ["embed_tokens"] + ["lm_head"] * whole)
         config = super().for_target(target, shape, **flags)
         if "speculators_config" not in flags:
