@@ -256,3 +256,23 @@ def test_the_next_call_is_right(seed: int) -> None:
     assert torch.equal(model.generate(ids, **options, **again), expected)
     hooks = [hook for module in model.modules() for hook in (*module._forward_hooks.values(), *pre_hooks(module))]
     assert not [hook for hook in hooks if hook.__module__.startswith("hf_spec")]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "mamba"])
+def test_states_alone_are_left_where_plain_generate_leaves_them(name: str) -> None:
+    """Such a cache does not tell how much it has read, so it has to be exactly as much."""
+    model, prompt = target(name), given(1)
+    whole = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    for shown in range(2, 8):
+        caches = []
+        for options in ({}, {"speculator": Oracle(whole, wrong=3), "speculation_config": CHAIN}):
+            caches.append(DynamicCache(config=model.config))
+            streamer = Columns(Fuse(shown, Boom))
+            with pytest.raises(Boom):
+                model.generate(
+                    **prompt, **options, max_new_tokens=12, do_sample=False, streamer=streamer, cache_params=caches[-1]
+                )
+        for theirs, mine in zip(*(cache.layers for cache in caches), strict=True):
+            for kept in ("conv_states", "recurrent_states"):
+                for number, state in getattr(theirs, kept).items():
+                    torch.testing.assert_close(getattr(mine, kept)[number], state, atol=1e-4, rtol=1e-4)
