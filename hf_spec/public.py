@@ -11,7 +11,7 @@ from .decoding.loop import SpeculativeDecoding
 from .decoding.outputs import SpeculativeOutput, last_speculation
 from .decoding.processors import pure
 from .defaults import get_speculator, set_speculator
-from .drafts.base import Drafter, News, Request, Speculator
+from .drafts.base import Drafter, DraftOutput, News, Request, Speculator
 from .drafts.dflash.configuration import DFlashSpeculatorConfig
 from .drafts.dflash.modeling import DFlashDraftModel
 from .drafts.dspark.configuration import DSparkSpeculatorConfig
@@ -22,7 +22,7 @@ from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .drafts.eagle3.modeling import Eagle3DraftModel
 from .drafts.medusa.configuration import MedusaSpeculatorConfig
 from .drafts.medusa.modeling import MedusaDraftModel
-from .drafts.modeling import DraftModel, DraftOutput
+from .drafts.modeling import DraftModel
 from .drafts.mtp.configuration import MTPSpeculatorConfig
 from .drafts.mtp.modeling import MTPDraftModel
 from .drafts.mtp.target import TargetMtp

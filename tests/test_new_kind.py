@@ -17,10 +17,10 @@ from twins import target
 
 from hf_spec import AutoDraftModel, SpeculationConfig, SpeculatorConfig, convert, inspect
 from hf_spec.checkpoints import kinds
-from hf_spec.drafts.base import Drafter, Request
+from hf_spec.drafts.base import Drafter, DraftOutput, Request
 from hf_spec.drafts.feedback import FeedbackDrafter
 from hf_spec.drafts.files import Files, Format, flat_layers
-from hf_spec.drafts.modeling import LAYERS, DraftModel, DraftOutput, only_one
+from hf_spec.drafts.modeling import LAYERS, DraftModel, only_one
 
 datasets = pytest.importorskip("datasets")
 from hf_spec.training import DraftTrainer, DraftTrainingArguments  # noqa: E402

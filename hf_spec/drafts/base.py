@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
+from transformers.utils.generic import ModelOutput
 
 from ..proposal import Proposal
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -97,6 +99,19 @@ class News:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
         return News(self.tokens[rows], self.counts[rows], features)
+
+
+@dataclass
+class DraftOutput(ModelOutput):
+    """Hold one step of a draft.
+
+    ``logits`` (batch, length, draft vocabulary); ``hidden_states`` (batch, length, hidden) are what the next step is
+    fed; ``past_key_values`` is the cache that was passed, grown by this step.
+    """
+
+    logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+    past_key_values: Cache | None = None
 
 
 class Drafter(ABC):

@@ -12,19 +12,16 @@ in one softmax: no mask of slots x text is ever built::
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from .base import DraftOutput
 from .reach import Reach, attend
 from .unrolling import UnrollInput, positions, unrolling, wants_flex
-
-if TYPE_CHECKING:
-    from .blocks import BlockDraftModel
-    from .modeling import DraftOutput
 
 ATTENTION = "hf_spec_unroll_blocks"
 
@@ -51,7 +48,7 @@ class _Sight:
     flex: bool
 
 
-def unroll_blocks(draft: BlockDraftModel, given: UnrollInput, recompute: bool) -> tuple[Tensor, Tensor, Tensor]:
+def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Guess a block behind each anchor: roots (batch, blocks), states (batch, blocks, slots, hidden), and which count.
 
     The roots are places in the text; rows with fewer anchors are filled up with blocks that do not count, (batch,
@@ -92,7 +89,7 @@ def _roots(given: UnrollInput) -> tuple[Tensor, Tensor]:
     return torch.where(listed < length, listed, 1), listed < length
 
 
-def _sights(draft: BlockDraftModel, context: _Context, roots: Tensor, start: Tensor, flex: bool) -> dict[str, _Sight]:
+def _sights(draft: Any, context: _Context, roots: Tensor, start: Tensor, flex: bool) -> dict[str, _Sight]:
     """Return what stands for an attention mask, by kind of layer."""
     config, slots = draft.config, draft.config.block_size
     end = roots.repeat_interleave(slots, dim=1)  # (batch, blocks x slots)

@@ -31,9 +31,9 @@ from ..configuration import default_speculators_config
 from ..proposal import Proposal
 from ..scoring.cache import SlotCache
 from ..settings import is_int
-from .base import Drafter, News, Request, guess_log_probs
+from .base import Drafter, DraftOutput, News, Request, guess_log_probs
 from .features import FeatureSpeculatorConfig, check_mask_token
-from .modeling import LAYERS, NORMS, DraftModel, DraftOutput
+from .modeling import LAYERS, NORMS, DraftModel
 from .trees import at_depth, grow
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ of depth k + 1; the last one is fed its own output from there on::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,8 @@ from transformers.cache_utils import DynamicCache
 from ..proposal import Proposal
 from ..scoring.cache import SlotCache
 from ..scoring.slots import Slots
-from .base import Drafter, News, Request, guess_log_probs
+from .base import Drafter, DraftOutput, News, Request, guess_log_probs
 from .trees import grow
-
-if TYPE_CHECKING:
-    from .modeling import DraftOutput
 
 
 class FeedbackDrafter(Drafter):

@@ -21,8 +21,9 @@ from transformers import Cache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from .base import DraftOutput
 from .features import FeatureSpeculatorConfig
-from .modeling import LAYERS, NORMS, DraftModel, DraftOutput, only_one
+from .modeling import LAYERS, NORMS, DraftModel, only_one
 
 EAGLE3_FLAGS = (
     "norm_before_residual",

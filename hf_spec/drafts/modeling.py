@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -19,7 +18,6 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
-from transformers.utils.generic import ModelOutput
 
 from ..configuration import SpeculatorConfig
 from ..settings import SpeculationConfig
@@ -34,19 +32,6 @@ NORMS: dict[str, type[nn.Module]] = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNor
 ROTARY: dict[str, type[nn.Module]] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding}
 SPARE_VALUES = 10_000_000  # that a file may lack before it is refused without a look
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-
-
-@dataclass
-class DraftOutput(ModelOutput):
-    """Hold one step of a draft.
-
-    ``logits`` (batch, length, draft vocabulary); ``hidden_states`` (batch, length, hidden) are what the next step is
-    fed; ``past_key_values`` is the cache that was passed, grown by this step.
-    """
-
-    logits: Tensor | None = None
-    hidden_states: Tensor | None = None
-    past_key_values: Cache | None = None
 
 
 class DraftModel(PreTrainedModel, Speculator):

@@ -18,17 +18,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from .base import DraftOutput
 from .reach import Reach, attend
-
-if TYPE_CHECKING:
-    from .modeling import DraftModel, DraftOutput
 
 ATTENTION = "hf_spec_unroll"
 
@@ -63,7 +61,7 @@ class Unrolled:
     confidence: Callable[[Tensor], Tensor] | None = None
 
 
-def unroll_with_feedback(draft: DraftModel, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:
+def unroll_with_feedback(draft: Any, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:
     """Unroll a draft that is fed its own output; ``recompute`` as in ``outputs``."""
     assert given.features is not None  # the trainer reads the layers that the draft names
     documents = None if given.document_ids is None else given.document_ids[:, :-1]
@@ -79,7 +77,7 @@ def unroll_with_feedback(draft: DraftModel, given: UnrollInput, steps: int, reco
 
 
 def unroll(
-    draft: DraftModel, input_ids: Tensor, features: Tensor, steps: int, document_ids: Tensor | None = None
+    draft: Any, input_ids: Tensor, features: Tensor, steps: int, document_ids: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Return the logits (batch, length, draft vocabulary) of each of ``steps`` steps.
 
@@ -96,7 +94,7 @@ def unroll(
 
 
 def outputs(
-    draft: DraftModel,
+    draft: Any,
     input_ids: Tensor,
     features: Tensor,
     steps: int,
@@ -124,9 +122,7 @@ def outputs(
     return done
 
 
-def _step(
-    draft: DraftModel, stack: _Stack, count: int, head: bool, tokens: Tensor, **beside: Tensor | None
-) -> DraftOutput:
+def _step(draft: Any, stack: _Stack, count: int, head: bool, tokens: Tensor, **beside: Tensor | None) -> DraftOutput:
     """Run step ``count`` over all positions at once."""
     forward = type(draft).forward  # taken from the class: the instance's may be wrapped by whoever trains it
     with unrolling(draft, head):
@@ -137,7 +133,7 @@ def _step(
             attention_mask=stack.sights(draft.config.layers, count),
             **beside,
         )
-    return cast("DraftOutput", output)
+    return cast(DraftOutput, output)
 
 
 def unroll_in_parallel(draft: Any, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:
@@ -181,7 +177,7 @@ def _check(input_ids: Tensor, features: Tensor, steps: int, document_ids: Tensor
         raise ValueError(f"document_ids are {tuple(document_ids.shape)}, input_ids {tuple(input_ids.shape)}")
 
 
-def wants_flex(draft: DraftModel, input_ids: Tensor) -> bool:
+def wants_flex(draft: Any, input_ids: Tensor) -> bool:
     """Tell whether to attend by FlexAttention: on accelerators, unless the draft is told to be eager."""
     wanted = draft.config.layers._attn_implementation
     if input_ids.is_cuda:
@@ -190,12 +186,12 @@ def wants_flex(draft: DraftModel, input_ids: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def unrolling(draft: DraftModel, head: bool, attention: str = ATTENTION) -> Iterator[None]:
+def unrolling(draft: Any, head: bool, attention: str = ATTENTION) -> Iterator[None]:
     """Let the draft attend by another function than when it drafts, and do without its head if need be."""
     layers, before = draft.config.layers, draft.config.layers._attn_implementation
     layers._attn_implementation = attention
     if not head:
-        draft.logits = lambda hidden: hidden  # type: ignore[method-assign]
+        draft.logits = lambda hidden: hidden
     try:
         yield
     finally:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..base import Drafter, Request, guess_log_probs
+from ..base import Drafter, DraftOutput, Request, guess_log_probs
 from ..block_files import engines
 from ..blocks import BlockDrafter, BlockDraftModel
 from ..files import Checkpoint
-from ..modeling import DraftOutput
 from ..trees import at_depth
 from .configuration import DSparkSpeculatorConfig
 from .formats import FORMATS, write_deepspec

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ..base import DraftOutput
 from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
-from ..modeling import LAYERS, DraftModel, DraftOutput, only_one
+from ..modeling import LAYERS, DraftModel, only_one
 from .configuration import EagleSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved
 

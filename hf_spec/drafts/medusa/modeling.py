@@ -19,9 +19,9 @@ from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
 from ...proposal import Proposal
-from ..base import Drafter, News, Request
+from ..base import Drafter, DraftOutput, News, Request
 from ..files import Checkpoint
-from ..modeling import DraftModel, DraftOutput, only_one
+from ..modeling import DraftModel, only_one
 from ..trees import at_depth, grow
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, PreTrainedModel
 from transformers import initialization as init
 
-from ..base import Drafter, Request
+from ..base import Drafter, DraftOutput, Request
 from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
-from ..modeling import DraftModel, DraftOutput, only_one
+from ..modeling import DraftModel, only_one
 from .configuration import MTPSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved, why_not_native, write_native
 

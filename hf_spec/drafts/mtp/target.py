@@ -26,9 +26,9 @@ from transformers.modeling_layers import MtpModel
 from ...scoring.architectures import why_unsupported
 from ...scoring.cache import has_states
 from ...settings import SpeculationConfig
-from ..base import Drafter, Request, Speculator
+from ..base import Drafter, DraftOutput, Request, Speculator
 from ..feedback import FeedbackDrafter
-from ..modeling import MASKS, DraftOutput, next_positions, only_one
+from ..modeling import MASKS, next_positions, only_one
 
 # Families whose last layer feeds itself what it gives before its last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
