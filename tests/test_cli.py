@@ -373,7 +373,8 @@ def test_the_recipe_in_the_help_is_one(tmp_path):
 
 # -- the process ------------------------------------------------------------------------------------------------------
 
-COMMAND = "import sys\nsys.argv[0] = 'hf-spec'\nfrom hf_spec.cli import main\n"
+# transformers imports torchao wherever that is installed, and torchao logs to stderr while it is imported: hide it.
+COMMAND = "import sys\nsys.modules['torchao'] = None\nsys.argv[0] = 'hf-spec'\nfrom hf_spec.cli import main\n"
 
 
 def process(code: str, *argv: str, **options) -> subprocess.Popen:
