@@ -59,7 +59,8 @@ class Proposal:
     @classmethod
     def nothing(cls, root: Tensor) -> Proposal:
         """Guess nothing: the target then takes one ordinary step from ``root`` (batch,)."""
-        return cls.chain(root, root[:, None][:, :0])
+        tokens = root[:, None]
+        return cls(tokens, torch.full_like(tokens, NO_PARENT), max_depth=0, is_chain=True)
 
     @property
     def root(self) -> Tensor:

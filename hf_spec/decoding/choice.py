@@ -36,9 +36,11 @@ class Choice:
 
     def news(self, features: Tensor | None, rows: list[int]) -> News:
         """Tell the drafter about ``rows``: each emitted token beside the features of the node before it."""
-        index = torch.tensor(rows, device=self.tokens.device)
         width = max(self.kept[row] for row in rows)
         counts = torch.tensor([self.kept[row] for row in rows], device=self.tokens.device)
+        if features is None and len(rows) == len(self.kept):
+            return News(self.tokens[:, :width], counts)
+        index = torch.tensor(rows, device=self.tokens.device)
         if features is not None:
             path = self.path[index, :width].to(features.device)
             features = features[index.to(features.device)[:, None], path]  # (rows, width, features)
@@ -88,8 +90,7 @@ class Chooser:
             self.processors, logits, proposal, text.ids, text.row_lengths, text.rows, text.stops.last_tokens
         )
         verdict = self._verdict(proposal, nodes)
-        sound, size = _is_sound(proposal, logits)[:, None], _size(proposal)
-        figures = torch.cat([verdict.counts[:, None], size, sound, verdict.tokens], dim=1).tolist()  # waits once
+        figures = _figures(proposal, verdict, logits)
         if proposal.max_depth and not all(figure[3] for figure in figures):
             return None
         rows = text.rows
@@ -114,6 +115,8 @@ class Chooser:
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
         if self.lossy is not None:
             return self.lossy(proposal, nodes.every().softmax(-1), self.config, self.sample)
+        if proposal.max_depth == 0:
+            return self._ordinary(proposal, nodes)
         if self.sample and self.rule.weigh is not None and proposal.q is not None:
             return self.rule.weigh(proposal, nodes.every().softmax(-1))
         if self.sample:
@@ -121,6 +124,15 @@ class Chooser:
         if not self.processors.memoryless:  # costly: ask only at the nodes on the way
             return follow(proposal, lambda node: nodes.at(node).argmax(-1))
         return match(proposal, nodes.best())
+
+    def _ordinary(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
+        """Emit one token behind every root, where there is no guess to look at."""
+        root = torch.zeros_like(proposal.root)
+        if self.processors.is_empty and not self.sample:
+            return Verdict(root[:, None], nodes.best(), torch.ones_like(root))
+        scores = nodes.at(root)  # (rows, vocabulary)
+        token = draw(scores.softmax(-1)) if self.sample else scores.argmax(-1)
+        return Verdict(root[:, None], token[:, None], torch.ones_like(root))
 
     # -- all rows advance together ------------------------------------------------------------------------------------
 
@@ -168,6 +180,16 @@ class Chooser:
         if self.sample:
             return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
         return scores.argmax(-1)
+
+
+def _figures(proposal: Proposal, verdict: Verdict, logits: Tensor) -> list[list[int]]:
+    """Ask the device once, row by row: how many tokens count, how many guesses there were, how deep they went, whether
+    the logits are sound, and the tokens."""
+    if proposal.max_depth == 0:
+        return [[1, 0, 0, True, *tokens] for tokens in verdict.tokens.tolist()]
+    sound, size = _is_sound(proposal, logits)[:, None], _size(proposal)
+    figures: list[list[int]] = torch.cat([verdict.counts[:, None], size, sound, verdict.tokens], dim=1).tolist()
+    return figures
 
 
 def _is_sound(proposal: Proposal, logits: Tensor) -> Tensor:
