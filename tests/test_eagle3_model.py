@@ -177,11 +177,11 @@ def test_padded_rows_equal_rows_of_their_own() -> None:
 def test_masks_are_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = tiny_draft({"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2})
     asked = []
-    host = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    plain = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         asked.append(kwargs["kv_length"])
-        return host(*args, **kwargs)
+        return plain(*args, **kwargs)
 
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counting)
     draft(tokens(1, 5), features=noise(1, 5, 96))

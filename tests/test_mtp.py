@@ -72,7 +72,7 @@ def draft_behind(target: Any, draft: Any, ids: Tensor, hidden: Tensor, guesses: 
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_a_layer_gives_the_hosts_logits(case: str) -> None:
+def test_a_layer_gives_transformers_logits(case: str) -> None:
     _, draft, io = golden(case)
     ids, hidden = io["input_ids"][None], io["last_hidden"][None]
     length = hidden.shape[1]
@@ -111,7 +111,7 @@ def test_one_layer_fed_its_own_output_guesses_as_vllm_does(case: str, feedback: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_layers_guess_as_the_host_does(case: str) -> None:
+def test_several_layers_guess_as_transformers_does(case: str) -> None:
     _, draft, io = golden(case)
     tokens, logits = draft_once(case, draft, len(io["draft_tokens"]))
     assert tokens == io["draft_tokens"].tolist()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import logits_process as host
+from transformers.generation import logits_process
 
 from hf_spec.decoding.processors import NodeScores, Processors, pure
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
@@ -30,41 +30,41 @@ def is_even(row: int, prefix: Tensor) -> list[int]:
 
 
 MEMORYLESS: dict[str, Callable[[], LogitsProcessor]] = {
-    "temperature": lambda: host.TemperatureLogitsWarper(0.6),
-    "top_k": lambda: host.TopKLogitsWarper(7),
-    "top_k_keep": lambda: host.TopKLogitsWarper(1, min_tokens_to_keep=3),
-    "top_p": lambda: host.TopPLogitsWarper(0.7),
-    "top_p_small": lambda: host.TopPLogitsWarper(0.01, min_tokens_to_keep=2),
-    "top_h": lambda: host.TopHLogitsWarper(0.5),
-    "min_p": lambda: host.MinPLogitsWarper(0.2),
-    "typical": lambda: host.TypicalLogitsWarper(0.5),
-    "typical_small": lambda: host.TypicalLogitsWarper(0.05, min_tokens_to_keep=2),
-    "epsilon": lambda: host.EpsilonLogitsWarper(0.02),
-    "eta": lambda: host.EtaLogitsWarper(0.05),
-    "normalise": lambda: host.LogitNormalization(),
-    "suppress": lambda: host.SuppressTokensLogitsProcessor([1, 4, 40]),
-    "bark": lambda: host.BarkEosPrioritizerLogitsProcessor(EOS, 0.02),
+    "temperature": lambda: logits_process.TemperatureLogitsWarper(0.6),
+    "top_k": lambda: logits_process.TopKLogitsWarper(7),
+    "top_k_keep": lambda: logits_process.TopKLogitsWarper(1, min_tokens_to_keep=3),
+    "top_p": lambda: logits_process.TopPLogitsWarper(0.7),
+    "top_p_small": lambda: logits_process.TopPLogitsWarper(0.01, min_tokens_to_keep=2),
+    "top_h": lambda: logits_process.TopHLogitsWarper(0.5),
+    "min_p": lambda: logits_process.MinPLogitsWarper(0.2),
+    "typical": lambda: logits_process.TypicalLogitsWarper(0.5),
+    "typical_small": lambda: logits_process.TypicalLogitsWarper(0.05, min_tokens_to_keep=2),
+    "epsilon": lambda: logits_process.EpsilonLogitsWarper(0.02),
+    "eta": lambda: logits_process.EtaLogitsWarper(0.05),
+    "normalise": lambda: logits_process.LogitNormalization(),
+    "suppress": lambda: logits_process.SuppressTokensLogitsProcessor([1, 4, 40]),
+    "bark": lambda: logits_process.BarkEosPrioritizerLogitsProcessor(EOS, 0.02),
 }
 
 OF_THE_PREFIX: dict[str, Callable[[], LogitsProcessor]] = {
-    "min_length": lambda: host.MinLengthLogitsProcessor(7, EOS),
-    "min_new_tokens": lambda: host.MinNewTokensLengthLogitsProcessor(4, 3, [EOS, 5]),
-    "repetition": lambda: host.RepetitionPenaltyLogitsProcessor(1.7),
-    "repetition_prompt": lambda: host.RepetitionPenaltyLogitsProcessor(0.6, prompt_ignore_length=4),
-    "repetition_padding": lambda: host.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 4, 5, 1])),
-    "ngram_1": lambda: host.NoRepeatNGramLogitsProcessor(1),
-    "ngram_2": lambda: host.NoRepeatNGramLogitsProcessor(2),
-    "ngram_3": lambda: host.NoRepeatNGramLogitsProcessor(3),
-    "bias": lambda: host.SequenceBiasLogitsProcessor({(3,): -2.0, (0, 1): 3.0, (2, 1): 2.5, (1, 2, 3): 4.0}),
-    "bad_words": lambda: host.NoBadWordsLogitsProcessor([[4], [1, 2], [3, 3], [0, 5, 1]], EOS),
-    "allowed": lambda: host.PrefixConstrainedLogitsProcessor(pure(is_even), 1),
-    "forced_bos": lambda: host.ForcedBOSTokenLogitsProcessor(3),
-    "forced_eos": lambda: host.ForcedEOSTokenLogitsProcessor(9, [EOS, 4]),
-    "decay": lambda: host.ExponentialDecayLengthPenalty((2, 1.4), EOS, 4),
-    "suppress_begin": lambda: host.SuppressTokensAtBeginLogitsProcessor([1, 2, 3], 6),
-    "codebooks": lambda: host.AlternatingCodebooksLogitsProcessor(2, 0, 4),
-    "watermark": lambda: host.WatermarkLogitsProcessor(VOCAB, "cpu"),
-    "watermark_self": lambda: host.WatermarkLogitsProcessor(
+    "min_length": lambda: logits_process.MinLengthLogitsProcessor(7, EOS),
+    "min_new_tokens": lambda: logits_process.MinNewTokensLengthLogitsProcessor(4, 3, [EOS, 5]),
+    "repetition": lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.7),
+    "repetition_prompt": lambda: logits_process.RepetitionPenaltyLogitsProcessor(0.6, prompt_ignore_length=4),
+    "repetition_padding": lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 4, 5, 1])),
+    "ngram_1": lambda: logits_process.NoRepeatNGramLogitsProcessor(1),
+    "ngram_2": lambda: logits_process.NoRepeatNGramLogitsProcessor(2),
+    "ngram_3": lambda: logits_process.NoRepeatNGramLogitsProcessor(3),
+    "bias": lambda: logits_process.SequenceBiasLogitsProcessor({(3,): -2.0, (0, 1): 3.0, (2, 1): 2.5, (1, 2, 3): 4.0}),
+    "bad_words": lambda: logits_process.NoBadWordsLogitsProcessor([[4], [1, 2], [3, 3], [0, 5, 1]], EOS),
+    "allowed": lambda: logits_process.PrefixConstrainedLogitsProcessor(pure(is_even), 1),
+    "forced_bos": lambda: logits_process.ForcedBOSTokenLogitsProcessor(3),
+    "forced_eos": lambda: logits_process.ForcedEOSTokenLogitsProcessor(9, [EOS, 4]),
+    "decay": lambda: logits_process.ExponentialDecayLengthPenalty((2, 1.4), EOS, 4),
+    "suppress_begin": lambda: logits_process.SuppressTokensAtBeginLogitsProcessor([1, 2, 3], 6),
+    "codebooks": lambda: logits_process.AlternatingCodebooksLogitsProcessor(2, 0, 4),
+    "watermark": lambda: logits_process.WatermarkLogitsProcessor(VOCAB, "cpu"),
+    "watermark_self": lambda: logits_process.WatermarkLogitsProcessor(
         VOCAB, "cpu", seeding_scheme="selfhash", context_width=2, bias=1.0
     ),
 }
@@ -176,7 +176,7 @@ def test_scores_are_those_of_plain_calls(case: str, shape: Callable[..., Proposa
 def test_infinities_are_removed_node_by_node() -> None:
     block = Block(tree, 0)
     block.logits[0, 0, 3], block.logits[0, 1, 4], block.logits[1, 2, 5] = float("inf"), -float("inf"), float("nan")
-    processors = LogitsProcessorList([host.InfNanRemoveLogitsProcessor()])
+    processors = LogitsProcessorList([logits_process.InfNanRemoveLogitsProcessor()])
     every = block.scores(processors).every()
     assert every.isfinite().all()
     for b, node in block.nodes():
@@ -235,8 +235,8 @@ def test_allowed_tokens_function_gets_original_rows_and_prefixes_that_can_be() -
         seen.append((row, tuple(prefix.tolist())))
         return list(range(1, VOCAB, 2))
 
-    constrain = host.PrefixConstrainedLogitsProcessor(odd_only, 1)
-    block.scores(LogitsProcessorList([constrain, host.InfNanRemoveLogitsProcessor()])).every()
+    constrain = logits_process.PrefixConstrainedLogitsProcessor(odd_only, 1)
+    block.scores(LogitsProcessorList([constrain, logits_process.InfNanRemoveLogitsProcessor()])).every()
     prefixes = [(ROWS[b], tuple(block.prefix(b, node)), LENGTHS[b]) for b, node in block.nodes()]
     odd = [(row, prefix) for row, prefix, length in prefixes if all(token % 2 for token in prefix[length:])]
     assert sorted(seen) == sorted(odd)
@@ -313,16 +313,18 @@ def lockstep(processor: object) -> bool:
 
 
 def test_every_processor_of_transformers_has_its_tier() -> None:
-    known = {type(one()) for one in (MEMORYLESS | OF_THE_PREFIX).values()} | {host.InfNanRemoveLogitsProcessor}
-    for name, kind in inspect.getmembers(host, inspect.isclass):
-        if issubclass(kind, LogitsProcessor) and kind is not host.PrefixConstrainedLogitsProcessor:
+    known = {type(one()) for one in (MEMORYLESS | OF_THE_PREFIX).values()} | {
+        logits_process.InfNanRemoveLogitsProcessor
+    }
+    for name, kind in inspect.getmembers(logits_process, inspect.isclass):
+        if issubclass(kind, LogitsProcessor) and kind is not logits_process.PrefixConstrainedLogitsProcessor:
             assert lockstep(kind.__new__(kind)) == (kind not in known), name
     for one in MEMORYLESS.values():
         assert Processors(LogitsProcessorList([one()])).memoryless
     for one in OF_THE_PREFIX.values():
         processors = Processors(LogitsProcessorList([one()]))
         assert not processors.memoryless and not processors.lockstep
-    assert lockstep(host.PrefixConstrainedLogitsProcessor(pure(is_even), 2))
+    assert lockstep(logits_process.PrefixConstrainedLogitsProcessor(pure(is_even), 2))
 
 
 def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
@@ -337,7 +339,7 @@ def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
     class Derived(Declared):
         pass
 
-    class Warmer(host.TemperatureLogitsWarper):
+    class Warmer(logits_process.TemperatureLogitsWarper):
         pass
 
     assert lockstep(Nothing()) and not lockstep(pure(Nothing())) and lockstep(Nothing())
@@ -368,7 +370,7 @@ def test_functions_that_allow_tokens_are_lockstep_unless_declared_pure() -> None
         return [1]
 
     def waits(function: Any) -> bool:
-        return lockstep(host.PrefixConstrainedLogitsProcessor(function, 1))
+        return lockstep(logits_process.PrefixConstrainedLogitsProcessor(function, 1))
 
     fsm, other = Fsm(), Fsm()
     for undeclared in (function, fsm, fsm.allowed, functools.partial(function)):
@@ -382,5 +384,5 @@ def test_functions_that_allow_tokens_are_lockstep_unless_declared_pure() -> None
 def test_watermarks_of_a_generation_config_are_sorted() -> None:
     green = GenerationConfig(watermarking_config={"bias": 2.0}).watermarking_config
     assert not lockstep(green.construct_processor(VOCAB, "cpu"))
-    synth = host.SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 2**8, 0, 16, torch.device("cpu"))
+    synth = logits_process.SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 2**8, 0, 16, torch.device("cpu"))
     assert lockstep(synth)
