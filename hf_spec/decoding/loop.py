@@ -97,8 +97,16 @@ class SpeculativeDecoding:
             config = config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave a number
         pace = Pace.of(model, speculator, config, adapts, samples)
         call = Call(
-            *(model, speculator, config, text, ranks, pace),
-            *(logits_processor, generation_config, model_kwargs, self.tokenizer),
+            model,
+            speculator,
+            config,
+            text,
+            ranks,
+            pace,
+            logits_processor,
+            generation_config,
+            model_kwargs,
+            self.tokenizer,
         )
         try:
             choice = call.read_prompt(input_ids)

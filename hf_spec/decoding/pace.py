@@ -161,7 +161,9 @@ class Pace:
         if best != self._best:
             self._best, self._patience = best, LOOK_AGAIN
         self._steps += 1
-        if self._steps < self._patience and not self._trying:
+        if self._trying:
+            return self._other(best, speeds)
+        if self._steps < self._patience:
             return best
         self._steps, self._patience = 0, 4 * self._patience
         return self._other(best, speeds)
