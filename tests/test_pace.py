@@ -145,6 +145,13 @@ def test_a_step_that_is_cheaper_than_a_plain_one_by_noise_promises_no_less_than_
     assert all(0 < speed < 20 for speed in experience.speeds(1, DEEPEST).values())
 
 
+def test_rows_without_guesses_wait_for_those_that_have_some() -> None:
+    experience = Experience()
+    for _ in range(200):
+        experience.accepted([4, 0, 0, 0], [4, 0, 0, 0])
+    assert experience.tokens()[4] == pytest.approx(2.0, abs=0.1)  # five for one row, one for each of the others
+
+
 # -- in the loop ------------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ class Experience:
     """Remember from call to call what steps with one target and draft took, and which guesses were accepted.
 
     ``seconds[size][depth]`` are those of the latest steps; batches of 1, 2, 3 to 4, 5 to 8, ... rows have one size.
-    ``offered[j]`` counts the rows' steps that guessed more than j tokens, ``reached[j]`` those that accepted as many.
+    ``offered[j]`` counts the rows of steps that guessed more than j tokens deep, ``reached[j]`` those of them that
+    accepted as many.
     """
 
     def __init__(self) -> None:
@@ -56,12 +57,14 @@ class Experience:
             samples[depth] = deque(maxlen=SAMPLES)
 
     def accepted(self, offered: Sequence[int], reached: Sequence[int]) -> None:
-        """Note how deep each row guessed in a step, and how many of its guesses were accepted."""
+        """Note how deep each row guessed in a step, and how many of its guesses were accepted.
+
+        A row that guesses less than the deepest one counts as if it had been wrong: the step takes as long for it.
+        """
         self._fade(FADE)
-        for deepest, count in zip(offered, reached, strict=True):
-            for depth in range(min(deepest, DEEPEST)):
-                self.offered[depth] += 1
-                self.reached[depth] += depth < count
+        for depth in range(min(max(offered), DEEPEST)):
+            self.offered[depth] += len(offered)
+            self.reached[depth] += sum(depth < count for count in reached)
 
     def _fade(self, share: float) -> None:
         self.offered = [share * count for count in self.offered]
