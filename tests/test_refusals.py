@@ -364,6 +364,7 @@ import sys
 sys.path[:0] = {paths}
 import torch
 from architectures import build, prompts
+from groups import leave
 from torch.distributed.fsdp import fully_shard
 import hf_spec
 torch.set_num_threads(1)
@@ -379,7 +380,7 @@ else:
     raise AssertionError("not refused")
 same = model.generate(**prompt, max_new_tokens=5, speculator="ngram", synced_gpus=False)  # both read the same text
 assert torch.equal(same, plain)
-torch.distributed.destroy_process_group()
+leave()
 """
 
 

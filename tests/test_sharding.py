@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from groups import leave
 from test_trainer import arguments, eagle3, sharp_target, text
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +35,7 @@ def work(folder: str) -> None:
     for kind in KINDS:
         check(kind, Path(folder) / kind)
     check_that_an_output_layer_by_itself_loses_its_gradient(Path(folder))
-    dist.destroy_process_group()
+    leave()
 
 
 def check(kind: str, folder: Path) -> None:

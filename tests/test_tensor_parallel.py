@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from architectures import build, prompts
+from groups import leave
 from transformers import AutoModelForCausalLM, DistributedConfig
 from twins import noisy
 
@@ -96,7 +97,7 @@ def work(folder: str) -> None:
         max_new_tokens=2000,
         stopping_criteria=[lambda ids, scores: torch.full((3,), bool(random.random() > 0.8))],
     )
-    dist.destroy_process_group()
+    leave()
 
 
 def test_processes_that_share_a_target_agree(tmp_path: Path) -> None:

@@ -499,6 +499,7 @@ import json, sys
 sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
+from groups import leave
 from test_trainer import arguments, eagle3, losses, sharp_target, text
 from hf_spec.training import DraftTrainer
 target = sharp_target()
@@ -508,7 +509,9 @@ trainer = DraftTrainer(eagle3(target, 40), target, args, train_dataset=rows, eva
 trainer.train()
 metrics = trainer.evaluate()
 if trainer.is_world_process_zero():
-    json.dump([losses(trainer), metrics], open({output!r}, "w"))
+    with open({output!r}, "w") as file:
+        json.dump([losses(trainer), metrics], file)
+leave()
 """
 
 
