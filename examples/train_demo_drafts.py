@@ -66,8 +66,8 @@ BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
 def continued(target: PreTrainedModel, documents: list[list[int]], beginning: int, temperature: float) -> Any:
     """Let the target go on after the first tokens of every document."""
     ids = torch.tensor([document[:beginning] for document in documents])
-    distribution = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_length=LENGTH, **distribution)  # type: ignore[operator]
+    options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_length=LENGTH, **options)  # type: ignore[operator]
     end = target.generation_config.eos_token_id
     for row in out.tolist():
         yield row[: row.index(end) + 1] if end in row else row

@@ -179,8 +179,8 @@ def train_loss(model: Any, teacher: Any, batch: torch.Tensor) -> torch.Tensor:
     logits = logits.flatten(0, 1).float()
     if teacher is None:
         return F.cross_entropy(logits, labels.flatten())
-    distribution = taught.flatten(0, 1).float().log_softmax(-1)
-    return F.kl_div(logits.log_softmax(-1), distribution, log_target=True, reduction="batchmean")
+    log_probs = taught.flatten(0, 1).float().log_softmax(-1)
+    return F.kl_div(logits.log_softmax(-1), log_probs, log_target=True, reduction="batchmean")
 
 
 @torch.no_grad()
