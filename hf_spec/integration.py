@@ -32,8 +32,8 @@ DOCUMENTATION = """
         With hf_spec, `generate` knows three more keywords. The text has the same distribution with them as without.
 
         speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
-            What guesses: a draft, `"ngram"`, `"mtp"`, or a directory or Hub id of a draft. `False` turns off what
-            `hf_spec.set_speculator` or a generation config asks for.
+            What guesses: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft. `False` turns off
+            what `hf_spec.set_speculator` or a generation config asks for.
         speculation_config (`hf_spec.SpeculationConfig`, *optional*):
             How to guess and how to verify; by default as the draft says.
         num_speculative_tokens (`int` or `"auto"`, *optional*):

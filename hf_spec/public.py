@@ -5,6 +5,7 @@ from __future__ import annotations
 from .checkpoints.auto import AutoDraftModel
 from .checkpoints.conversion import convert
 from .checkpoints.inspection import inspect
+from .checkpoints.known import KnownDraft, known_drafts
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculatorConfig
 from .decoding.loop import SpeculativeDecoding
@@ -48,6 +49,7 @@ __all__ = [
     "Eagle3SpeculatorConfig",
     "EagleDraftModel",
     "EagleSpeculatorConfig",
+    "KnownDraft",
     "MTPDraftModel",
     "MTPSpeculatorConfig",
     "MedusaDraftModel",
@@ -72,6 +74,7 @@ __all__ = [
     "get_speculator",
     "inspect",
     "install",
+    "known_drafts",
     "last_speculation",
     "pure",
     "set_speculator",

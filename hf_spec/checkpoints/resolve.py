@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import os
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -23,17 +25,24 @@ from ..scoring.plain import input_device
 from .auto import AutoDraftModel, load
 from .files import read_checkpoint
 from .kinds import config_classes, find_format
+from .known import cached, known_drafts
 
 # Tokenizers of one family differ in a few tokens that were added.
 MOST_IN_COMMON = 0.9
 
 logger = logging.get_logger(__name__)
 
+# What "auto" found, so that it is looked for once and remembers the text of earlier calls.
+_found: WeakKeyDictionary[PreTrainedModel, Speculator] = WeakKeyDictionary()
+
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
-    """Turn a draft model, a causal language model, ``"ngram"``, ``"mtp"`` or a path or Hub id into a ``Speculator``.
+    """Turn a draft model, a causal language model, a word, or a path or Hub id into a ``Speculator``.
 
-    ``"mtp"`` and paths are read anew each time; keep ``as_speculator("mtp", target)`` for many calls.
+    The words are ``"ngram"``, ``"mtp"`` and ``"auto"``, which is the target's own prediction layers if it has some,
+    else the first of ``known_drafts(target)`` that lies in the Hub's local cache, else n-grams. ``"auto"`` is decided
+    once for a target; ``"mtp"`` and paths are read anew each time, so keep ``as_speculator("mtp", target)`` for many
+    calls.
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
@@ -44,13 +53,17 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return NgramSpeculator()
     if speculator == "mtp":
         return _own_layers(target)
+    if speculator == "auto":
+        if target not in _found:
+            _found[target] = _best_at_hand(target)
+        return _found[target]
     if isinstance(speculator, str | os.PathLike):
         return as_speculator(load_draft(speculator, target, **_beside(target)), target)
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
-        "speculator must be a draft model, a causal language model, 'ngram', 'mtp' or a path or Hub id of one, "
-        f"got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
+        "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'auto' or a path or Hub id of "
+        f"one, got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained."
         + (" An encoder-decoder model assists its like: generate(..., assistant_model=...)." if _encodes(base) else "")
     )
@@ -76,7 +89,7 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
 
 def _meant(name: str) -> str:
     """Guess what someone meant by a ``name`` at which nothing is."""
-    if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp"), 1):
+    if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", "auto"), 1):
         return f" (did you mean {near[0]!r}?)"
     is_kind = name.lower() in config_classes()
     return f" ({name!r} is a kind of draft with weights; pass the directory or Hub id of one)" if is_kind else ""
@@ -92,6 +105,19 @@ def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
     # The layer stands beside a whole model. If it cannot be this target's, that model is the draft.
     config = checkpoint.config.get("text_config") or checkpoint.config
     return bool(config.get("hidden_size") == target.config.get_text_config().hidden_size)
+
+
+def _best_at_hand(target: PreTrainedModel) -> Speculator:
+    """Find what can guess for ``target`` without a download, and say which it is."""
+    at_hand = (cached(known.draft) for known in known_drafts(target))
+    for place in itertools.chain(("mtp",), filter(None, at_hand)):
+        # Half of its files may be there, or it is another draft than its name says.
+        with contextlib.suppress(OSError, ValueError):
+            found = as_speculator(place, target)
+            found.check(target, found.settings(None))
+            logger.info(f"speculator='auto' is {place} for {target.config.name_or_path or type(target).__name__}")
+            return found
+    return NgramSpeculator()
 
 
 def _own_layers(target: PreTrainedModel) -> Speculator:

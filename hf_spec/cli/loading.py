@@ -32,7 +32,7 @@ def load_models(
         outline: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
     speculators: dict[str, Any] = {}
     for name in drafts:
-        if name != "mtp":  # these layers stand beside the target's weights
+        if name not in ("mtp", "auto"):  # these layers stand beside the target's weights
             speculators[name] = load_speculator(name, outline, dtype)
             for config in configs(speculators[name]):
                 speculators[name].check(outline, config)
@@ -54,7 +54,7 @@ def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrai
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
     """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
-    if name in ("ngram", "mtp"):
+    if name in ("ngram", "mtp", "auto"):
         return as_speculator(name, target)
     draft = load_draft(name, target, dtype=dtype)
     return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)
