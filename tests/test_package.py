@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pydoc
 import re
+import subprocess
+import sys
+import tarfile
 import typing
 from configparser import ConfigParser
 from pathlib import Path
@@ -15,11 +19,13 @@ from zipfile import ZipFile
 import mypy.api
 import pytest
 import torch
+import yaml
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from transformers import AutoModelForCausalLM, GenerationMixin, LlamaConfig
 
 import hf_spec
-from hf_spec import demo
+from hf_spec import demo, training
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -44,6 +50,53 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: ZipFile) -> None:
     assert wanted <= names
     assert {name.split("/")[0] for name in names} == {"hf_spec", f"hf_spec-{hf_spec.__version__}.dist-info"}
     assert not [name for name in names if "__pycache__" in name]
+
+
+def test_wheel_is_small_and_its_page_leads_somewhere(wheel: ZipFile) -> None:
+    assert Path(str(wheel.filename)).stat().st_size <= 13 * 10**6
+    page = wheel.read(f"hf_spec-{hf_spec.__version__}.dist-info/METADATA").decode()
+    assert "](https://" in page and re.findall(r"\]\((?!https://|#)[^)]*\)", page) == []
+    checked = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", str(wheel.filename)], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_sources_build_the_same_wheel(wheel: ZipFile, tmp_path: Path) -> None:
+    built = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(next(iter(built))) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (sources,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    again = WheelBuilder(str(sources)).build(directory=str(tmp_path), versions=["standard"])
+    assert set(ZipFile(next(iter(again))).namelist()) == set(wheel.namelist())
+    for wanted in ("README.md", ".mkdocs.yml", ".ci/run", "tests/conftest.py", "examples/train.yaml", "docs/index.md"):
+        assert (sources / wanted).exists(), wanted
+
+
+def test_versions_agree() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == hf_spec.__version__
+    assert f"## {hf_spec.__version__}\n" in (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+
+
+def test_the_site_builds_and_explains_every_public_name(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", ".mkdocs.yml"]
+    built = subprocess.run(
+        [*command, "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert built.returncode == 0, built.stderr
+    page = (tmp_path / "reference" / "index.html").read_text(encoding="utf-8")
+    names = [f"hf_spec.{name}" for name in hf_spec.__all__] + [f"hf_spec.training.{name}" for name in training.__all__]
+    assert [name for name in names if f'id="{name}"' not in page] == []
+    nav = yaml.load((ROOT / ".mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]
+    pages = [
+        page for part in nav for pages in part.values() for page in ([pages] if isinstance(pages, str) else pages)
+    ]
+    assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
 def test_demo_family_is_small(wheel: ZipFile) -> None:
