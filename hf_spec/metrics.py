@@ -144,6 +144,29 @@ class SpeculationStats:
             merged.time_to_first_token += call.time_to_first_token / len(calls)
         return merged
 
+    def of_row(self, number: int) -> SpeculationStats:
+        """Return the statistics of one row by itself: its counts, and its share of the steps' seconds.
+
+        A step's seconds are shared by the rows that took part, so that those of all rows sum up to the call's. What
+        was compiled belongs to no row.
+        """
+        row = self.per_row[number]
+        share = _ratio(row.steps, self.row_steps)
+        return SpeculationStats(
+            1,
+            self.synchronize,
+            self.tokenizer,
+            row.steps,
+            share * self.propose_seconds,
+            share * self.verify_seconds,
+            share * self.choose_seconds,
+            time_to_first_token=self.time_to_first_token,
+            total_seconds=self.time_to_first_token + row.seconds,
+            first_tokens_in_steps=int(self.first_tokens_in_steps > 0),
+            pace=self.pace,
+            per_row=[row],
+        )
+
     def prefilled(self, tokens: Sequence[int] | None = None) -> None:
         """Note that the first token of every row is there before any step; ``tokens`` are those, for the HTML view."""
         self.time_to_first_token = time.perf_counter() - self._start

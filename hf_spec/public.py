@@ -32,12 +32,15 @@ from .drafts.peagle.configuration import PEagleSpeculatorConfig
 from .drafts.peagle.modeling import PEagleDraftModel
 from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import SpeculativeModel, install, uninstall
+from .many.generate import generate_many
+from .many.prompts import Completion
 from .metrics import SpeculationStats
 from .proposal import Proposal
 from .settings import SpeculationConfig
 
 __all__ = [
     "AutoDraftModel",
+    "Completion",
     "DFlashDraftModel",
     "DFlashSpeculatorConfig",
     "DSparkDraftModel",
@@ -71,6 +74,7 @@ __all__ = [
     "VanillaSpeculator",
     "as_speculator",
     "convert",
+    "generate_many",
     "get_speculator",
     "inspect",
     "install",

@@ -20,6 +20,7 @@ LAYERS = (
     ("decoding",),
     ("defaults",),
     ("integration", "training"),
+    ("many",),
     ("bench", "demo"),
     ("public",),
     ("cli", "__main__"),

@@ -249,11 +249,12 @@ def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) ->
 def _is_of_the_prefix(processor: Any) -> bool:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         one_text = processor._num_beams == 1  # it looks at all beams of a row together
-        return one_text and _is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
-    return type(processor) in OF_THE_PREFIX or _is_declared_pure(processor)
+        return one_text and is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
+    return type(processor) in OF_THE_PREFIX or is_declared_pure(processor)
 
 
-def _is_declared_pure(one: Any) -> bool:
+def is_declared_pure(one: Any) -> bool:
+    """Tell whether ``pure`` was called on ``one`` or its class."""
     return _PURE in vars(type(one)) or _PURE in getattr(one, "__dict__", {})
 
 

@@ -1,0 +1,123 @@
+"""Answer prompts in batches by ``generate``, so that no answer depends on what else was in its batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..decoding.processors import is_declared_pure, pure
+from ..defaults import option
+from ..metrics import SpeculationStats
+from ..scoring.plain import input_device
+from .prompts import Completion, Pending
+
+# Options that look at all tokens of a row, where padding counts as text, and their values that do nothing. Not so
+# repetition_penalty, for which transformers leaves padding out.
+OF_THE_WHOLE_ROW: dict[str, tuple[Any, ...]] = {
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "watermarking_config": (None,),
+    "guidance_scale": (None, 1),
+    "logits_processor": (None, []),
+    "stopping_criteria": (None, []),
+    "prefix_allowed_tokens_fn": (None,),
+}
+PER_BATCH = ("logits_processor", "stopping_criteria")
+
+
+class Batches:
+    """Generate for a few prompts at a time, of lengths as alike as there are.
+
+    Left-padded rows do not see each other, but what looks at the tokens of a whole row sees the padding: then only
+    prompts of one length are put together. Rows that nothing but a stop string or a criterion ends would go on until
+    all are done: those are alone.
+    """
+
+    def __init__(self, model: Any, size: int, options: dict[str, Any]) -> None:
+        self.model, self.options = model, options
+        self.pads = all(option(model, options, name) in nothing for name, nothing in OF_THE_WHOLE_ROW.items())
+        self.ends = _as_list(option(model, options, "eos_token_id"))
+        stops = [option(model, options, name) for name in ("stop_strings", "stopping_criteria", "max_time")]
+        self.size = 1 if any(stops) and not self.ends else size
+        # Rows that are done are filled up with what cannot be their last token.
+        self.filler = next(token for token in range(len(self.ends) + 1) if token not in self.ends)
+
+    def answer(self, prompts: Sequence[Pending]) -> Iterator[Completion]:
+        """Generate for ``prompts``, the longest first."""
+        for batch in self.of(prompts):
+            try:
+                yield from self._answer(batch)
+            except Exception as error:
+                error.add_note(f"while generating for the prompts {[one.index for one in batch]}")
+                raise
+
+    def of(self, prompts: Iterable[Pending]) -> Iterator[list[Pending]]:
+        """Put prompts of about one length together."""
+
+        def kind(one: Pending) -> tuple[Any, ...]:
+            return (str(one.kind), 0 if self.pads else -len(one.ids))
+
+        ordered = sorted(prompts, key=lambda one: (*kind(one), -len(one.ids), one.index))
+        for _, group in groupby(ordered, kind):
+            alike = list(group)
+            yield from (alike[start : start + self.size] for start in range(0, len(alike), self.size))
+
+    def _answer(self, batch: list[Pending]) -> Iterator[Completion]:
+        inputs = _inputs(batch, self.filler, input_device(self.model))
+        indices = [one.index for one in batch]
+        options = self.options | {name: _made(self.options.get(name), indices) for name in PER_BATCH}
+        if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
+            options["prefix_allowed_tokens_fn"] = _by_index(allowed, indices)
+        out = self.model.generate(**inputs, **options, pad_token_id=self.filler, return_dict_in_generate=True)
+        stats: SpeculationStats | None = getattr(out, "speculation", None)
+        rows = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+        for number, (one, row) in enumerate(zip(batch, rows, strict=True)):
+            own = None if stats is None else stats.of_row(number)
+            tokens = self._until_end(row) if own is None else own.per_row[0].tokens
+            yield Completion(one.index, one.ids, tokens, speculation=own)
+
+    def _until_end(self, row: list[int]) -> list[int]:
+        end = next((place + 1 for place, token in enumerate(row) if token in self.ends), None)
+        if end is None and self.ends:  # a stop string or a criterion: what follows is filled up
+            end = len(row) - next((place for place, token in enumerate(reversed(row)) if token != self.filler), 0)
+        return row[:end]
+
+
+def _inputs(batch: list[Pending], filler: int, device: torch.device) -> dict[str, Tensor]:
+    """Pad on the left, (batch, longest) each; images and the like stand one after the other."""
+    widest = max(len(one.ids) for one in batch)
+
+    def left(rows: Iterable[Tensor], value: int) -> Tensor:
+        return torch.cat([pad(row, (widest - row.shape[-1], 0), value=value) for row in rows])
+
+    ids = [torch.tensor([one.ids]) for one in batch]
+    inputs = {"input_ids": left(ids, filler), "attention_mask": left(map(torch.ones_like, ids), 0)}
+    inputs |= {name: left((one.per_token[name] for one in batch), 0) for name in batch[0].per_token}
+    inputs |= {name: torch.cat([one.others[name] for one in batch]) for name in batch[0].others}
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
+
+
+def _made(given: Any, indices: list[int]) -> Any:
+    """Return a list of processors or criteria: as it was given, or made anew for the prompts of a batch."""
+    return given(indices) if callable(given) and not isinstance(given, list) else given
+
+
+def _by_index(allowed: Callable[[int, Tensor], Any], indices: list[int]) -> Callable[[int, Tensor], Any]:
+    """Let a function of a row and its tokens be asked about the prompt's place among all prompts."""
+
+    @functools.wraps(allowed, updated=())
+    def of_row(row: int, ids: Tensor) -> Any:
+        return allowed(indices[row], ids)
+
+    return pure(of_row) if is_declared_pure(allowed) else of_row
+
+
+def _as_list(ends: Any) -> list[int]:
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]

@@ -1,0 +1,154 @@
+"""``generate_many``: an iterator over what a model answers to any number of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from itertools import count, islice
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..defaults import option
+from ..metrics import Counts
+from ..settings import SpeculationConfig
+from .batches import Batches
+from .processes import Processes
+from .prompts import Completion, Pending, pending
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
+
+BATCHES_AHEAD = 16
+# What generate_many sets or returns itself, and what to do instead.
+NOT_FOR_MANY = {
+    "inputs": "pass prompts",
+    "input_ids": "pass prompts",
+    "inputs_embeds": "pass prompts as token ids",
+    "attention_mask": "pass prompts, which are padded here",
+    "past_key_values": "every prompt is read from its beginning",
+    "streamer": "completions come one by one; stream one prompt with generate",
+    "return_dict_in_generate": "completions have their tokens and statistics",
+    "output_scores": "call generate for scores",
+    "output_logits": "call generate for logits",
+    "output_hidden_states": "call generate for hidden states",
+    "output_attentions": "call generate for attentions",
+    "max_length": "it would count padding; use max_new_tokens",
+    "min_length": "it would count padding; use min_new_tokens",
+    "pad_token_id": "rows are padded here, and completions are not",
+    "num_return_sequences": "pass each prompt as often as you want an answer to it",
+}
+
+
+def generate_many(
+    model: PreTrainedModel,
+    prompts: Iterable[Any],
+    *,
+    speculator: Any = None,
+    speculation_config: SpeculationConfig | None = None,
+    num_speculative_tokens: int | str | None = None,
+    tokenizer: Any = None,
+    batch_size: int = 8,
+    look_ahead: int | None = None,
+    ordered: bool = False,
+    accelerator: Accelerator | PartialState | None = None,
+    progress: bool = True,
+    **generate_kwargs: Any,
+) -> Iterator[Completion]:
+    """Yield a ``Completion`` for each prompt as soon as it is there; a prompt's text depends on no other prompt.
+
+    A prompt is a text or a list of messages (with ``tokenizer``), a list or tensor of token ids, or for multimodal
+    models what their processor returns for one prompt. ``prompts`` may be longer than memory: ``look_ahead`` of them
+    are read at a time, 16 batches by default, and those of about the same length are decoded together.
+
+    Args:
+        speculator, speculation_config, num_speculative_tokens: as in ``generate``.
+        ordered: yield in the order of the prompts; else as they are done, with ``index`` to tell whose they are.
+        accelerator: share the prompts among its processes, which all call this with the same prompts, read all
+            completions, and have a copy of the model each.
+        progress: draw a bar, with the tokens that a verification step emits (τ).
+        **generate_kwargs: go to ``generate``; ``max_new_tokens`` must be among them or in a generation config.
+            ``logits_processor`` and ``stopping_criteria`` may be functions that make a list for the prompts of a
+            batch, given as a list of their indices, for those that keep a state. A ``prefix_allowed_tokens_fn`` is
+            given the index of the prompt.
+
+    Errors: before anything runs a ValueError for options that make no sense for many prompts; a TypeError or
+    ValueError for a bad prompt once it is read; those of ``generate``.
+    """
+    ahead = BATCHES_AHEAD * batch_size if look_ahead is None else look_ahead
+    _check(model, prompts, batch_size, ahead, generate_kwargs)
+    given = (speculator, speculation_config, num_speculative_tokens)
+    names = ("speculator", "speculation_config", "num_speculative_tokens")
+    options = generate_kwargs | {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    if tokenizer is not None and option(model, options, "stop_strings"):
+        options["tokenizer"] = getattr(tokenizer, "tokenizer", tokenizer)
+    processes = Processes(accelerator)
+    batches = Batches(model, batch_size, options)
+    completions = _completions(prompts, tokenizer, ahead * processes.count, batches, processes)
+    if ordered:
+        completions = _in_order(completions)
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return _finished(completions, tokenizer, total, progress and processes.number == 0)
+
+
+def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: dict[str, Any]) -> None:
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: pass a list of texts")
+    for name, number in (("batch_size", batch_size), ("look_ahead", look_ahead)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; set at least 1")
+    for name, instead in NOT_FOR_MANY.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is not for generate_many: {instead}")
+    for name in ("num_return_sequences", "min_length"):  # which a generation config may hold
+        if (option(model, options, name) or 0) > 1:
+            raise ValueError(f"{name} of the generation config is not for generate_many: {NOT_FOR_MANY[name]}")
+    if option(model, options, "max_new_tokens") is None:
+        raise ValueError("generate_many needs max_new_tokens, the length of the longest answer: pass it")
+
+
+def _completions(
+    prompts: Iterable[Any], tokenizer: Any, ahead: int, batches: Batches, processes: Processes
+) -> Iterator[Completion]:
+    """Read ``ahead`` prompts at a time and answer them; with several processes, each a part, and all get all."""
+    numbered = zip(count(), prompts, strict=False)
+
+    def read() -> list[Pending]:
+        return [pending(index, prompt, tokenizer) for index, prompt in islice(numbered, ahead)]
+
+    while window := processes.same(read):
+        if processes.count == 1:
+            yield from batches.answer(window)
+            continue
+        for part in processes.together(lambda: list(batches.answer(processes.mine(window)))):
+            yield from part
+
+
+def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
+    """Hold back what is done before its turn: no more than is read at a time."""
+    waiting: dict[int, Completion] = {}
+    due = 0
+    for one in completions:
+        waiting[one.index] = one
+        while due in waiting:
+            yield waiting.pop(due)
+            due += 1
+
+
+def _finished(
+    completions: Iterator[Completion], tokenizer: Any, total: int | None, progress: bool
+) -> Iterator[Completion]:
+    """Add the text, and move the bar."""
+    counts = Counts()
+    decoder = getattr(tokenizer, "tokenizer", tokenizer)
+    bar: Any = logging.tqdm(total=total, desc="Generating", disable=not progress)
+    with bar:
+        for one in completions:
+            if decoder is not None:
+                one.text = decoder.decode(one.tokens, skip_special_tokens=True)
+            if one.speculation is not None:
+                one.speculation.tokenizer = decoder
+                counts.add(one.speculation.counts)
+                bar.set_postfix_str(f"τ {counts.mean_accepted_length:.2f}", refresh=False)
+            bar.update()
+            yield one

@@ -1,0 +1,111 @@
+"""What a prompt may be, and what is kept of one until it is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..metrics import SpeculationStats
+
+EXAMPLES = "a text, a list of token ids, a list of messages such as {'role': 'user', 'content': ...}, or the tensors"
+
+
+@dataclass
+class Completion:
+    """Hold what was generated for one prompt of ``generate_many``.
+
+    ``index`` is the prompt's place among the prompts. ``tokens`` are the new ones, the end-of-sequence token included,
+    ``text`` is what they say, without special tokens, if there was a tokenizer. ``speculation`` counts for this prompt
+    alone; ``None`` if nothing was guessed.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    tokens: list[int]
+    text: str | None = None
+    speculation: SpeculationStats | None = None
+
+
+@dataclass
+class Pending:
+    """Hold a prompt that waits: its token ids, what else there is for each token, and what belongs to it as a whole.
+
+    ``per_token`` are (1, length) each, such as token types; ``others`` are images and the like, whose first dimension
+    counts images, patches or prompts, as in what processors of transformers return.
+    """
+
+    index: int
+    ids: list[int]
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Return what prompts must have in common to be in one batch: the names and sizes of their tensors."""
+        sizes = [(name, tuple(tensor.shape[1:])) for name, tensor in self.others.items()]
+        return (*sorted(self.per_token), *sorted(sizes))
+
+
+def pending(index: int, prompt: Any, tokenizer: Any) -> Pending:
+    """Turn what a user passes as a prompt into token ids, and tensors if there are some.
+
+    Errors: a TypeError for what is no prompt, and a ValueError for one that is empty or needs a tokenizer; both name
+    its place.
+    """
+    found = _parse(index, prompt, tokenizer)
+    if not found.ids:
+        raise ValueError(f"prompt {index} is empty: it needs one token at least, such as the one that begins a text")
+    return found
+
+
+def _parse(index: int, prompt: Any, tokenizer: Any) -> Pending:
+    if isinstance(prompt, Mapping):
+        return _of_tensors(index, prompt)
+    if isinstance(prompt, str):
+        return Pending(index, list(_needed(tokenizer, index)(prompt)["input_ids"]))
+    if hasattr(prompt, "tolist"):  # of torch or numpy
+        prompt = prompt.tolist()
+    if isinstance(prompt, list | tuple):
+        if all(isinstance(one, Mapping) for one in prompt) and prompt:
+            return Pending(index, _chat(list(prompt), _needed(tokenizer, index), index))
+        if len(prompt) == 1 and isinstance(prompt[0], list):  # (1, length)
+            prompt = prompt[0]
+        if all(isinstance(one, int) for one in prompt):
+            return Pending(index, list(prompt))
+    raise TypeError(f"prompt {index} is {prompt!r:.80}; pass {EXAMPLES} that a processor returns for one prompt")
+
+
+def _needed(tokenizer: Any, index: int) -> Any:
+    if tokenizer is None:
+        raise ValueError(f"prompt {index} is text, which needs the model's tokenizer: pass tokenizer=, or token ids")
+    return getattr(tokenizer, "tokenizer", tokenizer)  # that of a processor
+
+
+def _chat(messages: list[Any], tokenizer: Any, index: int) -> list[int]:
+    if not tokenizer.chat_template:
+        raise ValueError(f"prompt {index} is a chat, but the tokenizer has no chat template: set one, or pass a text")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _of_tensors(index: int, prompt: Mapping[str, Any]) -> Pending:
+    tensors = {name: torch.as_tensor(value) for name, value in prompt.items() if value is not None}
+    ids = tensors.pop("input_ids", None)
+    if ids is None:
+        raise ValueError(f"prompt {index} has no input_ids, only {sorted(prompt)}: pass what a processor returns")
+    ids = torch.atleast_2d(ids)  # (1, length)
+    if ids.shape[0] != 1 or ids.ndim != 2:
+        raise ValueError(f"prompt {index} has input_ids of shape {tuple(ids.shape)}: pass one prompt at a time")
+    seen = torch.atleast_2d(tensors.pop("attention_mask", torch.ones_like(ids)))[0].bool()  # (length,)
+    per_token = {name: value for name, value in tensors.items() if torch.atleast_2d(value).shape == ids.shape}
+    others = {name: value for name, value in tensors.items() if name not in per_token}
+    if scalars := [name for name, value in others.items() if value.ndim == 0]:
+        raise ValueError(
+            f"prompt {index} has a {scalars[0]} of no dimension: pass it to generate_many for all prompts"
+        )
+    per_token = {name: torch.atleast_2d(value)[:, seen] for name, value in per_token.items()}
+    return Pending(index, ids[0, seen].tolist(), per_token, others)

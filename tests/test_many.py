@@ -1,0 +1,370 @@
+"""Many prompts: each gets the text that plain ``generate`` writes for it alone, and is read when it is needed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from architectures import build
+from groups import leave
+from test_multimodal import llava
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from twins import SHAPES, draft, noisy, target, tokenizer
+
+import hf_spec
+from hf_spec import Completion, SpeculationStats, generate_many
+from hf_spec.many.batches import Batches
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+QUIET: dict[str, Any] = {"progress": False, "batch_size": 4}
+
+
+def texts(lengths: tuple[int, ...] = (5, 13, 2, 9, 9, 1, 30, 4, 4, 7)) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 99, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alone(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    """Generate plainly for each prompt by itself: the new tokens."""
+    given = GREEDY | options
+    return [model.generate(torch.tensor([ids]), **given)[0, len(ids) :].tolist() for ids in prompts]
+
+
+def many(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+    """Generate for all of them: the new tokens of each, in their order."""
+    found = sorted(generate_many(model, prompts, **QUIET | GREEDY | options), key=lambda one: one.index)
+    assert [one.index for one in found] == list(range(len(found)))
+    return [one.tokens for one in found]
+
+
+def frequent(model: Any) -> int:
+    """Find a token that ends several of the texts early, if it is made the end of a text."""
+    written = alone(model, texts())
+    return max(range(99), key=lambda token: sum(token in one[3:-2] for one in written))
+
+
+# -- the same text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculator", [None, "ngram", "chain", "tree"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe"])
+def test_each_prompt_gets_its_own_text(name: str, speculator: str | None) -> None:
+    model = target(name)
+    options: dict[str, Any] = {"speculator": speculator}
+    if speculator in SHAPES:
+        options = {"speculator": draft(name), "speculation_config": SHAPES[speculator]}
+    assert many(model, texts(), **options) == alone(model, texts())
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "qwen3_next", "lfm2"])
+def test_recurrent_and_hybrid_models(name: str) -> None:
+    model = build(name)
+    assert many(model, texts(), speculator=noisy(model)) == alone(model, texts())
+
+
+@pytest.mark.parametrize("speculator", [None, "ngram"])
+@pytest.mark.parametrize("pad", [0, None, "the end"])
+def test_texts_that_end(speculator: str | None, pad: Any) -> None:
+    model = target()
+    end = frequent(model)
+    plain = alone(model, texts(), eos_token_id=end)
+    assert len({len(one) for one in plain}) > 2
+    config = GenerationConfig(**GREEDY, eos_token_id=end, pad_token_id=end if pad == "the end" else pad)
+    found = generate_many(model, texts(), generation_config=config, speculator=speculator, ordered=True, **QUIET)
+    assert [one.tokens for one in found] == plain
+
+
+@pytest.mark.parametrize("speculator", [None, "ngram"])
+@pytest.mark.parametrize("end", [2, None])
+def test_stop_strings(speculator: str | None, end: int | None) -> None:
+    """Without an end of text, plain generate writes on in a row until all are done: such rows are alone."""
+    model = target()
+    stop = tokenizer().decode(alone(model, texts())[3][5:7])
+    options = {"stop_strings": [stop], "eos_token_id": end, "tokenizer": tokenizer()}
+    plain = alone(model, texts(), **options)
+    assert len({len(one) for one in plain}) > 1
+    assert many(model, texts(), speculator=speculator, **options) == plain
+
+
+PENALTIES: list[dict[str, Any]] = [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}]
+
+
+@pytest.mark.parametrize("option", PENALTIES, ids=str)
+def test_what_looks_at_whole_rows_sees_no_padding(option: dict[str, Any]) -> None:
+    model = target()
+    plain = alone(model, texts(), **option)
+    assert plain != alone(model, texts())
+    assert many(model, texts(), speculator=draft(), **option) == plain
+
+
+def test_padding_changes_what_looks_at_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control: put together, the token that pads is forbidden."""
+    model = target()
+    plain = alone(model, texts(), no_repeat_ngram_size=1)
+    filler = plain[5][0]
+    before = Batches.__init__
+
+    def careless(self: Batches, *args: Any) -> None:
+        before(self, *args)
+        self.pads, self.filler = True, filler
+
+    monkeypatch.setattr(Batches, "__init__", careless)
+    assert many(model, texts(), no_repeat_ngram_size=1) != plain
+
+
+class Shifting(LogitsProcessor):
+    """Favour another token at every call: a processor that keeps a state, and sees the batch in lockstep."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        scores[:, (self.calls * 7 + input_ids.shape[1]) % 99] += 4.0
+        return scores
+
+
+@pytest.mark.parametrize("speculator", [None, "ngram", "draft"])
+def test_processors_and_criteria_that_keep_a_state(speculator: str | None) -> None:
+    model, batches = target(), []
+
+    def processors(indices: list[int]) -> LogitsProcessorList:
+        batches.append(indices)
+        return LogitsProcessorList([Shifting()])
+
+    def criteria(indices: list[int]) -> StoppingCriteriaList:
+        return StoppingCriteriaList([lambda ids, scores: ids[:, -1] % 9 == 0])
+
+    fresh = [
+        alone(model, [ids], logits_processor=processors([0]), stopping_criteria=criteria([0]), eos_token_id=2)[0]
+        for ids in texts()
+    ]
+    batches.clear()
+    options = {"logits_processor": processors, "stopping_criteria": criteria, "eos_token_id": 2}
+    assert many(model, texts(), speculator=draft() if speculator == "draft" else speculator, **options) == fresh
+    assert sorted(itertools.chain(*batches)) == list(range(10)) and max(map(len, batches)) == 2
+
+
+@pytest.mark.parametrize("declare", [hf_spec.pure, lambda function: function])
+def test_allowed_tokens_are_those_of_the_prompt(declare: Any) -> None:
+    model = target()
+
+    def allowed(index: int, ids: Tensor) -> list[int]:
+        return list(range(index + 3, 99, 5))
+
+    plain = [
+        alone(model, [ids], prefix_allowed_tokens_fn=lambda row, prefix, index=index: allowed(index, prefix))[0]
+        for index, ids in enumerate(texts())
+    ]
+    assert many(model, texts(), speculator=draft(), prefix_allowed_tokens_fn=declare(allowed)) == plain
+
+
+def test_images() -> None:
+    """Prompts with one image, with two, and with none."""
+    model, both = llava()
+    rows = [both["attention_mask"][row].bool() for row in range(2)]
+    images = [both["pixel_values"][:1], both["pixel_values"][1:]]
+    prompts: list[Any] = [
+        {"input_ids": both["input_ids"][row, seen], "pixel_values": images[row]} for row, seen in enumerate(rows)
+    ]
+    prompts += [{name: value[1:] if name != "pixel_values" else images[1] for name, value in both.items()}, [5, 6, 7]]
+    plain = [
+        model.generate(torch.atleast_2d(torch.as_tensor(one["input_ids"])), pixel_values=one["pixel_values"], **GREEDY)
+        for one in prompts[:2]
+    ]
+    wanted = [out[0, -12:].tolist() for out in plain] + [plain[1][0, -12:].tolist(), *alone(model, [[5, 6, 7]])]
+    for speculator in (None, "ngram", noisy(target())):
+        found = many(model, prompts, speculator=speculator)
+        assert found == wanted
+
+
+def test_the_distribution_is_the_targets() -> None:
+    """Two sampled tokens of the three best, of prompts of two lengths in one batch, against exact probabilities."""
+    model, prompts, rounds = target(), texts((3, 6)), 1000
+    options = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "speculator": draft(), "batch_size": 500}
+    torch.manual_seed(0)
+    found = many(model, prompts * rounds, **options)
+    for which, ids in enumerate(prompts):
+        seen: dict[tuple[int, ...], int] = {}
+        for tokens in found[which::2]:
+            seen[tuple(tokens[:2])] = seen.get(tuple(tokens[:2]), 0) + 1
+        chances = {(a, b): p * q for a, p in best(model, ids).items() for b, q in best(model, [*ids, a]).items()}
+        assert seen.keys() <= chances.keys()
+        square = sum((seen.get(pair, 0) - rounds * p) ** 2 / (rounds * p) for pair, p in chances.items())
+        assert square < 26.1  # 8 degrees of freedom, one in a thousand
+
+
+@torch.no_grad()
+def best(model: PreTrainedModel, ids: list[int]) -> dict[int, float]:
+    scores, tokens = model(torch.tensor([ids])).logits[0, -1].topk(3)
+    return dict(zip(tokens.tolist(), scores.softmax(0).tolist(), strict=True))
+
+
+# -- an iterator ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_prompts_are_read_as_they_are_needed(ordered: bool) -> None:
+    read = 0
+
+    def endless() -> Iterator[list[int]]:
+        nonlocal read
+        for ids in itertools.cycle(texts()):
+            read += 1
+            yield ids
+
+    completions = generate_many(target(), endless(), look_ahead=8, ordered=ordered, **QUIET, **GREEDY)
+    assert read == 0
+    order = []
+    for place, one in enumerate(itertools.islice(completions, 40)):
+        assert read <= place - place % 8 + 8
+        order.append(one.index)
+    assert (order == sorted(order)) is ordered and sorted(order) == list(range(40))
+
+
+def test_shapes_of_prompts_and_texts() -> None:
+    model, words = target(), tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    ids = words("ABC:")["input_ids"]
+    prompts = [
+        *("ABC:", ids, tuple(ids), torch.tensor(ids), torch.tensor([ids]), torch.tensor(ids).numpy()),
+        *([{"role": "user", "content": "ABC"}], {"input_ids": [ids], "attention_mask": [[1] * len(ids)]}),
+    ]
+    found = list(generate_many(model, prompts, tokenizer=words, **QUIET, **GREEDY))
+    assert all(one.prompt_ids == ids and one.tokens == found[0].tokens for one in found)
+    assert found[0].text == words.decode(found[0].tokens, skip_special_tokens=True)
+    assert isinstance(found[0], Completion)
+    assert next(generate_many(model, [ids], **QUIET, **GREEDY)).text is None
+    assert list(generate_many(model, [], **QUIET, **GREEDY)) == []
+
+
+def test_each_completion_has_its_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+    found = list(generate_many(target(), texts(), speculator=draft(), batch_size=4, **GREEDY))
+    stats = [one.speculation for one in found]
+    for one, own in zip(found, stats, strict=True):
+        assert own.batch_size == 1 and own.steps == own.row_steps == own.counts.steps
+        assert own.per_row[0].tokens == one.tokens and own.emitted == len(one.tokens) - 1 + own.first_tokens_in_steps
+        assert own.mean_accepted_length >= 1 and own.total_seconds >= own.time_to_first_token > 0
+    together = SpeculationStats.merge(stats)
+    assert f"τ {together.mean_accepted_length:.2f}" in capsys.readouterr().err
+    ids = torch.tensor(texts()[3:5])
+    whole = target().generate(ids, **GREEDY, speculator=draft(), return_dict_in_generate=True).speculation
+    rows = SpeculationStats.merge([whole.of_row(0), whole.of_row(1)])
+    assert rows.counts == whole.counts
+    for name in ("propose_seconds", "verify_seconds", "choose_seconds"):
+        assert getattr(rows, name) == pytest.approx(getattr(whole, name))
+
+
+def test_the_models_default_speculator_is_used_and_refused_calls_are_plain() -> None:
+    model = build("llama", num_hidden_layers=2)
+    hf_spec.set_speculator(model, "ngram")
+    assert next(generate_many(model, texts(), **QUIET, **GREEDY)).speculation is not None
+    assert next(generate_many(model, texts(), speculator=False, **QUIET, **GREEDY)).speculation is None
+    beams = GREEDY | {"num_beams": 2}
+    found = list(generate_many(model, texts(), ordered=True, **QUIET, **beams))
+    assert [one.tokens for one in found] == alone(model, texts(), speculator=False, num_beams=2)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"max_new_tokens": None}, "needs max_new_tokens"),
+        ({"max_length": 20}, "max_length is not for generate_many: it would count padding"),
+        ({"num_return_sequences": 2}, "pass each prompt as often as you want an answer"),
+        ({"generation_config": GenerationConfig(do_sample=True, num_return_sequences=3)}, "pass each prompt as often"),
+        ({"generation_config": GenerationConfig(min_length=30)}, "use min_new_tokens"),
+        ({"streamer": object()}, "stream one prompt with generate"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"look_ahead": 0}, "look_ahead is 0"),
+    ],
+)
+def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) -> None:
+    def unread() -> Iterator[Any]:
+        raise AssertionError
+        yield
+
+    with pytest.raises(ValueError, match=problem):
+        generate_many(target(), unread(), **QUIET | GREEDY | given)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([], "prompt 1 is empty"),
+        ("text", "prompt 1 is text, which needs the model's tokenizer"),
+        (1.5, "prompt 1 is 1.5; pass a text"),
+        ([1, "a"], "prompt 1 is"),
+        ({"pixel_values": torch.zeros(1)}, "prompt 1 has no input_ids"),
+        ({"input_ids": torch.ones(2, 3)}, "one prompt at a time"),
+    ],
+)
+def test_bad_prompts_are_named(prompt: Any, problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=problem):
+        list(generate_many(target(), [[5], prompt], **QUIET, **GREEDY))
+    with pytest.raises(TypeError, match="one text"):
+        generate_many(target(), "text", **QUIET, **GREEDY)
+
+
+def test_what_fails_while_generating_names_the_prompts() -> None:
+    completions = generate_many(target(), [[5], [6, 7], [98, 99]], **QUIET | {"batch_size": 1}, **GREEDY)
+    with pytest.raises(IndexError) as caught:
+        list(completions)
+    assert caught.value.__notes__ == ["while generating for the prompts [2]"]
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+def work(folder: str) -> None:
+    """Be one of two processes, which share the prompts and get all texts."""
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    assert state.num_processes == 2
+    model, prompts = target(), texts()
+    generated = 0
+    whole = model.generate
+
+    def counting(ids: Tensor, **options: Any) -> Any:
+        nonlocal generated
+        generated += len(ids)
+        return whole(input_ids=ids, **options)
+
+    model.generate = lambda input_ids, **options: counting(input_ids, **options)
+    given = {"accelerator": state, "look_ahead": 3, "speculator": draft()}
+    found = list(generate_many(model, iter(prompts), ordered=True, **given, **QUIET, **GREEDY))
+    assert generated == 5
+    del model.generate
+    assert [one.tokens for one in found] == alone(model, prompts)
+    assert [one.index for one in found] == list(range(10))
+    assert all(one.speculation.steps for one in found)
+    # What goes wrong in one process ends both.
+    mine = prompts if state.process_index == 0 else prompts[::-1]
+    with pytest.raises(ValueError, match="different prompts"):
+        list(generate_many(model, mine, **given, **QUIET, **GREEDY))
+    with pytest.raises(ValueError, match="different prompts"):
+        list(generate_many(model, prompts[: 6 + state.process_index], **given, **QUIET, **GREEDY))
+    with pytest.raises((IndexError, RuntimeError), match=r"out of range|process \d failed.*IndexError"):
+        list(generate_many(model, [[5], [99]], **given, **QUIET, **GREEDY))
+    leave()
+
+
+def test_processes_share_the_prompts(tmp_path: Path) -> None:
+    paths = [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script = tmp_path / "worker.py"
+    script.write_text(f"import sys; sys.path[:0] = {paths!r}; import test_many\ntest_many.work({str(tmp_path)!r})")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
