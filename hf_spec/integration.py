@@ -15,6 +15,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
+from .batching.hooks import HOOKS as BATCHING
+from .batching.hooks import signature_with_keywords
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator
 from .decoding.loop import SpeculativeDecoding
@@ -26,7 +28,6 @@ from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
 from .settings import SpeculationConfig
 
-KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
 DOCUMENTATION = """
 
         With hf_spec, `generate` knows three more keywords. The text has the same distribution with them as without.
@@ -90,13 +91,13 @@ def install() -> None:
     if not hasattr(GenerationMixin.generate, "_hf_spec_original"):
         register_auto_classes()
         GenerationMixin.generate = _speculative(GenerationMixin.generate)  # type: ignore[method-assign]
-        batching = _owner("generate_batch")
-        batching.generate_batch = _plain_batch(batching.generate_batch)
+        for name, wrap in BATCHING.items():
+            setattr(_owner(name), name, wrap(getattr(_owner(name), name)))
 
 
 def uninstall() -> None:
-    """Undo ``install``: ``generate`` and the mask functions of transformers are its own again."""
-    for owner, name in ((GenerationMixin, "generate"), (_owner("generate_batch"), "generate_batch")):
+    """Undo ``install``: ``generate``, ``generate_batch`` and the mask functions of transformers are its own again."""
+    for owner, name in ((GenerationMixin, "generate"), *((_owner(name), name) for name in BATCHING)):
         ours = getattr(owner, name)
         setattr(owner, name, getattr(ours, "_hf_spec_original", ours))
     unhook_masks()
@@ -144,17 +145,9 @@ def _speculative(plain: Any) -> Any:
         return plain(self, *args, **kwargs)
 
     generate._hf_spec_original = plain  # type: ignore[attr-defined]
-    generate.__signature__ = _with_keywords(generate, plain)  # type: ignore[attr-defined]
+    generate.__signature__ = signature_with_keywords(plain)  # type: ignore[attr-defined]
     generate.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
     return generate
-
-
-def _with_keywords(ours: Any, plain: Any) -> inspect.Signature:
-    """Return the signature of ``plain`` with our keywords, which ``inspect`` and ``help`` show."""
-    signature = inspect.signature(plain)
-    *first, rest = signature.parameters.values()
-    known = inspect.signature(ours, follow_wrapped=False).parameters
-    return signature.replace(parameters=[*first, *(known[name] for name in KEYWORDS), rest])
 
 
 def _speculate(
@@ -198,27 +191,6 @@ class _Stream(BaseStreamer):
 
     def end(self) -> None:
         self.inner.end()
-
-
-def _plain_batch(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if named := [name for name in KEYWORDS if kwargs.get(name) not in (None, False)]:
-            raise ValueError(
-                f"generate_batch has no {named[0]}: its continuous batching is transformers' own. Pass the prompts, "
-                "padded on the left, to generate(..., speculator=...)"
-            )
-        kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
-        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        if default_speculator(self, config)[0]:
-            logger.warning_once(
-                "generate_batch decodes plainly, without the model's default speculator: its continuous batching is "
-                "transformers' own"
-            )
-        return plain(self, *args, **kwargs)
-
-    generate_batch._hf_spec_original = plain  # type: ignore[attr-defined]
-    return generate_batch
 
 
 def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> None:

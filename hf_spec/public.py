@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .batching.engine import RequestOutput
 from .checkpoints.auto import AutoDraftModel
 from .checkpoints.conversion import convert
 from .checkpoints.inspection import inspect
@@ -63,6 +64,7 @@ __all__ = [
     "PEagleSpeculatorConfig",
     "Proposal",
     "Request",
+    "RequestOutput",
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeDecoding",

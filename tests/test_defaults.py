@@ -144,24 +144,6 @@ def test_mistakes_of_a_call_are_not_hidden_by_a_default(model: PreTrainedModel, 
     assert warned == []
 
 
-def test_continuous_batching_says_that_it_is_plain(model: PreTrainedModel, warned: list[str]) -> None:
-    nothing: list[list[int]] = []  # for which transformers starts no thread
-    assert model.generate_batch(nothing) == {}
-    assert warned == []
-    hf_spec.set_speculator(model, "ngram")
-    for _ in range(2):
-        assert model.generate_batch(nothing, max_new_tokens=2, speculator=None) == {}
-    assert len(warned) == 1 and "plainly" in warned[0]
-    with pytest.raises(ValueError, match="generate_batch has no speculator"):
-        model.generate_batch(nothing, speculator="ngram")
-    try:
-        hf_spec.uninstall()
-        assert model.generate_batch(nothing) == {}
-    finally:
-        hf_spec.install()
-    assert len(warned) == 1
-
-
 # --- Generation configs ----------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ LAYERS = (
     ("checkpoints",),
     ("decoding",),
     ("defaults",),
+    ("batching",),
     ("integration", "training"),
     ("many",),
     ("bench", "demo"),

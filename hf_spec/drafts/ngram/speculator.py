@@ -138,6 +138,12 @@ class NgramDrafter(Drafter):
         """Go on with the texts of ``rows`` only."""
         self._rows = [self._rows[row] for row in rows.tolist()]
 
+    def join(self, other: Drafter) -> bool:
+        """Go on with the texts of ``other``, too."""
+        assert isinstance(other, NgramDrafter)
+        self._rows += other._rows
+        return True
+
     def _tree(self, row: TextIndex, depth: int) -> list[Path]:
         """List the nodes of a row's tree, each as its path from the root, parents before children."""
         nodes: dict[Path, None] = {}

@@ -1,0 +1,1 @@
+"""Guesses for the requests of transformers' continuous batching, which come and go at any moment."""

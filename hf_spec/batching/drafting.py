@@ -1,0 +1,153 @@
+"""The drafters of requests that come and go: those that can be are asked together, as one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..drafts.base import Drafter, News
+from ..metrics import SpeculationStats
+from ..proposal import ABSENT, Proposal
+
+
+@dataclass(eq=False)
+class Guess:
+    """What is guessed behind the text of one request: ``tokens`` and ``parents`` of the nodes, the root first.
+
+    ``q`` (nodes with children, vocabulary) is the distribution that they were drawn from, as in a ``Proposal``.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    is_chain: bool
+    q: Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """Return the length of the longest path."""
+        if self.is_chain:
+            return len(self.tokens) - 1
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return max(depths)
+
+    def first(self, count: int) -> Guess:
+        """Keep the first ``count`` nodes: parents stand before their children, so they are a tree again."""
+        return Guess(self.tokens[:count], self.parents[:count], self.is_chain, self.q)
+
+
+@dataclass(eq=False)
+class Row:
+    """What is known of one request. ``request`` is the engine's own object, and so is new when it starts anew.
+
+    ``features`` are those of the part of the prompt that was read, (1, tokens, widths) each; ``unread`` is what became
+    text and no drafter was told yet; ``guess`` waits to be scored.
+    """
+
+    name: str
+    request: Any
+    stats: SpeculationStats
+    features: list[Tensor] = field(default_factory=list)
+    unread: list[News] = field(default_factory=list)
+    guess: Guess | None = None
+
+
+class Drafters:
+    """Start a drafter for each request, and join those that can be joined."""
+
+    def __init__(self, start: Callable[[Row], Drafter]) -> None:
+        self._start = start
+        self._groups: list[tuple[Drafter, list[Row]]] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """List the requests that a drafter keeps something of."""
+        return [row for _, rows in self._groups for row in rows]
+
+    def propose(
+        self, rows: Sequence[Row], limit: int, ask: Callable[[Drafter, list[Row], News, int], Proposal]
+    ) -> bool:
+        """Let ``rows``, which all have something unread, guess at most ``limit`` deep; tell whether one caught up.
+
+        A drafter reads what is new in all of its rows at once. Where one of them was not in the last batch, for there
+        was no room, the others wait for it, and guess nothing this time.
+        """
+        known = set(self.rows)
+        new = [row for row in rows if row not in known]
+        for row in new:
+            self._add(row)
+        late = bool(new) or any(len(row.unread) > 1 for row in rows)
+        for drafter, together in self._groups:
+            if all(row.unread for row in together):
+                news = News.stacked([News.joined(row.unread) for row in together])
+                guesses = guesses_of(ask(drafter, together, news, limit))
+                for row, guess in zip(together, guesses, strict=True):
+                    row.guess, row.unread = guess, []
+        return late
+
+    def _add(self, row: Row) -> None:
+        drafter = self._start(row)
+        row.features = []
+        for other, rows in self._groups:
+            if other.join(drafter):
+                rows.append(row)
+                return
+        self._groups.append((drafter, [row]))
+
+    def keep(self, staying: Collection[Row]) -> None:
+        """Go on with the requests ``staying`` only."""
+        left = []
+        for drafter, rows in self._groups:
+            going_on = [i for i, row in enumerate(rows) if row in staying]
+            if going_on and len(going_on) < len(rows):
+                drafter.keep_rows(torch.tensor(going_on))
+            if going_on:
+                left.append((drafter, [rows[i] for i in going_on]))
+        self._groups = left
+
+
+def guesses_of(proposal: Proposal) -> list[Guess]:
+    """Take a proposal apart, row by row; nodes that are ABSENT at the end are left out."""
+    both = torch.stack([proposal.tokens, proposal.parents], dim=1).tolist()  # in one transfer
+    guesses = []
+    for row, (tokens, parents) in enumerate(both):
+        count = max(i for i, parent in enumerate(parents) if parent != ABSENT) + 1
+        q = None if proposal.q is None else proposal.q[row]
+        guesses.append(Guess(tokens[:count], parents[:count], proposal.is_chain, q))
+    return guesses
+
+
+def proposal_of(guesses: Sequence[Guess], device: torch.device) -> Proposal:
+    """Put guesses side by side, the smaller ones filled up with ABSENT nodes."""
+    width = max(len(guess.tokens) for guess in guesses)
+    both = torch.tensor(
+        [
+            [guess.tokens + [0] * (width - len(guess.tokens)) for guess in guesses],
+            [guess.parents + [ABSENT] * (width - len(guess.parents)) for guess in guesses],
+        ],
+        device=device,
+    )  # (2, rows, nodes)
+    if width == 1:
+        return Proposal.nothing(both[0, :, 0])
+    is_chain = all(guess.is_chain for guess in guesses)
+    depth = max(guess.depth for guess in guesses)
+    return Proposal(both[0], both[1], depth, _stacked_q(guesses, width), is_chain)
+
+
+def _stacked_q(guesses: Sequence[Guess], width: int) -> Tensor | None:
+    """Return the distributions of all rows, (rows, nodes with children, vocabulary); zeros where nothing was drawn."""
+    drawn = [guess.q for guess in guesses if guess.q is not None]
+    if not drawn:
+        return None
+    nodes = min(width - 1, max(len(q) for q in drawn))
+    stacked = drawn[0].new_zeros((len(guesses), nodes, drawn[0].shape[-1]))
+    for row, guess in zip(stacked, guesses, strict=True):
+        if guess.q is not None:
+            count = min(nodes, len(guess.q))
+            row[:count] = guess.q[:count]
+    return stacked

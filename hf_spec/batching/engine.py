@@ -1,0 +1,279 @@
+"""What is known of the insides of transformers' continuous batching: where guesses enter it and leave it.
+
+transformers makes the parts of its engine itself and has no registry for them. So what it made becomes ours: an object
+of the same state whose class overrides a method or two. One step of the engine, and what is ours in it::
+
+    prepare_next_batch   scheduler: which requests, how many of their tokens        guesses that find no room are cut
+    _generation_step     one forward over the packed tokens of all requests         scores every guess, and verifies
+    update_batch         tokens to requests, finished ones out, results delivered   the guesses that became text first,
+                                                                                    then new guesses
+
+A request's next tokens are its last one and the guesses behind it. Those rejected are in the paged cache already, but
+behind the place (``position_offset``) at which the next tokens are written, and so are written over.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import (
+    FutureRequestState,
+    GenerationOutput,
+    RequestState,
+    RequestStatus,
+)
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
+from transformers.generation.continuous_batching.utils import stream_context
+
+from ..metrics import SpeculationStats
+from .drafting import Guess
+from .speculation import Emitted, Scored, Speculation
+
+T = TypeVar("T")
+
+
+@dataclass
+class RequestOutput(GenerationOutput):
+    """What transformers returns of one request, and ``speculation``: how the guessing went."""
+
+    speculation: SpeculationStats | None = None
+
+
+class SpeculativeManager(ContinuousBatchingManager):
+    """Be transformers' manager of continuous batching, which guesses; ``speculation`` says how it goes."""
+
+    speculation: Speculation
+
+    @classmethod
+    def take_over(cls, manager: ContinuousBatchingManager, speculation: Speculation) -> SpeculativeManager:
+        """Make a manager that transformers has made, and that has not begun, one that guesses."""
+        ours = _become(cls, manager)
+        ours.speculation = speculation
+        ours.output_router = _become(_Router, manager.output_router)
+        ours.output_router.speculation = speculation
+        return ours
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        made = super()._create_batch_processor()
+        if not isinstance(made, _Processor):
+            made = _become(_Processor, made)
+            made.speculation = self.speculation
+            made.scheduler = _become(_OURS[type(made.scheduler)], made.scheduler)
+        self.speculation.keep({})
+        return made
+
+
+class _Router(OutputRouter):
+    """Deliver results together with their statistics."""
+
+    speculation: Speculation
+
+    def deliver(self, output: GenerationOutput) -> None:
+        super().deliver(self._with_stats(output))
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        super().deliver_batch([self._with_stats(output) for output in outputs])
+
+    def _with_stats(self, output: GenerationOutput) -> RequestOutput:
+        stats = self.speculation.stats_of(output.request_id, output.is_finished())
+        return RequestOutput(**vars(output), speculation=stats)
+
+
+class _Scheduling(Scheduler):
+    """Never divide the last token of a request and the guesses behind it between batches: cut the guesses."""
+
+    def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
+        tokens: list[int] = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+        decodes = state.status == RequestStatus.DECODING and len(tokens) > 1
+        if decodes and not self.cache.can_store_request_tokens(state, len(tokens), dry_run=True):
+            state.tokens_to_process = tokens = tokens[:1]  # others need the blocks more than guesses do
+        return tokens
+
+    def _schedule_request(
+        self,
+        state: RequestState,
+        request_tokens: list[int],
+        token_budget: int,
+        request_ids_to_remove_from_waiting: set[str],
+    ) -> None:
+        if state.status == RequestStatus.DECODING:
+            state.tokens_to_process = request_tokens[:token_budget]
+        else:
+            super()._schedule_request(state, request_tokens, token_budget, request_ids_to_remove_from_waiting)
+
+
+class _FIFOScheduler(_Scheduling, FIFOScheduler):
+    pass
+
+
+class _PrefillFirstScheduler(_Scheduling, PrefillFirstScheduler):
+    pass
+
+
+_OURS: dict[type[Scheduler], type[Scheduler]] = {
+    FIFOScheduler: _FIFOScheduler,
+    PrefillFirstScheduler: _PrefillFirstScheduler,
+}
+
+
+class _Processor(ContinuousBatchProcessor):
+    """Score the guesses of all requests in the batch, and let them guess again."""
+
+    speculation: Speculation
+    _scored: list[Scored]
+    _emitted: list[Emitted]
+
+    @property
+    def _io(self) -> ContinuousBatchingIOs:
+        return cast(ContinuousBatchingIOs, self.inputs_and_outputs)  # the other kind is switched off
+
+    def prepare_next_batch(self) -> bool:
+        ready: bool = super().prepare_next_batch()
+        self.speculation.keep(self.scheduler.active_requests)  # the others ended, were cancelled or start anew
+        return ready
+
+    @torch.no_grad()
+    def _generation_step(self, model: nn.Module) -> None:
+        io, speculation = self._io, self.speculation
+        futures = io.requests_in_batch
+        self._scored = [self._what_is_scored(future) for future in futures if future.has_new_token]
+        self._emitted = []
+        rows = [one.row for one in self._scored]
+        places = _places(futures, self._scored)
+        with stream_context(io.compute_stream):
+            with speculation.timed("verify", rows):
+                logits, features = self._forward(model, places)
+            self._keep_features_of_prompts(futures, features)
+            with speculation.timed("choose", rows):
+                self._emitted = speculation.choose(self._scored, logits, self._warp, self.return_logprobs)
+        read = [_at(features, place, new.path) for place, new in zip(places, self._emitted, strict=True)]
+        speculation.became_text(self._scored, self._emitted, read, alone=len(rows) == len(futures))
+        self._hand_over(io.output_ids)
+
+    def _what_is_scored(self, future: FutureRequestState) -> Scored:
+        """Tell how much of a request's guess the scheduler has found room for."""
+        state = future.state
+        row = self.speculation.row(state.request_id, state)
+        guess = ROOT if row.guess is None else row.guess.first(future.query_length)
+        return Scored(row, guess, _room(state), state._eos_token_ids)
+
+    def _forward(self, model: nn.Module, places: list[range]) -> tuple[Tensor, Tensor | None]:
+        """Return logits (rows, nodes, vocabulary) at ``places`` in the packed tokens, the shorter rows filled up, and
+        the features of all tokens, (1, tokens, widths)."""
+        io, features = self._io, self.speculation.features
+        kwargs: Any = io.get_model_kwargs()
+        index = torch.tensor([place for row in places for place in row] or [0], device=self.model_device)
+        kwargs["logits_indices"] = index
+        if self.model_runner.supports_logits_to_keep(model):
+            kwargs["logits_to_keep"] = index
+        if features.asked:
+            kwargs["output_hidden_states"] = features.asked
+        with features.watching() as caught:
+            outputs: Any = model(**kwargs)
+        logits = outputs.logits[0] if "logits_to_keep" in kwargs else outputs.logits[0, index]
+        width = max(map(len, places), default=1)
+        if width > 1:
+            ends = itertools.accumulate(map(len, places))
+            nodes = [(end - len(place), end - 1) for end, place in zip(ends, places, strict=True)]
+            filled = [[min(first + node, last) for node in range(width)] for first, last in nodes]
+            logits = logits[torch.tensor(filled, device=logits.device)]
+        return logits.view(-1, width, logits.shape[-1]), features.joined(outputs, caught)
+
+    def _keep_features_of_prompts(self, futures: list[FutureRequestState], features: Tensor | None) -> None:
+        """Keep what was read of prompts, which may come in several parts, until a drafter wants it."""
+        end = 0
+        for future in futures:
+            end += future.query_length
+            state = future.state
+            if features is not None and state.generated_len() == 0:
+                row = self.speculation.row(state.request_id, state)
+                row.features.append(features[:, end - future.query_length : end])
+
+    def _warp(self, states: Sequence[RequestState], logits: Tensor) -> Tensor:
+        """Apply the engine's processors to ``logits`` (rows, ..., vocabulary), those of each request to its row."""
+        processors = self.logit_processor
+        if not processors.do_processing:
+            return logits
+        flat = logits.reshape(-1, logits.shape[-1])
+        rows = [FutureRequestState(state, True, {}, 1) for state in states]
+        settings = torch.empty((processors.tensors_required, len(rows)), dtype=torch.int32)
+        settings = processors.prepare_tensor_args(rows, settings).to(logits.device)
+        each = settings.repeat_interleave(len(flat) // len(rows), dim=1)  # (processors, nodes of all rows)
+        no_ids = torch.empty((len(flat), 0), dtype=torch.long, device=logits.device)
+        return processors(cast(torch.LongTensor, no_ids), flat, each).view(logits.shape)
+
+    def _hand_over(self, output_ids: Tensor) -> None:
+        """Put the last token of each request where transformers looks for its one."""
+        last = [new.tokens[-1] for new in self._emitted]
+        output_ids[0, : len(last)] = torch.tensor(last, dtype=output_ids.dtype, device=output_ids.device)
+        if self.return_logprobs:
+            likelihoods = torch.tensor([(new.log_probs or [0.0])[-1] for new in self._emitted])
+            output_ids[1, : len(last)] = likelihoods.view(output_ids.dtype).to(output_ids.device)
+
+    def update_batch(self) -> None:
+        futures = [future for future in self._io.requests_in_batch if future.has_new_token]
+        for future, one, new in zip(futures, self._scored, self._emitted, strict=True):
+            self._make_text(future, one, new)
+        super().update_batch()
+        self._pass_features_to_forks()
+        active = self.scheduler.active_requests
+        going_on = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
+        self.speculation.propose(going_on, [_room(row.request) for row in going_on])
+        for row in going_on:
+            if row.guess is not None:
+                row.request.tokens_to_process = list(row.guess.tokens)
+
+    def _make_text(self, future: FutureRequestState, scored: Scored, emitted: Emitted) -> None:
+        """Give a request all its new tokens but the last, which transformers gives it, and take rejected ones back."""
+        state, kept = future.state, len(emitted.tokens)
+        if (guesses := len(scored.guess.tokens) - 1) > 0:
+            state.position_offset -= guesses + 1
+            future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
+            state.position_offset += kept
+        likelihoods: Sequence[float | None] = emitted.log_probs or [None] * kept
+        for token, likelihood in zip(emitted.tokens[:-1], likelihoods[:-1], strict=True):
+            state.update_and_check_completion(token, likelihood)
+
+    def _pass_features_to_forks(self) -> None:
+        """Let the further answers to a prompt begin with what was read of it for the first one."""
+        for name, state in self.scheduler.active_requests.items():
+            parent, fork, _ = name.rpartition("__child#")
+            if fork and state.generated_len() == 0:
+                self.speculation.fork(parent, name, state)
+
+
+ROOT = Guess([0], [-1], is_chain=True)  # of a request that guessed nothing; its token is not looked at
+
+
+def _room(state: RequestState) -> int:
+    """Count the guesses that can become text, where one more token follows the last one."""
+    return max(0, state._new_tokens_limit - state.generated_len() - 1)
+
+
+def _places(futures: Sequence[FutureRequestState], scored: Sequence[Scored]) -> list[range]:
+    """Tell where in the packed tokens the nodes stand that are scored: the last ones of their request."""
+    ends = itertools.accumulate(future.query_length for future in futures)
+    scoring = [end for future, end in zip(futures, ends, strict=True) if future.has_new_token]
+    return [range(end - len(one.guess.tokens), end) for end, one in zip(scoring, scored, strict=True)]
+
+
+def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor | None:
+    """Return the features (tokens, widths) at the nodes of ``path``."""
+    if features is None:
+        return None
+    return features[0, torch.tensor([places[node] for node in path], device=features.device)]
+
+
+def _become(ours: type[T], made: Any) -> T:
+    """Let an object that transformers made be of our class, a subclass of its own."""
+    assert issubclass(ours, type(made))
+    made.__class__ = ours
+    return cast(T, made)

@@ -1,0 +1,186 @@
+"""The keywords of ``generate`` for transformers' ways into continuous batching: lists of prompts, and a manager."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.utils import logging
+
+from ..checkpoints.resolve import as_speculator
+from ..decoding.refusals import Refusal
+from ..defaults import configured, default_speculator
+from ..drafts.base import Speculator
+from ..settings import SpeculationConfig
+from .refusals import refuse_dropped
+from .start import forget_manager, guesses_of, kept_manager, make_manager
+
+KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
+DOCUMENTATION = """
+
+        With hf_spec, continuous batching knows three more keywords. Each text has the same distribution with them as
+        without, whatever the other requests are.
+
+        speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
+            What guesses: a draft, `"ngram"`, `"mtp"`, or a directory or Hub id of a draft. `False` turns off what
+            `hf_spec.set_speculator` or a generation config asks for.
+        speculation_config (`hf_spec.SpeculationConfig`, *optional*):
+            How to guess and how to verify; by default as the draft says.
+        num_speculative_tokens (`int` or `"auto"`, *optional*):
+            Length of a chain of guesses.
+
+        Each result is then a `hf_spec.RequestOutput`, which has `speculation`, a `hf_spec.SpeculationStats`.
+"""
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call says about guessing."""
+
+    speculator: Any = None
+    config: SpeculationConfig | None = None
+    num_speculative_tokens: int | str | None = None
+
+    @property
+    def has_settings(self) -> bool:
+        """Tell whether it says how to guess."""
+        return self.config is not None or self.num_speculative_tokens is not None
+
+
+# What the call said in which a manager is made: transformers passes no keywords on.
+_asked: ContextVar[Asked | None] = ContextVar("hf_spec_asked", default=None)
+
+
+def with_keywords(plain: Any) -> Any:
+    """Let ``generate_batch`` take a speculator."""
+
+    @functools.wraps(plain)
+    def generate_batch(
+        self: Any,
+        *args: Any,
+        speculator: Any = None,
+        speculation_config: SpeculationConfig | None = None,
+        num_speculative_tokens: int | str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with _asking(speculator, speculation_config, num_speculative_tokens):
+            return plain(self, *args, **kwargs)
+
+    return _documented(generate_batch, plain)
+
+
+def with_keywords_when_entered(plain: Any) -> Any:
+    """Let ``continuous_batching_context_manager`` take a speculator: its manager is made when it is entered."""
+
+    @functools.wraps(plain)
+    @contextlib.contextmanager
+    def continuous_batching_context_manager(
+        self: Any,
+        *args: Any,
+        speculator: Any = None,
+        speculation_config: SpeculationConfig | None = None,
+        num_speculative_tokens: int | str | None = None,
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        with contextlib.ExitStack() as stack:
+            with _asking(speculator, speculation_config, num_speculative_tokens):
+                manager = stack.enter_context(plain(self, *args, **kwargs))
+            yield manager
+
+    return _documented(continuous_batching_context_manager, plain)
+
+
+def with_speculator(plain: Any) -> Any:
+    """Let ``init_continuous_batching``, where every manager is made, make one that guesses."""
+
+    @functools.wraps(plain)
+    def init_continuous_batching(
+        self: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+        *,
+        speculator: Any = None,
+        speculation_config: SpeculationConfig | None = None,
+        num_speculative_tokens: int | str | None = None,
+    ) -> Any:
+        with _asking(speculator, speculation_config, num_speculative_tokens):
+            asked = _asked.get() or Asked()
+        given = (generation_config, continuous_batching_config, workload_hints)
+        found, config = _resolve(self, asked, generation_config)
+        if found is not None:
+            falls_back = asked.speculator is None and not asked.has_settings
+            try:
+                if not falls_back:
+                    refuse_dropped(generation_config or self.generation_config)
+                return make_manager(plain, self, found, config, *given)
+            except Refusal as refusal:
+                if not falls_back:
+                    raise
+                logger.warning_once(f"The model's default speculator is not used: {refusal} Requests are plain.")
+        if (kept := kept_manager(self)) is not None and guesses_of(kept)[0] is not None:
+            forget_manager(self)
+        return plain(self, *given)
+
+    return _documented(init_continuous_batching, plain)
+
+
+HOOKS: dict[str, Callable[[Any], Any]] = {
+    "generate_batch": with_keywords,
+    "continuous_batching_context_manager": with_keywords_when_entered,
+    "init_continuous_batching": with_speculator,
+}
+
+
+@contextlib.contextmanager
+def _asking(speculator: Any, config: SpeculationConfig | None, num_speculative_tokens: Any) -> Iterator[None]:
+    """Keep what a call says until its manager is made; a call that says nothing leaves what the outer one said."""
+    if config is not None and not isinstance(config, SpeculationConfig):
+        raise TypeError(f"speculation_config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
+    asked = Asked(speculator, config, num_speculative_tokens)
+    token = _asked.set(_asked.get() if asked == Asked() else asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def _resolve(model: Any, asked: Asked, generation_config: Any) -> tuple[Speculator | None, SpeculationConfig | None]:
+    """Return what guesses, and the settings that were asked for; a ValueError if there are settings alone."""
+    config, number, found = asked.config, asked.num_speculative_tokens, None
+    if asked.speculator is None:
+        found, stored = default_speculator(model, generation_config)
+        config = config or stored
+    elif asked.speculator is not False:
+        found = as_speculator(asked.speculator, model)
+    if found is None:
+        if asked.has_settings:
+            raise ValueError("speculation_config and num_speculative_tokens need a speculator; pass speculator=...")
+        return None, None
+    if config is None:
+        given = {} if generation_config is None else {"generation_config": generation_config}
+        config = configured(model, given)
+    return found, config if number is None else found.settings(config, num_speculative_tokens=number)
+
+
+def signature_with_keywords(plain: Any) -> inspect.Signature:
+    """Return the signature of ``plain`` with our keywords, which ``inspect`` and ``help`` show."""
+    signature = inspect.signature(plain)
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in KEYWORDS]
+    first = list(signature.parameters.values())
+    rest = [first.pop()] if first[-1].kind is inspect.Parameter.VAR_KEYWORD else []
+    return signature.replace(parameters=[*first, *keywords, *rest])
+
+
+def _documented(ours: Any, plain: Any) -> Any:
+    ours._hf_spec_original = plain
+    ours.__signature__ = signature_with_keywords(plain)
+    ours.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
+    return ours

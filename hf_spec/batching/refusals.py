@@ -1,0 +1,86 @@
+"""What continuous batching with guesses does not do: refused before anything runs, or switched off, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
+from transformers.utils import logging
+
+from ..decoding.processors import MEMORYLESS
+from ..decoding.refusals import Refusal
+from ..settings import SpeculationConfig
+
+# What the user may ask for in a ContinuousBatchingConfig, what it becomes, and why.
+SWITCHED_OFF: dict[str, tuple[Any, str]] = {
+    "use_async_batching": (False, "the next batch is known only when the guesses of this one are verified"),
+    "use_cuda_graph": ((False, False), "a captured graph leaves no room for verification"),
+    "varlen_compile_config": (None, "verification follows the forward in the engine's step"),
+    "decode_compile_config": (None, "verification follows the forward in the engine's step"),
+    "default_compile_level": (0, "verification follows the forward in the engine's step"),
+    "max_blocks_per_request": (0, "the fast path of decoding reads one token per request"),
+    "cpu_offload_space": (0.0, "a request that is put aside would come back with its guesses as text"),
+}
+
+logger = logging.get_logger(__name__)
+
+
+def refuse_batch(model: Any, generation_config: GenerationConfig, config: SpeculationConfig) -> None:
+    """Raise a Refusal if this model, these options or this kind of guess cannot be batched continuously."""
+    if (reason := why_not_batched(model)) is not None:
+        raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
+    if config.tree is not None:
+        raise _refusal(f"tree={config.tree!r}: requests are packed one behind the other; use a chain (tree=None)")
+    if (generation_config.num_beams or 1) > 1:
+        raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request; use 1")
+    for processor in model._get_logits_processor(generation_config):
+        if type(processor) not in MEMORYLESS:
+            raise _refusal(
+                f"{type(processor).__name__} has to see the text of each request, which the engine does not show it; "
+                "unset its option in the generation config, or use generate(..., speculator=...)"
+            )
+
+
+def refuse_dropped(generation_config: GenerationConfig) -> None:
+    """Raise a Refusal for what the engine would not look at, with a speculator or without."""
+    for name in ("stop_strings", "max_time"):
+        if getattr(generation_config, name, None):
+            raise _refusal(
+                f"{name}: the engine ends requests at end-of-sequence tokens and lengths alone; unset it, or use "
+                "generate(..., speculator=...)"
+            )
+
+
+def why_not_batched(model: Any) -> str | None:
+    """Say why transformers' continuous batching, or we in it, cannot take ``model``; None if it can."""
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder or not hasattr(model, "init_continuous_batching"):
+        return f"{name} is no decoder-only language model"
+    try:
+        kinds = group_layers_by_attn_type(config.get_text_config(decoder=True))
+    except ValueError as error:
+        return f"transformers' continuous batching does not take {name}: {error}"
+    if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
+        return f"{name} does not attend through transformers' attention interface alone, where the paged cache stands"
+    if SLIDING_ATTENTION in kinds:
+        return f"{name} has layers with a sliding window, whose cache would lose keys to rejected guesses"
+    assert list(kinds) == [FULL_ATTENTION]
+    return None
+
+
+def switch_off(config: ContinuousBatchingConfig, asked: ContinuousBatchingConfig | None, reads_features: bool) -> None:
+    """Change a resolved ``config`` to what goes with guesses; a warning names what the user ``asked`` for in vain."""
+    for name, (value, reason) in SWITCHED_OFF.items():
+        wanted = getattr(asked, name, None)
+        if wanted not in (None, False, 0, (False, False)):
+            logger.warning_once(f"Continuous batching with a speculator switches {name}={wanted!r} off: {reason}.")
+        setattr(config, name, value)
+    if reads_features and config.allow_block_sharing:
+        config.allow_block_sharing = False
+        logger.info("Prefix sharing is off: the draft reads hidden states, which a shared prefix does not give.")
+
+
+def _refusal(reason: str) -> Refusal:
+    return Refusal(f"Cannot batch requests with a speculator: {reason}.")

@@ -1,0 +1,254 @@
+"""What guesses for one engine, and what it knows of each request; nothing here depends on how the engine works."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..decoding.pace import Pace
+from ..decoding.ranks import Ranks
+from ..decoding.verification import Verdict, follow, match, rule_for
+from ..drafts.base import Drafter, News, Request, Speculator
+from ..metrics import Counts, Part, SpeculationStats
+from ..proposal import Proposal
+from ..sampling import draw
+from ..scoring.features import Features
+from ..settings import SpeculationConfig
+from .drafting import Drafters, Guess, Row, proposal_of
+
+# The processed scores (rows, ..., vocabulary) of raw logits of the same shape, by the settings of each request.
+Warp = Callable[[Sequence[Any], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One request of a forward: ``room`` more guesses can become text, and ``last_tokens`` end it.
+
+    ``guess`` is what of its guess was scored, the root alone where there was none.
+    """
+
+    row: Row
+    guess: Guess
+    room: int
+    last_tokens: frozenset[int] | set[int]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What became text of one request: ``tokens``, which follow the nodes of ``path``, and how probable each was.
+
+    ``accepted`` of them were guesses.
+    """
+
+    tokens: list[int]
+    path: list[int]
+    accepted: int
+    log_probs: list[float] | None
+
+
+class Speculation:
+    """Guess, verify and count for the requests of one engine, one step for all that are in its batch.
+
+    ``counts`` sums up over all requests, also those that are gone; ``draft_slots`` counts the requests that a drafter
+    keeps something of. ``config`` follows from what the user ``asked`` for; ``sample``: the
+    engine draws its tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        speculator: Speculator,
+        config: SpeculationConfig,
+        asked: SpeculationConfig | None,
+        sample: bool,
+    ) -> None:
+        self.asked = asked
+        self.model, self.speculator, self.sample = model, speculator, sample
+        self.config = config
+        unasked = asked is None or asked.num_speculative_tokens is None
+        adapts = self.config.num_speculative_tokens == "auto" or (unasked and not sample)
+        if unasked and adapts and speculator.defaults().num_speculative_tokens is None:
+            self.config = self.config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave one
+        self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests")
+        self.features = Features(model, speculator.feature_layers(model))
+        self.counts = Counts()
+        self._rule = rule_for(self.config)
+        self._ranks = Ranks(model)
+        self._rows: dict[str, Row] = {}
+        self._drafters = Drafters(self._start)
+        self._asked_rows: list[Row] = []  # whose drafter is guessing just now
+        self._warp: Warp
+        self._asked_for: tuple[int, float] | None = None  # how many rows were last asked to guess, and when
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def row(self, name: str, request: Any) -> Row:
+        """Return what is known of a request; one that starts anew keeps nothing but its statistics."""
+        row = self._rows.get(name)
+        if row is None or row.request is not request:
+            row = Row(name, request, SpeculationStats(1) if row is None else row.stats)
+            self._rows[name] = row
+        return row
+
+    def fork(self, parent: str, name: str, request: Any) -> None:
+        """Let a request that begins as a copy of another know what was read of their prompt."""
+        if name not in self._rows and parent in self._rows:
+            self.row(name, request).features = list(self._rows[parent].features)
+
+    def keep(self, requests: dict[str, Any]) -> None:
+        """Forget all but these ``requests``, by name."""
+        self._rows = {name: row for name, row in self._rows.items() if requests.get(name) is row.request}
+        self._drafters.keep(set(self._rows.values()))
+
+    @property
+    def draft_slots(self) -> int:
+        """Count the requests that a drafter keeps something of."""
+        return len(self._drafters.rows)
+
+    def stats_of(self, name: str, finished: bool) -> SpeculationStats | None:
+        """Return the statistics of a request that is not forgotten yet; its clock stops where it is ``finished``."""
+        row = self._rows.get(name)
+        if row is None:
+            return None
+        if finished:
+            row.stats.finish()
+            row.stats.pace = str(self.pace)
+        return row.stats
+
+    @contextlib.contextmanager
+    def timed(self, part: Part, rows: Sequence[Row]) -> Iterator[None]:
+        """Book the time spent inside on a ``part`` of the step that ``rows`` take together."""
+        with contextlib.ExitStack() as stack:
+            for row in rows:
+                stack.enter_context(row.stats.timed(part))
+            yield
+
+    # -- verify -------------------------------------------------------------------------------------------------------
+
+    def choose(self, scored: Sequence[Scored], logits: Tensor, warp: Warp, log_probs: bool) -> list[Emitted]:
+        """Choose what becomes text of each request, at least one token, from ``logits`` (rows, nodes, vocabulary)."""
+        self._warp = warp
+        emitted: list[Emitted | None] = [None] * len(scored)
+        drawn = [one.guess.q is not None for one in scored]
+        for kind in sorted(set(drawn)):  # looked-up guesses may stand beside drawn ones, and are verified otherwise
+            index = [i for i, is_drawn in enumerate(drawn) if is_drawn == kind]
+            some = [scored[i] for i in index]
+            proposal = proposal_of([one.guess for one in some], logits.device)
+            nodes = proposal.tokens.shape[1]
+            own = logits[:, :nodes] if len(index) == len(scored) else logits[index, :nodes]
+            scores = warp([one.row.request for one in some], own.float())
+            for i, new in zip(index, self._emit(some, proposal, scores, log_probs), strict=True):
+                emitted[i] = new
+        return [new for new in emitted if new is not None]
+
+    def _emit(self, scored: Sequence[Scored], proposal: Proposal, scores: Tensor, log_probs: bool) -> list[Emitted]:
+        verdict = self._verdict(proposal, scores)
+        figures = torch.cat([verdict.counts[:, None], verdict.tokens, verdict.path], dim=1).tolist()  # in one transfer
+        likelihoods = _log_probs(verdict, scores).tolist() if log_probs else [None] * len(figures)
+        width = verdict.tokens.shape[1]
+        new = []
+        for one, (count, *both), likelihood in zip(scored, figures, likelihoods, strict=True):
+            tokens, path = both[:width], both[width:]
+            if tokens[count - 1] < 0:
+                raise RuntimeError(
+                    "no token can be drawn (plain generation fails there, too): the scores are all -inf, or one is "
+                    "nan. Look for logits that overflow."
+                )
+            accepted, count = count - 1, min(count, one.room + 1)
+            count = next((i for i, token in enumerate(tokens[:count], 1) if token in one.last_tokens), count)
+            new.append(Emitted(tokens[:count], path[:count], min(count, accepted), likelihood and likelihood[:count]))
+        return new
+
+    def _verdict(self, proposal: Proposal, scores: Tensor) -> Verdict:
+        if self._rule.accept is not None and (self.sample or self._rule.when_greedy):
+            return self._rule.accept(proposal, scores.softmax(-1), self.config, self.sample)
+        if not self.sample:
+            return match(proposal, scores.argmax(-1))
+        p = scores.softmax(-1)  # (rows, nodes, vocabulary)
+        if self._rule.weigh is not None and proposal.q is not None:
+            return self._rule.weigh(proposal, p)
+        rows = torch.arange(len(p), device=p.device)
+        return follow(proposal, lambda node: draw(p[rows, node]))
+
+    # -- tell and ask -------------------------------------------------------------------------------------------------
+
+    def became_text(
+        self, scored: Sequence[Scored], emitted: Sequence[Emitted], features: Sequence[Tensor | None], alone: bool
+    ) -> None:
+        """Note what was ``emitted``; ``features`` (tokens, widths) stand at the nodes before each token.
+
+        ``alone``: no prompt was read beside these requests, so that the clock says what the step takes.
+        """
+        counted = []
+        for one, new, states in zip(scored, emitted, features, strict=True):
+            row = one.row
+            tokens = torch.tensor([new.tokens], device=self.model.device)
+            counts = torch.tensor([len(new.tokens)], device=tokens.device)
+            row.unread.append(News(tokens, counts, None if states is None else states[None]))
+            if not row.stats.time_to_first_token:
+                row.stats.prefilled(new.tokens)
+                continue
+            guesses, depth = len(one.guess.tokens) - 1, one.guess.depth
+            row.stats.step([0], [guesses], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
+            reached = [1] * new.accepted + [0] * (depth - new.accepted)
+            self.counts.add(Counts(1, guesses, new.accepted, len(new.tokens), [1] * depth, reached))
+            counted.append((one.guess.depth, new.accepted))
+        usual = alone and len(counted) == len(scored)
+        self._timed(usual, [depth for depth, _ in counted], [accepted for _, accepted in counted])
+
+    def _timed(self, usual: bool, offered: list[int], reached: list[int]) -> None:
+        """Tell the pace what the step emitted and, if it was a ``usual`` one of the rows that guessed, its seconds."""
+        asked, self._asked_for = self._asked_for, None
+        if not offered:
+            return
+        seconds = None
+        if usual and asked is not None and asked[0] == len(offered):
+            seconds = time.perf_counter() - asked[1]
+        self.pace.stepped(len(offered), max(offered), seconds, offered, reached)
+
+    def propose(self, rows: Sequence[Row], rooms: Sequence[int]) -> None:
+        """Let requests guess that go on; in each, ``rooms`` more guesses can become text."""
+        if not rows:
+            return
+        start, late = time.perf_counter(), False
+        with self.timed("propose", rows):
+            limit = min(self._ranks.agree(self.pace.depth(len(rows))), max(rooms))
+            for row in rows:
+                row.guess = None
+            if limit > 0:
+                ask = functools.partial(self._ask, dict(zip(rows, rooms, strict=True)))
+                late = self._drafters.propose(rows, limit, ask)
+        self._asked_for = None if late else (len(rows), start)
+
+    def _ask(self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], news: News, limit: int) -> Proposal:
+        self._asked_rows = rows
+        proposal = self._ranks.agree_on_proposal(drafter.propose(news, limit))
+        return proposal.within([rooms.get(row, 0) for row in rows])
+
+    def _start(self, row: Row) -> Drafter:
+        """Start the drafter of one request behind the tokens of its prompt."""
+        prompt = torch.tensor([row.request.initial_tokens], device=self.model.device)  # (1, prompt)
+        features = torch.cat(row.features, dim=1) if row.features else None
+        sample = self.sample and self._rule.weigh is not None and self.config.draft_sampling is not False
+        mask = torch.ones_like(prompt)
+        request = Request(self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
+        return self.speculator.drafter(request)
+
+    def _draft_log_probs(self, logits: Tensor) -> Tensor:
+        """Turn draft logits (rows, ..., vocabulary) into log-probabilities under the settings of the rows asked."""
+        scores = self._warp([row.request for row in self._asked_rows], logits.float())
+        return scores.log_softmax(-1)
+
+
+def _log_probs(verdict: Verdict, scores: Tensor) -> Tensor:
+    """Return the log-probability of each emitted token under the processed ``scores``: (rows, tokens)."""
+    rows = torch.arange(len(scores), device=scores.device)[:, None]
+    return scores.log_softmax(-1)[rows, verdict.path, verdict.tokens]

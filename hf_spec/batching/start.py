@@ -1,0 +1,76 @@
+"""Make a manager of continuous batching that guesses, or use one again that a model keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from ..decoding.refusals import refusing
+from ..drafts.base import Speculator
+from ..settings import SpeculationConfig
+from .engine import SpeculativeManager
+from .refusals import refuse_batch, switch_off
+from .speculation import Speculation
+
+
+def make_manager(
+    plain: Callable[..., ContinuousBatchingManager],
+    model: Any,
+    speculator: Speculator,
+    config: SpeculationConfig | None,
+    generation_config: GenerationConfig | None,
+    batching_config: ContinuousBatchingConfig | None,
+    workload_hints: Any,
+) -> ContinuousBatchingManager:
+    """Make a manager that guesses with ``speculator``, or return the one that the model keeps if it does so.
+
+    ``plain`` is transformers' own ``init_continuous_batching``. Errors: a Refusal where they do not go together; a
+    ValueError from the draft.
+    """
+    settings = generation_config or model.generation_config
+    found = speculator.settings(config)
+    if config is None and found.tree is not None:  # the draft's own wish, which a chain serves, too
+        found = speculator.settings(found, tree=None)
+    with refusing():
+        refuse_batch(model, settings, found)
+        speculator.check(model, found)
+    kept = kept_manager(model)
+    if kept is not None and (speculator, config) != guesses_of(kept):
+        forget_manager(model)
+        kept = None
+    manager = plain(model, generation_config, batching_config, workload_hints)
+    if kept is not None:
+        return manager
+    speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
+    switch_off(manager.continuous_batching_config, batching_config, reads_features=bool(speculation.features.layers))
+    return SpeculativeManager.take_over(manager, speculation)
+
+
+def kept_manager(model: Any) -> ContinuousBatchingManager | None:
+    """Return the manager that transformers keeps on ``model`` for the next call, if there is one."""
+    kept: ContinuousBatchingManager | None = getattr(model, "_cached_continuous_batching_manager", None)
+    return kept
+
+
+def guesses_of(manager: ContinuousBatchingManager) -> tuple[Speculator | None, SpeculationConfig | None]:
+    """Return what a manager guesses with, and the settings that were asked for."""
+    if not isinstance(manager, SpeculativeManager):
+        return None, None
+    return manager.speculation.speculator, manager.speculation.asked
+
+
+def forget_manager(model: Any) -> None:
+    """Drop the manager that transformers keeps on ``model``, for it guesses otherwise than the next call wants.
+
+    Errors: a ValueError if it is running.
+    """
+    kept = kept_manager(model)
+    if kept is not None and kept.is_running():
+        raise ValueError(
+            "the model keeps a manager of continuous batching that runs and guesses otherwise; stop it first: "
+            "model.destroy_cached_continuous_batching_manager()"
+        )
+    model.destroy_cached_continuous_batching_manager()

@@ -1,0 +1,345 @@
+"""Continuous batching with guesses: each request's text is plain ``generate``'s, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from batches import EOS, batching, flawed, greedy, plain_texts, prompts_of, serve
+from test_distribution_end_to_end import PROMPTS, VOCAB, distribution
+from test_distribution_end_to_end import model as tiny
+from test_verification import TOO_FAR, deviation
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import continuous_api
+from transformers.utils import logging
+from twins import CHAIN, TREE, draft, target
+
+import hf_spec
+from hf_spec import NgramSpeculator, RequestOutput, SpeculationConfig, SpeculationStats
+from hf_spec.batching.engine import SpeculativeManager
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection() -> Iterator[None]:
+    """Spare the collector all that is there already: transformers' engine calls it whenever it ends."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def model() -> Iterator[PreTrainedModel]:
+    """Copy the target, so that its generation config is our own."""
+    logging.warning_once.cache_clear()
+    model = copy.deepcopy(target())
+    yield model
+    hf_spec.set_speculator(model, None)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List the warnings that are given."""
+    found: list[str] = []
+    for module in (hf_spec.batching.hooks, hf_spec.batching.refusals):
+        monkeypatch.setattr(module.logger, "warning", lambda text, *args: found.append(text))
+    return found
+
+
+# --- The same text ---------------------------------------------------------------------------------------------------
+
+PROMPT_LIST = prompts_of(14, 99)
+
+
+def speculators(texts: list[list[int]]) -> dict[str, Any]:
+    return {"n-gram": flawed(texts, 99), "vanilla": draft()}
+
+
+@pytest.mark.parametrize("at_most", [1, 4, 16])
+@pytest.mark.parametrize("kind", ["n-gram", "vanilla"])
+def test_greedy_text_is_plain_generates(kind: str, at_most: int) -> None:
+    texts = plain_texts(target(), PROMPT_LIST, greedy())
+    assert any(text[-1] == EOS for text in texts)
+    found, manager = serve(
+        target(), PROMPT_LIST, at_most, seed=at_most, speculator=speculators(texts)[kind], speculation_config=CHAIN
+    )
+    assert [output.generated_tokens for output in found] == texts
+    stats = SpeculationStats.merge([output.speculation for output in found])
+    assert 0 < stats.accepted < stats.proposed
+    assert stats.emitted + len(texts) == sum(map(len, texts))
+    assert vars(manager.speculation.counts) == vars(stats.counts)
+    assert manager.speculation.draft_slots == 0
+
+
+@pytest.mark.parametrize("options", [{"return_logprobs": True}, {"scheduler_type": "prefill_first"}], ids=str)
+def test_options_of_the_engine(options: dict[str, Any]) -> None:
+    def run(**speculation: Any) -> dict[str, Any]:
+        config = batching(4, **options)
+        outputs = target().generate_batch(PROMPT_LIST, greedy(), config, warmup=False, **speculation)
+        return {name: (output.generated_tokens, output.logprobs) for name, output in outputs.items()}
+
+    expected = run(speculator=False)
+    found = run(speculator=speculators([tokens for tokens, _ in expected.values()])["n-gram"])
+    assert {name: tokens for name, (tokens, _) in found.items()} == {
+        name: tokens for name, (tokens, _) in expected.items()
+    }
+    for name, (_, log_probs) in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name][1]), torch.tensor(log_probs), atol=1e-4, rtol=1e-4)
+
+
+def test_a_full_cache_puts_requests_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put aside begins anew with the text it had; guesses never need the last block."""
+    prompts = [[*range(10, 10 + length)] for length in (9, 13, 11, 7)]
+    texts = plain_texts(target(), prompts, greedy(eos_token_id=None))
+    aside = []
+    again = continuous_api.RequestState.create_equivalent_initial_request
+    monkeypatch.setattr(
+        continuous_api.RequestState,
+        "create_equivalent_initial_request",
+        lambda state: aside.append(state.request_id) or again(state),
+    )
+    for speculator in speculators(texts).values():
+        engine = batching(4, page_size=4, num_blocks=16, max_batch_tokens=64)
+        found = target().generate_batch(
+            prompts, greedy(eos_token_id=-1), engine, warmup=False, speculator=speculator, speculation_config=CHAIN
+        )
+        assert [output.generated_tokens for output in found.values()] == texts
+        assert aside, "nobody was put aside"
+        aside.clear()
+
+
+def test_prefixes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are shared hold accepted tokens alone."""
+    prompts = [[*range(10, 32), *end] for end in ([40], [40, 41], [50], [40, 41, 42])] * 2
+    texts = plain_texts(target(), prompts, greedy())
+    prompts += [prompt + text[:15] for prompt, text in zip(prompts, texts, strict=True)]  # what was written is shared
+    texts = plain_texts(target(), prompts, greedy())
+    shared = []
+    search = continuous_api.PagedAttentionCache.search_prefix_match
+
+    def searched(cache: Any, name: str, ids: list[int]) -> int:
+        shared.append(search(cache, name, ids))
+        return shared[-1]
+
+    monkeypatch.setattr(continuous_api.PagedAttentionCache, "search_prefix_match", searched)
+    found, _ = serve(target(), prompts, 2, page_size=4, speculator=speculators(texts)["n-gram"])
+    assert [output.generated_tokens for output in found] == texts
+    assert max(shared) > 22, "nothing but prompts was shared"
+
+
+def test_several_answers_to_a_prompt() -> None:
+    prompts = PROMPT_LIST[:3]
+    texts = plain_texts(target(), prompts, greedy())
+    for speculator in speculators(texts).values():
+        outputs = target().generate_batch(
+            prompts,
+            greedy(num_return_sequences=3, do_sample=True, top_k=1),
+            batching(4),
+            warmup=False,
+            speculator=speculator,
+        )
+        assert [output.generated_tokens for output in outputs.values()] == [text for text in texts for _ in range(3)]
+        assert all(output.speculation.emitted for output in outputs.values())
+
+
+def test_each_request_has_its_own_end() -> None:
+    """Lengths and end-of-sequence tokens of single requests are heeded inside a block."""
+    prompts = PROMPT_LIST[:6]
+    texts = plain_texts(target(), prompts, greedy(eos_token_id=None))
+    with target().continuous_batching_context_manager(
+        greedy(), continuous_batching_config=batching(4), warmup=False, speculator=flawed(texts, 99)
+    ) as manager:
+        for i, prompt in enumerate(prompts):
+            manager.add_request(prompt, str(i), max_new_tokens=i + 1, eos_token_id=texts[i][3])
+        found = {(output := manager.get_result(timeout=60)).request_id: output.generated_tokens for _ in prompts}
+    for i, text in enumerate(texts):
+        end = min(text.index(text[3]) + 1, i + 1)
+        assert found[str(i)] == text[:end]
+
+
+def test_a_stream_is_told_every_step() -> None:
+    (text,) = plain_texts(target(), PROMPT_LIST[:1], greedy(eos_token_id=None))
+    with target().continuous_batching_context_manager(
+        greedy(eos_token_id=-1), continuous_batching_config=batching(4), warmup=False, speculator=flawed([text], 99)
+    ) as manager:
+        manager.add_request(PROMPT_LIST[0], "one", streaming=True)
+        told = list(manager.request_id_iter("one"))
+    assert all(text[: len(output.generated_tokens)] == output.generated_tokens for output in told)
+    lengths = [len(output.generated_tokens) for output in told]
+    assert lengths == sorted(set(lengths)) and len(lengths) < lengths[-1] == 20
+
+
+# --- The same distribution -------------------------------------------------------------------------------------------
+
+TEXTS = 2000  # after each of two prompts
+SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 4, "top_p": 0.95, "eos_token_id": -1, "max_new_tokens": 5}
+
+
+def drawn(speculator: Any, config: SpeculationConfig) -> Tensor:
+    """Draw texts after the two prompts in one engine and number them, as ``distribution`` does: (texts,)."""
+    torch.manual_seed(0)
+    prompts = [PROMPTS[0].tolist(), PROMPTS[1, 2:].tolist()]
+    engine = ContinuousBatchingConfig(
+        num_blocks=80, page_size=16, max_batch_tokens=256, max_requests_per_batch=64, seed=0
+    )
+    outputs = tiny().generate_batch(
+        prompts * TEXTS,
+        GenerationConfig(**SAMPLED),
+        engine,
+        warmup=False,
+        speculator=speculator,
+        speculation_config=config,
+    )
+    assert sum(output.speculation.accepted for output in outputs.values()) > TEXTS
+    number = torch.arange(2).repeat(TEXTS)
+    for token in torch.tensor([output.generated_tokens[:4] for output in outputs.values()]).unbind(1):
+        number = VOCAB * number + token
+    return number
+
+
+def test_ngram_guesses_change_no_distribution() -> None:
+    speculator = NgramSpeculator(max_ngram=2, corpus=[[4, 2, 4, 1, 3, 4, 2, 2, 0, 1, 1, 3]])
+    assert deviation(drawn(speculator, SpeculationConfig(num_speculative_tokens=3)), distribution()) < TOO_FAR
+
+
+# --- Coming and going ------------------------------------------------------------------------------------------------
+
+
+def test_cancelled_requests_leave_nothing_behind() -> None:
+    texts = plain_texts(target(), PROMPT_LIST[:3], greedy())
+    for speculator in speculators(texts).values():
+        with target().continuous_batching_context_manager(
+            greedy(eos_token_id=-1), continuous_batching_config=batching(4), warmup=False, speculator=speculator
+        ) as manager:
+            for name in "abcdefgh":
+                manager.add_request(
+                    PROMPT_LIST[1], name, max_new_tokens=10_000 if name in "abc" else 5, streaming=True
+                )
+            heard: dict[str, int] = {}
+            while len(heard) < 4:  # of the three long ones and one short one that waits for the fourth place
+                heard[manager.get_result(timeout=60).request_id] = 1
+            cache = manager.batch_processor.cache
+            free = cache.compute_free_capacity()
+            assert 0 < manager.speculation.draft_slots <= 4
+            for name in "abch":
+                manager.cancel_request(name)
+            left = set("defg")
+            while left:
+                if (output := manager.get_result(timeout=60)).is_finished():
+                    left.discard(output.request_id)
+            while manager.batch_processor.has_pending_requests() or manager.speculation.draft_slots:
+                time.sleep(0.01)
+            cache.evict_cached_blocks()
+            assert cache.compute_free_capacity() == 1.0 > free
+            manager.add_request(PROMPT_LIST[0], "later", eos_token_id=EOS)
+            while (output := manager.get_result(timeout=60)).request_id != "later":
+                pass
+            assert output.generated_tokens == texts[0]
+
+
+def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
+    """It is used again by calls that guess the same way, and by no other."""
+    texts = plain_texts(model, PROMPT_LIST[:4], greedy())
+
+    def run(**speculation: Any) -> Any:
+        outputs = model.generate_batch(
+            PROMPT_LIST[:4], greedy(), batching(4), warmup=False, persistent_manager=True, **speculation
+        )
+        assert [output.generated_tokens for output in outputs.values()] == texts
+        return model._cached_continuous_batching_manager
+
+    ngram = NgramSpeculator()
+    first = run(speculator=ngram)
+    assert run(speculator=ngram) is first and isinstance(first, SpeculativeManager)
+    other = run(speculator=ngram, num_speculative_tokens=2)
+    assert other is not first and isinstance(other, SpeculativeManager)
+    assert not isinstance(run(), SpeculativeManager)
+    model.destroy_cached_continuous_batching_manager()
+
+
+# --- The call --------------------------------------------------------------------------------------------------------
+
+
+def test_a_default_speculator_serves_requests(model: PreTrainedModel, warned: list[str]) -> None:
+    texts = plain_texts(model, PROMPT_LIST[:2], greedy())
+    hf_spec.set_speculator(model, "ngram")
+
+    def run(**options: Any) -> list[Any]:
+        outputs = model.generate_batch(PROMPT_LIST[:2], greedy(**options.pop("more", {})), batching(2), **options)
+        assert [output.generated_tokens for output in outputs.values()] == texts
+        return [*outputs.values()]
+
+    assert all(isinstance(output, RequestOutput) and output.speculation.emitted for output in run())
+    assert not any(isinstance(output, RequestOutput) for output in run(speculator=False))
+    assert warned == []
+    assert not any(isinstance(output, RequestOutput) for output in run(more={"repetition_penalty": 1.0 + 1e-9}))
+    (warning,) = warned
+    assert "RepetitionPenaltyLogitsProcessor" in warning and "plain" in warning
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "processor": ("RepetitionPenaltyLogitsProcessor", {"repetition_penalty": 1.5}, {}),
+    "stop strings": ("stop_strings", {"stop_strings": ["a"]}, {}),
+    "time": ("max_time", {"max_time": 3.0}, {}),
+    "beams": ("num_beams=2", {"num_beams": 2}, {}),
+    "tree": ("tree='dynamic'", {}, {"speculation_config": TREE}),
+    "draft": ("vocabulary", {}, {"speculator": build("llama", vocab_size=40, num_hidden_layers=1)}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, model: PreTrainedModel) -> None:
+    cause, options, speculation = REFUSED[case]
+    attention = model.config._attn_implementation
+    with pytest.raises(ValueError, match=cause):
+        model.generate_batch(PROMPT_LIST, greedy(**options), batching(4), **{"speculator": "ngram"} | speculation)
+    assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "t5"])
+def test_models_that_the_engine_does_not_take(name: str) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 99}
+    model = T5ForConditionalGeneration(T5Config(**sizes)) if name == "t5" else build(name)
+    with pytest.raises(ValueError, match=f"{type(model).__name__}.*generate\\("):
+        model.generate_batch([[1, 2]], greedy(), batching(1), speculator="ngram")
+
+
+def test_settings_need_a_speculator(model: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match="need a speculator"):
+        model.generate_batch([[1, 2]], greedy(), batching(1), num_speculative_tokens=3)
+    with pytest.raises(TypeError, match="SpeculationConfig"):
+        model.generate_batch([[1, 2]], greedy(), batching(1), speculator="ngram", speculation_config={"tree": None})
+
+
+def test_what_is_switched_off_is_named(model: PreTrainedModel, warned: list[str]) -> None:
+    asked = {"use_async_batching": True, "max_blocks_per_request": 4, "cpu_offload_space": 1.0, "use_cuda_graph": True}
+    manager = model.init_continuous_batching(greedy(), batching(2, **asked), speculator="ngram")
+    config = manager.continuous_batching_config
+    assert (config.use_async_batching, config.max_blocks_per_request, config.cpu_offload_space) == (False, 0, 0.0)
+    assert config.cuda_graph_booleans == (False, False)
+    for name in {*asked}:
+        assert any(name in warning for warning in warned)
+    assert len(warned) == len(asked)
+
+
+def test_uninstall_leaves_transformers_as_it_was(model: PreTrainedModel) -> None:
+    names = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+    mixin = continuous_api.ContinuousMixin
+    ours = {name: getattr(mixin, name) for name in names}
+    try:
+        hf_spec.uninstall()
+        for name in names:
+            assert getattr(mixin, name) is ours[name].__wrapped__
+            assert "speculator" not in getattr(mixin, name).__wrapped__.__code__.co_varnames
+        outputs = model.generate_batch(PROMPT_LIST[:2], greedy(), batching(2))
+        assert not any(isinstance(output, RequestOutput) for output in outputs.values())
+    finally:
+        hf_spec.install()
