@@ -23,6 +23,7 @@ LAYERS = (
     ("integration", "training"),
     ("many",),
     ("bench", "demo"),
+    ("doctor",),
     ("public",),
     ("cli", "__main__"),
 )

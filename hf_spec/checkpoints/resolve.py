@@ -146,7 +146,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
     draft = getattr(speculator, "model", speculator)
     if isinstance(draft, PreTrainedModel):
         own, wanted = draft.name_or_path, target.name_or_path
-        if (share := _common_tokens(own, wanted)) < MOST_IN_COMMON:
+        if (share := common_tokens(own, wanted)) < MOST_IN_COMMON:
             logger.warning_once(
                 f"only {share:.0%} of the tokens of the draft {own} and the target {wanted} are the same: their "
                 "tokenizers differ, so that hardly a guess will be right. The text is the target's all the same. "
@@ -155,7 +155,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
 
 
 @functools.cache
-def _common_tokens(draft: str, target: str) -> float:
+def common_tokens(draft: str, target: str) -> float:
     """Return the share of the ids known to both tokenizers that stand for the same token; 1 if it cannot be told."""
     files = [Path(place, "tokenizer.json") for place in (draft, target)]
     if (

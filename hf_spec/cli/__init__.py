@@ -16,11 +16,12 @@ from importlib import import_module
 from .. import __version__
 from .bench import add_bench
 from .demo import add_demo
+from .doctor import add_doctor
 from .drafts import add_convert, add_inspect
 from .generate import add_generate
 from .training import add_prepare, add_train
 
-COMMANDS = (add_demo, add_generate, add_bench, add_prepare, add_train, add_inspect, add_convert)
+COMMANDS = (add_demo, add_generate, add_bench, add_doctor, add_prepare, add_train, add_inspect, add_convert)
 INTERRUPTED, PIPE_CLOSED = 130, 141  # exit statuses as shells give them: 128 and the number of the signal
 
 

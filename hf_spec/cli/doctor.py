@@ -1,0 +1,32 @@
+"""``hf-spec doctor``: find out why few guesses are accepted."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .bench import PROMPTS_HELP
+from .common import add_device_options, at_least, command
+
+
+def add_doctor(commands: Any) -> None:
+    """Declare ``hf-spec doctor``."""
+    add = command(commands, _doctor, "doctor", "find out why few guesses of a draft are accepted")
+    add("model", help="target: directory or Hub id")
+    add("--speculator", required=True, metavar="DRAFT", help="directory or Hub id of a draft or a language model")
+    add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
+    add("--limit", type=at_least(1), default=16, metavar="N", help="prompts per category (%(default)s)")
+    add("--max-new-tokens", type=at_least(8), default=96, metavar="N", help="per prompt (%(default)s)")
+    add_device_options(add)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from ..bench import read_prompts
+    from ..doctor import diagnose
+    from .loading import load_models
+
+    prompts = read_prompts(args.prompts, args.limit)
+    target, tokenizer, drafts = load_models(
+        args.model, [args.speculator], args.dtype, args.device, lambda draft: [draft.settings(None)]
+    )
+    print(diagnose(target, drafts[args.speculator], tokenizer, prompts, args.max_new_tokens))

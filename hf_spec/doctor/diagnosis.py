@@ -1,0 +1,279 @@
+"""Name the likeliest cause of low acceptance, and the cure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..bench.prompts import Prompt
+from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, common_tokens
+from ..drafts.modeling import DraftModel
+from ..drafts.vanilla.speculator import VanillaSpeculator
+from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
+from .changes import Change, changes
+from .evidence import Answer, answered, survival
+
+WORTH = 0.05  # tokens per step that a change must gain to be named, and
+SURE = 3.0  # standard errors of that gain over the tokens of the answers
+COVERED = 0.9  # of the answers' tokens must be among those that the draft can guess
+FEW = 8  # prompts that say little
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Name a ``cause``, what it was seen by and what to do; ``gain`` in tokens per step, 0 where it is not known."""
+
+    cause: str
+    evidence: str
+    cure: str
+    gain: float = 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Hold what was measured and what was found, the likeliest cause first; ``str()`` is for people.
+
+    ``measured`` and ``expected`` are the shares of steps that accept a guess at each depth: in ``generate``, and by
+    teacher forcing behind the same tokens. ``changed`` says what τ would be for everything that was set otherwise.
+    """
+
+    prompts: int
+    tokens: int
+    measured: list[float]
+    expected: list[float]
+    findings: list[Finding]
+    tau: float = 0.0
+    changed: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        header = "depth          " + "".join(f"{depth:>7}" for depth in range(1, len(self.measured) + 1)) + "      τ"
+        rows = [
+            f"{name:15}" + "".join(f"{share:7.2f}" for share in shares) + f"{1 + sum(shares):7.2f}"
+            for name, shares in (("measured", self.measured), ("teacher forcing", self.expected))
+        ]
+        lines = [f"{self.prompts} prompts, {self.tokens} tokens of the target's own answers", header, *rows, ""]
+        for place, one in enumerate(self.findings):
+            title = "likeliest cause" if place == 0 else "also"
+            lines += [f"{title}: {one.cause}", f"  seen by: {one.evidence}", f"  do: {one.cure}"]
+        if self.changed:
+            lines += ["", f"what was tried (τ behind every token; {self.tau:.2f} as it is)"]
+            lines += [f"  {tau:5.2f}  {what}" for what, tau in self.changed.items()]
+        return "\n".join(lines)
+
+
+def diagnose(
+    target: PreTrainedModel,
+    speculator: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 96,
+) -> Diagnosis:
+    """Examine why so many guesses of ``speculator`` are refused by ``target``, on its greedy answers to ``prompts``.
+
+    Errors: a ValueError for what has no weights to examine, and what ``generate`` raises.
+    """
+    found = as_speculator(speculator, target)
+    draft = found.model if isinstance(found, VanillaSpeculator) else found
+    if not isinstance(found, DraftModel | VanillaSpeculator):
+        raise ValueError(
+            f"{type(found).__name__} has no config and weights of its own to examine: pass a draft model or a "
+            "language model. What it accepts says hf-spec bench"
+        )
+    if isinstance(draft, DraftModel):
+        draft.bind(target)
+    asked = found.defaults().num_speculative_tokens
+    depth = asked if isinstance(asked, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
+    answers = answered(target, found, [prompt.render([], tokenizer) for prompt in prompts], depth, max_new_tokens)
+    survived = [survival(target, draft, answer, depth) for answer in answers]
+    depth = sum(map(bool, _offered(answers)))  # Medusa heads end before that
+    case = _Case(target, found, draft, tokenizer, prompts, answers, survived, depth)
+    tried = list(case.tried())
+    findings = [finding for _, _, finding in tried if finding]
+    findings = [*sorted(findings, key=lambda one: -one.gain)[:1], *case.hints()]
+    measured, expected = case.measured(), case.expected()
+    if not findings:
+        findings = [case.nothing_else()]
+    return Diagnosis(
+        len(answers),
+        sum(len(answer.row.tokens) for answer in answers),
+        measured,
+        expected,
+        sorted(findings, key=lambda one: -one.gain),
+        1 + case.mean(survived),
+        {f"{change.name}: {change.now}": 1 + accepted for change, accepted, _ in tried},
+    )
+
+
+def _offered(answers: Sequence[Answer]) -> list[int]:
+    widest = max((len(answer.row.offered) for answer in answers), default=0)
+    return [sum(answer.row.offered[i] for answer in answers if i < len(answer.row.offered)) for i in range(widest)]
+
+
+@dataclass(frozen=True)
+class _Case:
+    target: PreTrainedModel
+    speculator: Any
+    draft: Any
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]
+    answers: list[Answer]
+    survived: list[Tensor]
+    depth: int
+
+    def mean(self, survived: list[Tensor]) -> float:
+        """Return the guesses that a step behind any token would accept."""
+        whole = torch.cat(survived).float()  # (tokens, depth)
+        return float(whole.sum(1).mean())
+
+    def measured(self) -> list[float]:
+        reached = [sum(a.row.reached[i] for a in self.answers if i < len(a.row.reached)) for i in range(self.depth)]
+        return [count / max(1, asked) for count, asked in zip(reached, _offered(self.answers), strict=False)]
+
+    def expected(self) -> list[float]:
+        """Return the shares that teacher forcing accepts behind the very tokens at which the steps began."""
+        right, offered = torch.zeros(self.depth), torch.zeros(self.depth)
+        for answer, survived in zip(self.answers, self.survived, strict=True):
+            for root in answer.roots:
+                room = min(self.depth, answer.ids.shape[1] - 1 - root)
+                offered[:room] += 1
+                right[:room] += survived[root - answer.start + 1, :room]
+        return [float(share) for share in right / offered.clamp(min=1)]
+
+    def tried(self) -> Iterator[tuple[Change, float, Finding | None]]:
+        """Set one thing otherwise at a time, and see what teacher forcing would accept."""
+        if not isinstance(self.draft, DraftModel):
+            return
+        for change in changes(self.draft, self.target):
+            if (changed := change.apply(self.draft, self.target)) is not None:
+                survived = [
+                    survival(self.target, changed, answer, self.survived[0].shape[1]) for answer in self.answers
+                ]
+                yield change, self.mean(survived), self._gained(change, survived)
+
+    def _gained(self, change: Change, survived: list[Tensor]) -> Finding | None:
+        gains = torch.cat(survived).float().sum(1) - torch.cat(self.survived).float().sum(1)  # (tokens,)
+        gain, spread = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
+        if gain < max(WORTH, SURE * spread):
+            return None
+        return Finding(
+            change.name,
+            f"with {change.now} instead of {change.was} τ would be {gain:.2f} ± {spread:.2f} higher on the same text",
+            _cure(change),
+            gain,
+        )
+
+    def hints(self) -> Iterator[Finding]:
+        """Look at what needs no other reading of the weights."""
+        yield from self._drafter()
+        yield from self._vocabulary()
+        yield from self._names()
+        yield from self._positions()
+        yield from self._template()
+
+    def _drafter(self) -> Iterator[Finding]:
+        lost = sum(self.expected()) - sum(self.measured())
+        if lost > WORTH:
+            yield Finding(
+                "generate",
+                f"steps accept {lost:.2f} tokens fewer than teacher forcing does behind the same tokens",
+                "if draft and target run in float32 this is a mistake of hf_spec: please report it with this output; "
+                "in bfloat16 and float16 try dtype=float32 first",
+                lost,
+            )
+
+    def _vocabulary(self) -> Iterator[Finding]:
+        ids = self.draft.target_ids if isinstance(self.draft, DraftModel) else None
+        if ids is None:
+            return
+        said = torch.tensor([token for answer in self.answers for token in answer.row.tokens])
+        share = float(torch.isin(said, ids.cpu()).float().mean())
+        if share < COVERED:
+            yield Finding(
+                "draft vocabulary",
+                f"only {share:.0%} of the answers' tokens are among the {len(ids)} that the draft can guess",
+                "train with a larger draft_vocab_size, or with token counts (count_tokens) of such text as this",
+                1 - share,
+            )
+
+    def _names(self) -> Iterator[Finding]:
+        if isinstance(self.speculator, VanillaSpeculator):
+            share = common_tokens(self.draft.name_or_path, self.target.name_or_path)
+            if share < MOST_IN_COMMON:
+                yield Finding(
+                    "tokenizer",
+                    f"only {share:.0%} of the tokens of draft and target are the same",
+                    "take a draft with the target's own tokenizer",
+                    1 - share,
+                )
+            return
+        made_for = ((self.draft.config.speculators_config or {}).get("verifier") or {}).get("name_or_path")
+        name = self.target.config.name_or_path
+        if made_for and name and Path(made_for).name.lower() != Path(name).name.lower():
+            yield Finding(
+                "another target",
+                f"the draft says that it was made for {made_for}, and this is {name}",
+                "take a draft for this target (hf_spec.known_drafts), or train this one on: hf-spec train with "
+                "'draft: DIRECTORY' on the target's own answers",
+            )
+
+    def _positions(self) -> Iterator[Finding]:
+        config = self.draft.config.get_text_config()
+        most, longest = getattr(config, "max_position_embeddings", None), max(a.ids.shape[1] for a in self.answers)
+        if not most or longest <= most:
+            return
+        behind = [s[max(0, most - a.start + 1) :] for s, a in zip(self.survived, self.answers, strict=True)]
+        before = [s[: max(0, most - a.start + 1)] for s, a in zip(self.survived, self.answers, strict=True)]
+        shares = [float(torch.cat(part)[:, 0].float().mean()) for part in (before, behind)]
+        yield Finding(
+            "position limit",
+            f"the texts are up to {longest} tokens long, the draft is made for {most}: its first guess is right at "
+            f"{shares[0]:.0%} of the tokens before that and at {shares[1]:.0%} of those behind",
+            "shorten the texts, or train the draft on long ones (max_position_embeddings of its config)",
+            max(0.0, shares[0] - shares[1]),
+        )
+
+    def _template(self) -> Iterator[Finding]:
+        """Ask raw prompts again as what a user says, where the tokenizer has a chat template."""
+        raw = [prompt for prompt in self.prompts if not prompt.chat]
+        if not raw or self.tokenizer.chat_template is None:
+            return
+        asked = [replace(prompt, chat=True).render([], self.tokenizer) for prompt in raw]
+        new = max(len(answer.row.tokens) for answer in self.answers)
+        again = answered(self.target, self.speculator, asked, self.survived[0].shape[1], new)
+        was, now = (_tau(part) for part in (self.answers, again))
+        if now - was > WORTH:
+            yield Finding(
+                "template",
+                f"{len(raw)} prompts are raw text, but the tokenizer has a chat template: with it τ is {now:.2f} "
+                f"instead of {was:.2f}",
+                'write {"messages": [...]} or {"turns": [...]}, or apply_chat_template before generate',
+                now - was,
+            )
+
+    def nothing_else(self) -> Finding:
+        told = f"nothing in the config explains it, and {len(self.answers)} prompts were asked"
+        return Finding(
+            "training",
+            told + (": ask more than that to be sure" if len(self.answers) < FEW else ""),
+            "compare with the τ of its card. If that is higher, the draft was trained on other text, for another "
+            "version of the target, or too little: let the target answer prompts like these "
+            "(hf-spec prepare --regenerate), and train on that",
+        )
+
+
+def _tau(answers: Sequence[Answer]) -> float:
+    return sum(a.row.emitted for a in answers) / max(1, sum(a.row.steps for a in answers))
+
+
+def _cure(change: Change) -> str:
+    if change.name == "dtype":
+        return "load the draft with dtype=float32, or train it in the precision it is used in"
+    where = "transformer_layer_config of config.json" if change.name == "rope" else "config.json"
+    return f"set {json.dumps(change.fields)[1:-1]} in {where}, and tell whoever published it"
