@@ -22,7 +22,7 @@ LAYERS = (
     ("batching",),
     ("integration", "training"),
     ("many",),
-    ("bench", "demo"),
+    ("bench", "demo", "serving"),
     ("doctor",),
     ("public",),
     ("cli", "__main__"),

@@ -34,15 +34,15 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     def catch(self: argparse.ArgumentParser, *args: Any) -> None:
         raise Caught(self)
 
-    original = argparse.ArgumentParser.parse_args
-    argparse.ArgumentParser.parse_args = catch  # type: ignore[method-assign,assignment]
+    original = argparse.ArgumentParser.parse_known_args
+    argparse.ArgumentParser.parse_known_args = catch  # type: ignore[method-assign,assignment]
     try:
         cli.main([])
     except Caught as caught:
         (commands,) = (one for one in caught.args[0]._actions if isinstance(one, argparse._SubParsersAction))
         return dict(commands.choices)
     finally:
-        argparse.ArgumentParser.parse_args = original  # type: ignore[method-assign]
+        argparse.ArgumentParser.parse_known_args = original  # type: ignore[method-assign]
     raise AssertionError("hf-spec did not parse its arguments")
 
 

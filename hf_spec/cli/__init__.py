@@ -19,9 +19,10 @@ from .demo import add_demo
 from .doctor import add_doctor
 from .drafts import add_convert, add_inspect
 from .generate import add_generate
+from .serve import add_serve
 from .training import add_prepare, add_train
 
-COMMANDS = (add_demo, add_generate, add_bench, add_doctor, add_prepare, add_train, add_inspect, add_convert)
+COMMANDS = (add_demo, add_generate, add_serve, add_bench, add_doctor, add_prepare, add_train, add_inspect, add_convert)
 INTERRUPTED, PIPE_CLOSED = 130, 141  # exit statuses as shells give them: 128 and the number of the signal
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hf-spec`` with ``argv``, the process's own arguments by default, and return its exit status."""
     try:
         try:
-            return _run(_parser().parse_args(argv))
+            return _run(_parse(argv))
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
@@ -47,6 +48,15 @@ def _parser() -> argparse.ArgumentParser:
     for add in COMMANDS:
         add(commands)
     return parser
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.rest = rest
+    return args
 
 
 def _run(args: argparse.Namespace) -> int:

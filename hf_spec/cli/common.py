@@ -17,13 +17,24 @@ TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-def command(commands: Any, run: Any, name: str, description: str, epilog: str | None = None) -> Any:
-    """Add a subcommand and return its ``add_argument``; ``epilog`` is shown as it is below the options."""
+def command(
+    commands: Any, run: Any, name: str, description: str, epilog: str | None = None, usage: str | None = None
+) -> Any:
+    """Add a subcommand and return its ``add_argument``; ``epilog`` is shown as it is below the options.
+
+    ``usage`` is given where the command reads what argparse does not know: it finds that in ``args.rest``.
+    """
     layout = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
-        name, help=description, description=description, epilog=epilog, formatter_class=layout
+        name,
+        help=description,
+        description=description,
+        epilog=epilog,
+        usage=usage,
+        formatter_class=layout,
+        allow_abbrev=usage is None,  # of a name that it does not know
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_rest=usage is not None)
     return parser.add_argument
 
 

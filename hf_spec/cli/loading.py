@@ -28,20 +28,33 @@ def load_models(
     a wrong one is told before the target's weights are read. Errors: ValueError and OSError with cause and cure.
     """
     check_device(device)
-    with torch.device("meta"):
-        outline: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
-    speculators: dict[str, Any] = {}
-    for name in drafts:
-        if name not in ("mtp", "auto"):  # these layers stand beside the target's weights
-            speculators[name] = load_speculator(name, outline, dtype)
-            for config in configs(speculators[name]):
-                speculators[name].check(outline, config)
+    speculators = load_drafts(outline_of(target), drafts, dtype, configs)
     model, tokenizer = load_target(target, dtype, device)
     for speculator in speculators.values():
         weights = getattr(speculator, "model", speculator)
         if isinstance(weights, nn.Module):
             weights.to(input_device(model))
     return model, tokenizer, {name: speculators.get(name) or as_speculator(name, model) for name in drafts}
+
+
+def outline_of(target: str) -> PreTrainedModel:
+    """Return a target without weights, which is all that is needed to check a draft."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+    return model
+
+
+def load_drafts(
+    outline: PreTrainedModel, drafts: Iterable[str], dtype: str, configs: Configured
+) -> dict[str, Speculator]:
+    """Load ``drafts`` and check that they can serve ``outline``; ``mtp`` and ``auto`` are left to the target."""
+    speculators = {}
+    for name in drafts:
+        if name not in ("mtp", "auto"):  # these layers stand beside the target's weights
+            speculators[name] = load_speculator(name, outline, dtype)
+            for config in configs(speculators[name]):
+                speculators[name].check(outline, config)
+    return speculators
 
 
 def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -1,0 +1,92 @@
+"""What we add to the web application of transformers' server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from transformers.cli.serving.utils import CBWorkerDeadError
+
+from .meter import CONTENT_TYPE_LATEST, Meter
+
+CLOSED_BY_CLIENT = "499"  # as web servers log it
+
+
+def add_to_app(app: FastAPI, meter: Meter) -> None:
+    """Add ``/metrics``, count requests, end those whose clients have gone, and tell errors the OpenAI way."""
+    app.add_api_route("/metrics", lambda: Response(meter.text(), media_type=CONTENT_TYPE_LATEST))
+    app.add_middleware(_Watch, meter=meter)
+
+    for kind in (HTTPException, ValueError, CBWorkerDeadError, Exception):
+        app.add_exception_handler(kind, _tell)
+
+
+def _tell(_request: Request, error: Exception) -> JSONResponse:
+    """Say what went wrong where OpenAI's clients look for it, and where those of transformers do."""
+    status = 400 if isinstance(error, ValueError) else 503 if isinstance(error, CBWorkerDeadError) else 500
+    status = getattr(error, "status_code", status)
+    message = str(getattr(error, "detail", "") or error or type(error).__name__)
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}, "detail": message}, status)
+
+
+class _Watch:
+    """Count a request by the status of its answer, and cancel it when its client closes the connection.
+
+    Without this, an answer that is not streamed is generated to its end though nobody waits for it.
+    """
+
+    def __init__(self, app: Any, meter: Meter) -> None:
+        self.app, self.meter = app, meter
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answer = _Answer(self.app, scope, receive, send)
+        start = time.perf_counter()
+        try:
+            await answer.give()
+        finally:
+            endpoint = getattr(scope.get("route"), "path", "other")
+            self.meter.requests.labels(endpoint, answer.status).inc()
+            self.meter.seconds.labels(endpoint).observe(time.perf_counter() - start)
+
+
+class _Answer:
+    """Give one answer, or as much of it as the client stays for."""
+
+    def __init__(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
+        self.receive, self.send = receive, send
+        self.status, self.complete = "500", False
+        self.messages: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
+        self.task = asyncio.ensure_future(app(scope, self.messages.get, self._send))
+
+    async def give(self) -> None:
+        """Wait until the answer is given, or the client has gone."""
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await self.task
+        except asyncio.CancelledError:
+            if self.status != CLOSED_BY_CLIENT:  # who runs the server cancels
+                raise
+        finally:
+            watch.cancel()
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = str(message["status"])
+        await self.send(message)
+        self.complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+    async def _watch(self) -> None:
+        while (message := await self.receive())["type"] != "http.disconnect":
+            await self.messages.put(message)
+        if not self.complete:  # after a whole answer the same message comes
+            self.status = CLOSED_BY_CLIENT
+            self.task.cancel()
+        await self.messages.put(message)

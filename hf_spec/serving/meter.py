@@ -1,0 +1,72 @@
+"""What a server counts, and how Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from ..metrics import Counts
+
+__all__ = ["CONTENT_TYPE_LATEST", "Meter"]
+
+# Answers of language models take from parts of a second to minutes.
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
+
+
+class Meter:
+    """Count requests, tokens and guesses of one server; each has its own registry, so that several do not mix.
+
+    Tokens and guesses are those of finished texts and, for tokens, of cancelled ones up to where they were cancelled.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Answered requests.", ["endpoint", "status"])
+        self.seconds = Histogram(
+            "hf_spec_request_seconds",
+            "Seconds from a request to the end of its answer.",
+            ["endpoint"],
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.texts = self._counter("texts", "Generated texts, by how they ended.", ["end"])
+        self.plain = self._counter("plain_texts", "Texts that were generated plainly, because no guess could serve.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.generated_tokens = self._counter("generated_tokens", "Tokens of generated texts.")
+        self.steps = self._counter("steps", "Verification steps, counted once for each text.")
+        self.proposed = self._counter("proposed_tokens", "Guessed tokens.")
+        self.accepted = self._counter("accepted_tokens", "Guesses that became text.")
+        self.emitted = self._counter("emitted_tokens", "Tokens that steps emitted, the target's own included.")
+        self._guesses = Counts()
+        self.gauge("acceptance_rate", "Accepted by proposed guesses, since the start.", self._acceptance)
+        self.gauge("mean_accepted_length", "Tokens that a step emits, since the start: tau.", self._length)
+
+    def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Show what ``value`` returns whenever somebody looks."""
+        Gauge(f"hf_spec_{name}", meaning, registry=self.registry).set_function(value)
+
+    def guessed(self, counts: Counts) -> None:
+        """Count the guesses of a text."""
+        self._guesses.add(counts)
+        for counter, name in (
+            (self.steps, "steps"),
+            (self.proposed, "proposed"),
+            (self.accepted, "accepted"),
+            (self.emitted, "emitted"),
+        ):
+            counter.inc(getattr(counts, name))
+
+    def text(self) -> bytes:
+        """Return everything in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, meaning: str, labels: list[str] | None = None) -> Counter:
+        return Counter(f"hf_spec_{name}", meaning, labels or (), registry=self.registry)
+
+    def _acceptance(self) -> float:
+        return self._guesses.acceptance_rate
+
+    def _length(self) -> float:
+        return self._guesses.mean_accepted_length

@@ -1,0 +1,77 @@
+"""Which requests are refused before anything runs, and what is said of those that fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import HTTPException
+
+
+def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
+    """Raise an ``HTTPException`` 400 that names the field for what would fail late, or be passed over in silence.
+
+    ``needs`` is a field that must be there. Fields that transformers' server does not know stay its affair: it refuses
+    them, or ignores them with a warning.
+    """
+    if needs is not None and not body.get(needs):
+        _refuse(needs, "it is empty or left out")
+    wanted = body.get("response_format") or {}
+    kind = wanted.get("type", "text") if isinstance(wanted, dict) else wanted
+    if kind != "text":
+        _refuse("response_format", f"{kind!r} needs a grammar, and transformers' server has none; leave it out")
+    for name, (test, meaning) in FIELDS.items():
+        if body.get(name) is not None and not test(body[name]):
+            _refuse(name, f"{str(body[name])[:80]!r} is not {meaning}")
+
+
+def quotable(error: BaseException) -> str:
+    """Return the message of ``error`` such that it may stand between the quotes of a JSON string.
+
+    transformers' server writes it there as it is, and a quote or a line break would make the client's JSON invalid.
+    """
+    return json.dumps(str(error) or type(error).__name__)[1:-1]
+
+
+def _refuse(name: str, reason: str) -> None:
+    raise HTTPException(status_code=400, detail=f"{name}: {reason}.")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_stop(value: Any) -> bool:
+    strings = [value] if isinstance(value, str) else value
+    return isinstance(strings, list) and bool(strings) and all(isinstance(one, str) and one for one in strings)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+
+
+def _is_json_object(value: Any) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except (TypeError, ValueError):
+        return False
+
+
+_COUNT = (_is_count, "a whole number of at least 1")
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "messages": (_is_chat, "a list of messages that have a role"),
+    "max_tokens": _COUNT,
+    "max_completion_tokens": _COUNT,
+    "max_output_tokens": _COUNT,
+    "temperature": (lambda value: _is_number(value) and 0 <= value < float("inf"), "a number of at least 0"),
+    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
+    "frequency_penalty": (lambda value: _is_number(value) and value > -1, "a number above -1"),
+    "seed": (lambda value: isinstance(value, int), "a whole number"),
+    "stop": (_is_stop, "a string that is not empty, or a list of such"),
+    "generation_config": (_is_json_object, "a JSON object, written as a string"),
+}

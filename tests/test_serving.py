@@ -1,0 +1,235 @@
+"""The server, asked by OpenAI's own client over the loopback address: its texts are those of plain ``generate``."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import APIConnectionError, APIError, BadRequestError, OpenAI
+from servers import DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
+
+from hf_spec import SpeculationConfig, demo
+from hf_spec.cli import main
+
+DAY = "day"  # a word of the answers
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving() as client:
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", PROMPTS[:2])
+def test_completions_are_those_of_plain_generate(client, prompt, stream):
+    assert client.complete(prompt, 40, stream) == plain(prompt, 40)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats_are_those_of_plain_generate(client, stream):
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    _, tokenizer = target()
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    answer = client.openai.chat.completions.create(
+        model=TARGET, messages=messages, max_tokens=40, temperature=0, stream=stream
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    assert text == plain(prompt, 40)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_end_a_text_where_plain_generate_does(client, stream):
+    expected = plain(PROMPTS[0], 80, DAY)
+    assert expected.endswith(DAY)
+    assert client.complete(PROMPTS[0], 80, stream, stop=[DAY]) == expected
+
+
+def test_sampled_texts_are_those_of_the_seed(client):
+    options = {"temperature": 0.8, "extra_body": {"generation_config": '{"do_sample": true, "max_new_tokens": 20}'}}
+    one, same, other = (client.complete(PROMPTS[0], 20, seed=seed, **options) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_a_crowd_is_answered_and_nothing_stays(client):
+    before = client.metrics()
+    assert crowd(client, 16) >= 8
+    until(client.is_idle)
+    found = client.metrics()
+    assert found["texts_total.cancelled"] > before.get("texts_total.cancelled", 0)
+    assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
+
+
+@pytest.mark.slow
+def test_two_hundred_at_a_time(client):
+    assert crowd(client, 200, seed=1) >= 120
+    until(client.is_idle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_ends_when_its_client_has_gone(client, stream):
+    before = client.metrics()
+    client.leave(PROMPTS[0], pieces=3, stream=stream)
+    until(client.is_idle)
+    found = client.metrics()
+    assert found["texts_total.cancelled"] == before.get("texts_total.cancelled", 0) + 1
+    assert found["generated_tokens_total"] < before["generated_tokens_total"] + 900
+    assert found["requests_total.499"] == before.get("requests_total.499", 0) + 1
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "prompt": {"prompt": ""},
+    "max_tokens": {"max_tokens": 0},
+    "temperature": {"temperature": -1},
+    "top_p": {"top_p": 1.5},
+    "stop": {"stop": [""]},
+    "generation_config": {"extra_body": {"generation_config": "greedy"}},
+    "response_format": {"extra_body": {"response_format": {"type": "json_object"}}},
+    "pinned": {"model": "another"},
+    "nonsense": {"extra_body": {"nonsense": 1}},
+    "top_k": {"temperature": 1, "extra_body": {"generation_config": '{"do_sample": true, "top_k": -1}'}},
+}
+
+
+@pytest.mark.parametrize("named", BAD)
+def test_bad_requests_are_refused_by_name(client, named):
+    with pytest.raises(APIError, match=named) as caught:
+        client.complete(**{"prompt": PROMPTS[0], "new": 5} | BAD[named])
+    assert caught.value.status_code in (400, 422)
+    assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
+
+
+def test_a_chat_without_messages_is_refused(client):
+    with pytest.raises(BadRequestError, match="messages"):
+        client.openai.chat.completions.create(model=TARGET, messages=[])
+
+
+def test_a_stream_that_fails_says_why(client):
+    with pytest.raises(APIError) as caught:
+        client.complete(PROMPTS[0], 5, stream=True, **BAD["top_k"])
+    assert "`top_k` has to be a strictly positive integer" in str(caught.value.body)
+
+
+def test_metrics_agree_with_the_answers(client):
+    until(client.is_idle)
+    before = client.metrics()
+    usages = [
+        client.openai.completions.create(model=TARGET, prompt=prompt, max_tokens=30, temperature=0).usage
+        for prompt in PROMPTS
+    ]
+    until(client.is_idle)
+    grown = {name: value - before[name] for name, value in client.metrics().items() if name in before}
+    assert grown["prompt_tokens_total"] == sum(usage.prompt_tokens for usage in usages)
+    assert grown["generated_tokens_total"] == sum(usage.completion_tokens for usage in usages)
+    assert grown["texts_total.finished"] == len(PROMPTS)
+    assert grown["plain_texts_total"] == 0
+    # The token that prefill gives belongs to no step.
+    assert grown["emitted_tokens_total"] == grown["generated_tokens_total"] - len(PROMPTS)
+    assert grown["emitted_tokens_total"] == grown["accepted_tokens_total"] + grown["steps_total"]
+    found = client.metrics()
+    assert found["acceptance_rate"] == found["accepted_tokens_total"] / found["proposed_tokens_total"] > 0.2
+    assert found["mean_accepted_length"] == found["emitted_tokens_total"] / found["steps_total"] > 1.5
+
+
+def test_what_no_draft_can_serve_is_generated_plainly(client):
+    before = client.metrics()["plain_texts_total"]
+    text = client.complete(PROMPTS[0], 12, extra_body={"generation_config": '{"num_beams": 2}'})
+    model, tokenizer = target()
+    inputs = tokenizer(PROMPTS[0], return_tensors="pt")
+    out = model.generate(**inputs, num_beams=2, max_new_tokens=12, do_sample=False)
+    assert text == tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    assert client.metrics()["plain_texts_total"] == before + 1
+
+
+def test_a_model_that_is_loaded_anew_guesses_too(client):
+    client.openai.post(f"{client.url}/reset", cast_to=object)
+    before = client.metrics()["steps_total"]
+    assert client.complete(PROMPTS[0], 20) == plain(PROMPTS[0], 20)
+    assert client.metrics()["steps_total"] > before
+
+
+DRAFTS = {
+    "ngram": ("ngram", None),
+    "medusa": (demo.path("draft-medusa"), None),
+    "tree": (demo.path("draft-eagle3"), SpeculationConfig(tree="dynamic", tree_nodes=8)),
+    "mtp": (demo.path("draft-mtp"), None),
+    "vanilla": (demo.path("draft-vanilla"), lambda speculator: speculator.settings(num_speculative_tokens=3)),
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_kind_of_draft(draft):
+    with serving(*DRAFTS[draft]) as client:
+        assert client.complete(PROMPTS[2], 40, stream=True) == plain(PROMPTS[2], 40)
+        until(client.is_idle)
+        assert client.metrics()["accepted_tokens_total"] > 0
+
+
+def test_a_static_cache():
+    with serving(compile=True) as client:
+        assert client.complete(PROMPTS[1], 24) == plain(PROMPTS[1], 24)
+        assert client.complete(PROMPTS[2], 24, stream=True) == plain(PROMPTS[2], 24)
+        until(client.is_idle)
+        found = client.metrics()
+        assert found["accepted_tokens_total"] > 0 == found["plain_texts_total"]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_reads_the_options_of_transformers(monkeypatch):
+    made = {}
+    monkeypatch.setattr("hf_spec.serving.server.Server", lambda *args, **options: made.update(options, args=args))
+    ours = ["--speculator", str(DRAFT), "--tree", "dynamic", "--tree-nodes", "7"]
+    theirs = ["--port", "8123", "--continuous-batching", "--dtype", "float32", "--cb-num-blocks", "9"]
+    assert main(["serve", *theirs[:2], TARGET, *ours, *theirs[2:]]) == 0
+    name, speculator, config = made["args"]
+    assert name == TARGET and type(speculator).__name__ == "Eagle3DraftModel"
+    assert (config(speculator).tree, config(speculator).tree_nodes) == ("dynamic", 7)
+    assert made["port"] == 8123 and made["continuous_batching"] and made["cb_num_blocks"] == 9
+    assert made["dtype"] == "float32" and made["host"] == "localhost"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--speculator", "ngram"], "serve needs a target"),
+        ([TARGET, "--speculator", "ngram", "--prt", "80"], "No such option: --prt"),
+        ([TARGET, "--speculator", "ngram", "--port", "many"], "Invalid value for '--port'"),
+        ([TARGET, "--speculator", "nowhere/at/all"], "no draft can be read at 'nowhere/at/all'"),
+        ([TARGET, "--speculator", "ngram", "--dtype", "float7"], "Unsupported dtype: 'float7'"),
+    ],
+)
+def test_the_command_tells_mistakes(options, told, capsys):
+    assert main(["serve", *options]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_interrupted():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "ngram", "--port", str(port)]
+    process = subprocess.Popen([*command, "--device", "cpu", "--dtype", "float32"], stderr=subprocess.PIPE, text=True)
+    try:
+        client = OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none")
+
+        def answers() -> bool:
+            with contextlib.suppress(APIConnectionError):
+                return bool(client.get(f"http://localhost:{port}/health", cast_to=object))
+            return process.poll() is not None
+
+        until(answers)
+        found = client.completions.create(model=TARGET, prompt=PROMPTS[2], max_tokens=20, temperature=0)
+        assert found.choices[0].text == plain(PROMPTS[2], 20)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, 130), process.stderr.read()
+    finally:
+        process.kill()
