@@ -35,6 +35,9 @@ class Proposal:
     children of node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``; nodes from
     ``q.shape[1]`` on have no children. A chosen token can therefore never be verified as if it had been drawn.
 
+    ``chosen`` (batch, nodes) bool marks guesses that were chosen beside drawn ones: each is a point mass, whatever
+    ``q`` says. The choice may depend on guesses drawn above it and on elder siblings, but on no other drawn guess.
+
     ``shape`` is ``parents`` as Python numbers where rows differ in nothing but ABSENT nodes: a drawn tree that has it
     is verified without asking the accelerator.
     """
@@ -45,6 +48,7 @@ class Proposal:
     q: Tensor | None = None
     is_chain: bool = False
     shape: tuple[int, ...] | None = None
+    chosen: Tensor | None = None
 
     @classmethod
     def chain(cls, root: Tensor, guesses: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
@@ -107,7 +111,8 @@ class Proposal:
         if self.tokens.device == device:
             return self
         q = None if self.q is None else self.q.to(device)
-        return replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q)
+        chosen = None if self.chosen is None else self.chosen.to(device)
+        return replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q, chosen=chosen)
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:

@@ -80,7 +80,7 @@ def signatures() -> dict[str, dict[str, str]]:
     }
     names |= {
         f"hf_spec.Speculator.{name}": getattr(hf_spec.Speculator, name)
-        for name in ("feature_layers", "check", "defaults", "drafter")
+        for name in ("feature_layers", "check", "defaults", "drafter", "learn")
     }
     configs = (PreTrainedConfig, TrainingArguments)
     found = {}

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
 from ..drafts.base import News, Request, Speculator
+from ..drafts.late import LateDrafter
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
@@ -22,7 +23,6 @@ from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..settings import SpeculationConfig
 from .choice import Choice, Chooser
-from .late import LateDrafter
 from .outputs import Record, SpeculativeOutput, remember_speculation
 from .pace import Pace
 from .processors import Processors
@@ -162,12 +162,14 @@ class Call:
         self.features: Tensor | None = None
         # What was scored and is not committed: the guesses, and the lengths of the rows in front of them.
         self.block: tuple[Proposal, list[int]] | None = None
+        self.prompt_mask: Tensor
 
     def read_prompt(self, input_ids: Tensor) -> Choice:
         """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
         config, kwargs = self.generation_config, self.model_kwargs
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
         self.text.begin()
+        self.prompt_mask = mask
         together = self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs)
         if together and reads_prompts_causally(self.model):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
@@ -301,6 +303,7 @@ class Call:
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
         sequences = self.text.finish()
+        self.speculator.learn(self.text.unpadded(self.prompt_mask))
         emitted = self.text.length - self.text.prompt_length
         cache = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:

@@ -40,11 +40,13 @@ class Ranks:
         device = proposal.tokens.device
         q_shape = None if proposal.q is None else proposal.q.shape
         fields = (proposal.max_depth, proposal.is_chain, proposal.shape, q_shape)
-        both = torch.stack([proposal.tokens, proposal.parents]).cpu()  # (2, batch, nodes)
-        both, (max_depth, is_chain, shape, q_shape) = self.agree((both, fields))
+        chosen = proposal.chosen
+        parts = [proposal.tokens, proposal.parents, *([] if chosen is None else [chosen.long()])]
+        table = torch.stack(parts).cpu()  # (2 or 3, batch, nodes)
+        table, (max_depth, is_chain, shape, q_shape) = self.agree((table, fields))
         q = None if q_shape is None else self._agree_on_tensor(proposal.q, q_shape, device)
-        tokens, parents = both.to(device)
-        return Proposal(tokens, parents, max_depth, q, is_chain, shape)
+        tokens, parents, *rest = table.to(device)
+        return Proposal(tokens, parents, max_depth, q, is_chain, shape, rest[0].bool() if rest else None)
 
     def _agree_on_tensor(self, own: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
         """Return the float32 tensor of the first process, not through pickling: a distribution per node is large."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -137,3 +138,9 @@ class Text:
         ends = torch.tensor(self.lengths, device=ids.device)
         behind = torch.arange(self.length, device=ids.device) >= ends[:, None]
         return ids.masked_fill_(behind, self._pad)
+
+    def unpadded(self, prompt_mask: Tensor) -> list[list[int]]:
+        """Return prompt and output of every row as lists, without what pads them; ``prompt_mask`` (batch, prompt)."""
+        prompts, ids = prompt_mask.tolist(), self._ids[:, : self.length].tolist()
+        rows = zip(ids, prompts, self.lengths, strict=True)
+        return [[*compress(row, mask), *row[self.prompt_length : end]] for row, mask, end in rows]

@@ -181,3 +181,9 @@ class Speculator(ABC):
     @abstractmethod
     def drafter(self, request: Request) -> Drafter:
         """Start guessing for one call."""
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Be told the texts of a finished call, one per row, prompt and output. By default nothing is kept of them.
+
+        Whoever decodes calls this once, from any thread, when the call is whole: not of calls that were abandoned.
+        """

@@ -99,7 +99,8 @@ class LazyRunner(RecurrentRunner):
         beyond = steps > torch.tensor(room, device=steps.device)[:, None]
         parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, ABSENT)
         q = None if proposal.q is None else proposal.q[:, :longest]
-        return Proposal(proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True)
+        chosen = None if proposal.chosen is None else proposal.chosen[:, : 1 + longest]
+        return Proposal(proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True, chosen=chosen)
 
     def score(self, proposal: Proposal) -> Scores:
         """Read every row's carried tokens, root and guesses in one forward, and score its root and guesses."""

@@ -6,26 +6,27 @@ as prompt lookup decoding; with a corpus to look in besides the text it becomes 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, cycle, islice
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...proposal import ABSENT, NO_PARENT, Proposal
-from ...settings import SpeculationConfig
+from ...settings import SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
+from .memory import BREAK, LOOK_BACK, Memory
+from .recall import Path, Texts
+from .remembered import Remembered, read_remembered, write_remembered
 
 Match = Literal["recent", "frequent"]
-Path = tuple[int, ...]
 
-# Occurrences of an n-gram that are looked at, the latest ones: bounds a step however common the n-gram is.
-LOOK_BACK = 32
-# Stands between the sequences of a corpus. No token id, so no text ends in it and no continuation may contain it.
-BREAK = -1
+# How deep a memory guesses where nobody says: its chains end by themselves where they become unlikely.
+DEPTH = 16
 
 
 class NgramSpeculator(Speculator):
@@ -36,6 +37,12 @@ class NgramSpeculator(Speculator):
     guesses, those of longer matches first; in a static tree, rank r at a node is its r-th child in that merged tree.
     There is no distribution behind these guesses: ``draft_sampling`` and ``min_confidence`` do not apply.
 
+    With ``remember`` it keeps a memory of what was written: prompts and outputs of finished calls, of all rows and
+    threads, the oldest ones forgotten first. Matches then are as long as the texts agree, guesses as deep as they are
+    likely, and the rows of a batch look in each other's text, too (suffix decoding, arXiv 2411.04975; docs/memory.md).
+    The text stays the target's; but which guesses were tried, and so how many random numbers were drawn for a sampled
+    text, depends on the calls before. ``save`` and ``load`` keep the memory in a file.
+
     Args:
         max_ngram: longest match that is tried.
         min_ngram: shortest match that is trusted; rows without one guess nothing.
@@ -43,24 +50,46 @@ class NgramSpeculator(Speculator):
             ``"frequent"`` one among the latest 32 occurrences.
         corpus: sequences of token ids to look in besides the text, after it where matches are equally long. They are
             indexed once, here.
+        remember: tokens that the memory holds, about 100 bytes each; ``None`` for no memory. ``max_ngram`` and
+            ``match`` are for lookups without one.
+        min_chance: with a memory, leave out guesses that are less likely than this to be right, all guesses in front
+            of them included, judging by how often they followed and behind how long a match.
 
     Raises:
         ValueError, TypeError: for values outside these.
     """
 
     def __init__(
-        self, max_ngram: int = 4, min_ngram: int = 1, match: Match = "recent", corpus: Iterable[Sequence[int]] = ()
+        self,
+        max_ngram: int = 4,
+        min_ngram: int = 1,
+        match: Match = "recent",
+        corpus: Iterable[Sequence[int]] = (),
+        *,
+        remember: int | None = None,
+        min_chance: float = 0.1,
     ) -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram} and max_ngram={max_ngram}")
         if match not in get_args(Match):
             raise ValueError(f"match must be one of {get_args(Match)}, got {match!r}")
+        if remember is not None and not (is_int(remember) and remember >= 1):
+            raise ValueError(f"remember must be a whole number of tokens, at least 1, or None, got {remember!r}")
+        if not 0 < min_chance <= 1:
+            raise ValueError(f"min_chance must be above 0 and at most 1, got {min_chance!r}")
         self.sizes = range(max_ngram, min_ngram - 1, -1)
-        self.match = match
+        self.match, self.min_chance = match, min_chance
+        self.memory = None if remember is None else Memory(remember)
         self.corpus = TextIndex(self.sizes)
-        for sequence in corpus:
-            self.corpus.extend([*_token_ids(sequence), BREAK])
-        self._largest = max(self.corpus.tokens, default=BREAK)
+        sequences = [_token_ids(sequence) for sequence in corpus]
+        self._largest = max(chain.from_iterable(sequences), default=BREAK)
+        # With a memory, the corpus is one that keeps everything.
+        self._lasting = Memory(sum(map(len, sequences)) + len(sequences)) if remember and sequences else None
+        for sequence in sequences:
+            if self._lasting is not None:
+                self._lasting.add(sequence)
+            else:
+                self.corpus.extend([*sequence, BREAK])
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
@@ -75,10 +104,63 @@ class NgramSpeculator(Speculator):
                 f"the corpus holds token {self._largest} and the target knows {vocabulary} tokens: they were made by "
                 "different tokenizers. Make the corpus with the target's."
             )
+        if self.memory is not None and self.memory.largest >= vocabulary:
+            raise ValueError(
+                f"the memory holds token {self.memory.largest} and the target knows {vocabulary} tokens: it remembers "
+                "texts of another tokenizer. Take a NgramSpeculator(remember=...) per tokenizer."
+            )
 
-    def drafter(self, request: Request) -> NgramDrafter:
+    def defaults(self) -> SpeculationConfig:
+        """Return chains of 16 with a memory, which end by themselves; the common settings without one."""
+        return SpeculationConfig(num_speculative_tokens=None if self.memory is None else DEPTH)
+
+    def drafter(self, request: Request) -> Drafter:
         """Index the prompt of every row."""
-        return NgramDrafter(self, request)
+        return NgramDrafter(self, request) if self.memory is None else RememberingDrafter(self, request)
+
+    def texts(self, request: Request) -> Texts:
+        """Start the texts of a call with a memory, which hold the prompts of ``request``.
+
+        Errors: a ValueError without a memory.
+        """
+        if self.memory is None:
+            raise ValueError("this NgramSpeculator has no memory; make it with NgramSpeculator(remember=...)")
+        memories = [self.memory, *([] if self._lasting is None else [self._lasting])]
+        texts = Texts(len(request.input_ids), memories, self.sizes[-1])
+        masks = request.attention_mask.tolist()
+        for row, (ids, mask) in enumerate(zip(request.input_ids.tolist(), masks, strict=True)):
+            texts.extend(row, compress(ids, mask))
+        return texts
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        """Remember the ``texts`` of a finished call, if there is a memory."""
+        if self.memory is not None:
+            for text in texts:
+                self.memory.add(text)
+
+    def save(self, path: str | os.PathLike[str], tokenizer: Any) -> None:
+        """Write what is remembered to a file, whole or not at all, for ``load`` with the same ``tokenizer``.
+
+        It holds the texts of all calls, as readable as the texts themselves. Errors: a ValueError without a memory, an
+        OSError where nothing can be written.
+        """
+        if self.memory is None:
+            raise ValueError("there is no memory to save; make one with NgramSpeculator(remember=...)")
+        write_remembered(path, Remembered(self.memory.size, self.memory.tokens()), tokenizer)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], tokenizer: Any, *, remember: int | None = None, **options: Any
+    ) -> NgramSpeculator:
+        """Go on with the memory that ``save`` wrote to ``path``; ``options`` are those of the constructor.
+
+        ``remember`` is by default that of the saved one; of a smaller one the latest tokens stay. Errors: a ValueError
+        if it was written with another tokenizer or version, an OSError if it cannot be read or is damaged.
+        """
+        found = read_remembered(path, tokenizer)
+        speculator = cls(remember=found.size if remember is None else remember, **options)
+        speculator.learn([*found.texts()])
+        return speculator
 
 
 class TextIndex:
@@ -106,21 +188,33 @@ class TextIndex:
             yield path[: path.index(BREAK)] if BREAK in path else path
 
 
+class _Shape:
+    """What ``config`` asks for: a chain, a dynamic tree, or one of the given ``ranks``."""
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        tree = config.tree
+        self.is_chain = tree is None
+        self.most_nodes = config.tree_nodes if tree == "dynamic" else None
+        self.most_continuations = 1 if tree is None else config.tree_top_k if tree == "dynamic" else None
+        self.ranks: set[Path] | None = None
+        if tree is not None and not isinstance(tree, str):
+            self.ranks = {tuple(path[:end]) for path in tree for end in range(1, len(path) + 1)}
+        # children of a node that are looked at
+        self.width = self.most_continuations or 1 + max(max(path) for path in self.ranks or {(0,)})
+        count = config.num_speculative_tokens
+        bounds = [count] if isinstance(count, int) else []
+        self._depths = [*bounds, max(map(len, self.ranks))] if self.ranks else bounds
+
+    def depth(self, limit: int) -> int:
+        """Return how deep to guess where ``limit`` tokens are allowed."""
+        return min([limit, *self._depths])
+
+
 class NgramDrafter(Drafter):
     """Look up guesses for one ``generate`` call; every row has an index of its own text. Lives on the CPU."""
 
     def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
-        config, tree = request.config, request.config.tree
-        self._speculator = speculator
-        self._is_chain = tree is None
-        self._most_nodes = config.tree_nodes if tree == "dynamic" else None
-        self._most_continuations = 1 if tree is None else config.tree_top_k if tree == "dynamic" else None
-        self._ranks: set[Path] | None = None
-        if tree is not None and not isinstance(tree, str):
-            self._ranks = {tuple(path[:end]) for path in tree for end in range(1, len(path) + 1)}
-        count = config.num_speculative_tokens
-        bounds = [count] if isinstance(count, int) else []
-        self._depths = [*bounds, max(map(len, self._ranks))] if self._ranks else bounds
+        self._speculator, self._shape = speculator, _Shape(request.config)
         self._rows = [TextIndex(speculator.sizes) for _ in range(request.input_ids.shape[0])]
         masks = request.attention_mask.tolist()
         for row, ids, mask in zip(self._rows, request.input_ids.tolist(), masks, strict=True):
@@ -128,11 +222,10 @@ class NgramDrafter(Drafter):
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news`` and look up what followed the same last tokens before, at most ``limit`` tokens of it."""
-        moved = torch.cat([news.counts[:, None], news.tokens], dim=1).tolist()  # in one transfer
-        for row, (count, *tokens) in zip(self._rows, moved, strict=True):
-            row.extend(tokens[:count])
-        depth = min([limit, *self._depths])
-        return self._proposal([self._tree(row, depth) for row in self._rows], news.tokens.device)
+        for row, tokens in zip(self._rows, new_tokens(news), strict=True):
+            row.extend(tokens)
+        depth = self._shape.depth(limit)
+        return lay_out([self._tree(row, depth) for row in self._rows], news.root, self._shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with the texts of ``rows`` only."""
@@ -147,9 +240,10 @@ class NgramDrafter(Drafter):
     def _tree(self, row: TextIndex, depth: int) -> list[Path]:
         """List the nodes of a row's tree, each as its path from the root, parents before children."""
         nodes: dict[Path, None] = {}
-        for path in islice(self._continuations(row, depth), self._most_continuations):
+        for path in islice(self._continuations(row, depth), self._shape.most_continuations):
             nodes.update(dict.fromkeys(path[:end] for end in range(1, len(path) + 1)))
-        return list(nodes)[: self._most_nodes] if self._ranks is None else _of_ranks(nodes, self._ranks)
+        ranks = self._shape.ranks
+        return list(nodes)[: self._shape.most_nodes] if ranks is None else _of_ranks(nodes, ranks)
 
     def _continuations(self, row: TextIndex, depth: int) -> Iterator[Path]:
         """Yield the different continuations of a row's text, best first."""
@@ -164,18 +258,58 @@ class NgramDrafter(Drafter):
                     seen.add(path)
                     yield path
 
-    def _proposal(self, trees: list[list[Path]], device: torch.device) -> Proposal:
-        """Lay the rows' trees side by side, the smaller ones filled up with ABSENT nodes."""
-        nodes = max(map(len, trees))
-        tokens, parents = [], []
-        for row, tree in zip(self._rows, trees, strict=True):
-            index = {(): 0} | {path: node for node, path in enumerate(tree, start=1)}
-            absent = nodes - len(tree)
-            tokens.append([row.tokens[-1], *(path[-1] for path in tree), *[0] * absent])
-            parents.append([NO_PARENT, *(index[path[:-1]] for path in tree), *[ABSENT] * absent])
-        both = torch.tensor([tokens, parents], device=device)  # (2, batch, nodes)
-        depth = max((len(path) for tree in trees for path in tree), default=0)
-        return Proposal(both[0], both[1], depth, is_chain=self._is_chain)
+
+class RememberingDrafter(Drafter):
+    """Guess from the texts of a call and from what is remembered of earlier ones. Lives on the CPU."""
+
+    def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
+        self._texts = speculator.texts(request)
+        self._numbers = list(range(len(request.input_ids)))  # of the rows' texts
+        self._shape = _Shape(request.config)
+        self._min_chance = speculator.min_chance
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Take in ``news`` and look up what may follow, at most ``limit`` tokens of it."""
+        for number, tokens in zip(self._numbers, new_tokens(news), strict=True):
+            self._texts.extend(number, tokens)
+        depth = self._shape.depth(limit)
+        return lay_out([self._tree(number, depth) for number in self._numbers], news.root, self._shape.is_chain)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only; the others' texts stay to be looked in."""
+        self._numbers = [self._numbers[row] for row in rows.tolist()]
+
+    def _tree(self, number: int, depth: int) -> list[Path]:
+        shape = self._shape
+        found = self._texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
+        return list(found) if shape.ranks is None else _of_ranks(found, shape.ranks)
+
+
+def new_tokens(news: News) -> list[list[int]]:
+    """Bring the tokens that became text in each row from their device, in one transfer."""
+    moved = torch.cat([news.counts[:, None], news.tokens], dim=1).tolist()
+    return [tokens[:count] for count, *tokens in moved]
+
+
+def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:
+    """Lay the rows' trees side by side below ``root`` (batch,), the smaller ones filled up with ABSENT nodes.
+
+    A tree lists the paths to its nodes, parents before children. Where no row has one, nothing is sent to the device
+    and the step is an ordinary one.
+    """
+    nodes = max(map(len, trees))
+    if nodes == 0:
+        return Proposal.nothing(root)
+    rows = []
+    for tree in trees:
+        index = {(): 0} | {path: node for node, path in enumerate(tree, start=1)}
+        absent = nodes - len(tree)
+        above = [NO_PARENT, *(index[path[:-1]] for path in tree), *[ABSENT] * absent]
+        rows.append([[0, *(path[-1] for path in tree), *[0] * absent], above])
+    tokens, parents = torch.tensor(rows, device=root.device).unbind(1)  # (batch, 1 + nodes)
+    tokens[:, 0] = root
+    depth = max(len(path) for tree in trees for path in tree)
+    return Proposal(tokens, parents, depth, is_chain=is_chain)
 
 
 def _most_frequent_first(found: Iterable[Path]) -> list[Path]:

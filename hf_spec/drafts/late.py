@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..drafts.base import Drafter, News
 from ..proposal import Proposal
+from .base import Drafter, News
 
 
 class LateDrafter(Drafter):

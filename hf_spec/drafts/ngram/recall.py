@@ -1,0 +1,92 @@
+"""What may follow a text: what followed its end where it was written before, and how likely that is to come again."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from .memory import BREAK, LOOK_BACK, SIZES, Memory, Place, agreement
+
+Path = tuple[int, ...]
+
+# What speaks against every continuation, in places that agree with the text in one token: measured, docs/memory.md.
+DOUBT = 2.0
+
+
+class Texts:
+    """Hold the growing texts of a call, and find where their ends were written before.
+
+    Each looks in itself, in the others, and in the ``memories``. Texts keep their numbers, also when their rows leave.
+    """
+
+    def __init__(self, count: int, memories: Sequence[Memory], least_match: int = 1) -> None:
+        self.texts: list[list[int]] = [[] for _ in range(count)]
+        self._memories, self._least_match = memories, least_match
+        shortest = max(size for size in SIZES if size <= least_match)
+        self._sizes = [size for size in SIZES if size >= shortest]
+        # For each size of n-gram: where it stands, as number of the text and position behind it.
+        self._places: dict[int, dict[Path, list[tuple[int, int]]]] = {size: {} for size in self._sizes}
+
+    def extend(self, number: int, tokens: Iterable[int]) -> None:
+        """Append ``tokens`` to a text, each in constant time."""
+        text = self.texts[number]
+        for token in tokens:
+            end = len(text)
+            for size, places in self._places.items():
+                if size <= end:
+                    places.setdefault(tuple(text[end - size :]), []).append((number, end))
+            text.append(token)
+
+    def guesses(self, number: int, depth: int, width: int, nodes: int | None, min_chance: float) -> dict[Path, float]:
+        """Return what may follow a text, and the chance of each: see ``best_continuations``."""
+        text = self.texts[number]
+        return best_continuations(text, self._find(text, depth), depth, width, nodes, min_chance)
+
+    def _find(self, text: list[int], depth: int) -> list[Place]:
+        """List the places that agree with the end of ``text`` in most tokens, as far as their number is bounded."""
+        for size in self._sizes:
+            if size <= len(text):
+                places = self._places[size].get(tuple(text[-size:]), [])[-LOOK_BACK:]
+                own = ((self.texts[other], position) for other, position in reversed(places))
+                found: list[Place] = [
+                    (tokens, position, agreement(tokens, position, text)) for tokens, position in own
+                ]
+                for memory in self._memories:
+                    found += memory.find(text, size, depth)
+                if found := [place for place in found if place[2] >= self._least_match]:
+                    return found
+        return []
+
+
+def best_continuations(
+    text: list[int], places: Sequence[Place], depth: int, width: int, nodes: int | None, min_chance: float
+) -> dict[Path, float]:
+    """Return the likeliest continuations of ``text`` as a tree, the best first, every one behind its beginnings.
+
+    A place that agrees over m tokens has m votes for the token behind it, and one more for each that it was right
+    about. What a token has of all votes, DOUBT more included, is its chance behind the one before; the chances along a
+    path are multiplied. What is less likely than ``min_chance`` is left out, and all that is more than ``depth``
+    tokens long, that is not among the best ``width`` of its siblings, or among the best ``nodes`` of all.
+    """
+    tie = itertools.count()
+    waiting: list[tuple[float, int, Path, Sequence[Place]]] = [(-1.0, next(tie), (), places)]
+    found: dict[Path, float] = {}
+    while waiting and (nodes is None or len(found) <= nodes):
+        chance, _, path, behind = heapq.heappop(waiting)
+        found[path] = -chance
+        voters: defaultdict[int, list[Place]] = defaultdict(list)
+        for tokens, position, votes in behind if len(path) < depth else ():
+            if position < len(tokens):
+                voters[tokens[position]].append((tokens, position + 1, votes + 1))
+            elif tokens is text:  # a copy that reaches the end of the text goes on with itself: a period
+                voters[path[position - len(tokens)]].append((tokens, position + 1, votes + 1))
+        votes_of = {token: sum(votes for _, _, votes in group) - len(group) for token, group in voters.items()}
+        total = DOUBT + sum(votes_of.values())
+        tokens_behind = sorted((token for token in votes_of if token != BREAK), key=votes_of.__getitem__, reverse=True)
+        for token in tokens_behind[:width]:  # of equally many votes, the one of the latest place
+            if (likely := -chance * votes_of[token] / total) >= min_chance:
+                heapq.heappush(waiting, (-likely, next(tie), (*path, token), voters[token]))
+    del found[()]
+    return found

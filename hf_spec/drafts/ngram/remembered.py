@@ -1,0 +1,98 @@
+"""The file of a memory: token ids in a safetensors file, and which tokenizer made them. Nothing in it is executed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from .memory import BREAK
+
+FORMAT, VERSION = "hf_spec memory", "1"
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """Hold what a memory of ``size`` tokens held: ``tokens``, the oldest first, with BREAK behind each text."""
+
+    size: int
+    tokens: list[int]
+
+    def texts(self) -> Iterator[list[int]]:
+        """Yield the texts, the oldest first."""
+        return (list(run) for is_break, run in groupby(self.tokens, BREAK.__eq__) if not is_break)
+
+
+def write_remembered(path: str | os.PathLike[str], remembered: Remembered, tokenizer: Any) -> None:
+    """Write ``remembered`` to ``path``, which never holds half of it: what was there stays until all is written."""
+    marks = {"format": FORMAT, "version": VERSION, "size": str(remembered.size), "tokenizer": _mark(tokenizer)}
+    content = save({"tokens": torch.tensor(remembered.tokens, dtype=torch.int32)}, metadata=marks)
+    folder, name = os.path.split(os.path.abspath(path))
+    os.makedirs(folder, exist_ok=True)
+    handle, partial = tempfile.mkstemp(prefix=f".{name}-", dir=folder)  # readable by its owner alone, and so it stays
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
+    """Read what ``write_remembered`` wrote with the same ``tokenizer``. Errors: those of ``NgramSpeculator.load``."""
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            marks = file.metadata() or {}
+            _refuse(path, marks, tokenizer)
+            tokens, size = file.get_tensor("tokens"), int(marks["size"])
+    except (SafetensorError, KeyError) as error:
+        raise OSError(f"{path} is cut off, damaged or no memory ({error}); remove it and begin a new one") from error
+    most = max(_vocabulary(tokenizer).values(), default=BREAK)
+    if tokens.dtype != torch.int32 or tokens.ndim != 1 or size < 1 or not _all_known(tokens, most):
+        raise OSError(f"{path} holds no token ids of this tokenizer; remove it and begin a new one")
+    return Remembered(size, tokens.tolist())
+
+
+def _refuse(path: str | os.PathLike[str], marks: dict[str, str], tokenizer: Any) -> None:
+    if marks.get("format") != FORMAT:
+        raise OSError(f"{path} is no memory; pass a file that NgramSpeculator.save wrote")
+    if marks.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is a memory of version {marks.get('version')}, and this hf_spec reads version {VERSION}: update "
+            "hf_spec, or begin a new memory"
+        )
+    if marks.get("tokenizer") != _mark(tokenizer):
+        raise ValueError(
+            f"the memory {path} was written with another tokenizer, whose ids stand for other words. Load it with "
+            "that one, for a target that uses it, or begin a new memory: NgramSpeculator(remember=...)"
+        )
+
+
+def _all_known(tokens: torch.Tensor, most: int) -> bool:
+    return not len(tokens) or bool(tokens.min() >= BREAK and tokens.max() <= most)
+
+
+def _mark(tokenizer: Any) -> str:
+    """Return what tells tokenizers apart: a hash of which id stands for what."""
+    words = sorted((id, token) for token, id in _vocabulary(tokenizer).items())
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def _vocabulary(tokenizer: Any) -> dict[str, int]:
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if not hasattr(tokenizer, "get_vocab"):
+        raise TypeError(f"tokenizer must be a tokenizer of transformers, or a processor, got {tokenizer!r:.80}")
+    found: dict[str, int] = tokenizer.get_vocab()
+    return found
