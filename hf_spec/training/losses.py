@@ -14,7 +14,7 @@ token i+1+k last and guesses token i+2+k, where the target's distribution is tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, Literal, cast, get_args
 
@@ -27,6 +27,7 @@ Normalizer = Literal["token", "sequence", "guess"]
 Outside = Literal["drop", "keep"]
 
 LK_DECAY = 3.0  # how fast the hybrid goes over from KL to total variation
+FEW = 0.5  # if a smaller share of the guesses counts, as of blocks behind some positions, the others cost no logits
 
 
 @lru_cache
@@ -119,7 +120,7 @@ class StepMetrics:
 
     ``losses`` (steps,) are weighted sums. ``correct`` tells whether the draft's best token is the target's,
     ``overlap`` how often a sampled guess would be accepted, and ``inside`` whether the draft can guess the target's
-    best token at all.
+    best token at all; what they say of guesses that do not count means nothing.
     """
 
     losses: Tensor
@@ -143,6 +144,10 @@ class TargetDistribution:
     best: Tensor
     inside: Tensor
     token: Tensor
+
+    def at(self, picked: Any) -> TargetDistribution:
+        """Return what is known of some positions, by an index of them."""
+        return TargetDistribution(*(getattr(self, field.name)[picked] for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -311,6 +316,13 @@ def _shift(by_step: Tensor, direction: int) -> Tensor:
     return torch.stack([one.roll(direction * step, -1) for step, one in enumerate(by_step)])
 
 
+def _placed(metric: Tensor, picked: Any, weights: Tensor) -> Tensor:
+    """Put the ``metric`` of ``picked`` guesses where they stand among all of ``weights`` (n,); elsewhere it is 0."""
+    placed = metric.new_zeros(len(weights))
+    placed[picked] = metric
+    return placed
+
+
 class _InChunks(torch.autograd.Function):
     """Work out loss and gradient chunk by chunk in one go, so that no logits outlive their chunk."""
 
@@ -322,17 +334,19 @@ class _InChunks(torch.autograd.Function):
         # Weights are far below 1; scaled up, what flows back does not vanish in half precision.
         scale = float(columns.weights.max().clamp(min=torch.finfo(torch.float32).tiny))
         total = given[0].new_zeros((), dtype=torch.float32)
-        steps = len(columns.weights)
+        steps, few = len(columns.weights), bool((columns.weights > 0).float().mean() < FEW)
         gradients, trained = [torch.zeros_like(tensor) for tensor in given], given[steps:]
         for start in range(0, len(columns.hidden), loss.chunk):
             chunk = slice(start, start + loss.chunk)
             target, compared = loss.distribution(columns.hidden[chunk], columns.tokens[chunk]), []
             for step in range(steps):  # one by one: logits of other steps are gone, or not there yet
-                places = columns.text[chunk], columns.positions(step, given[step].shape[1])[chunk]
+                weights = columns.weights[step, chunk] / scale
+                picked = weights.nonzero()[:, 0] if few else slice(None)
+                places = columns.text[chunk][picked], columns.positions(step, given[step].shape[1])[chunk][picked]
                 with torch.set_grad_enabled(learns):
                     states = given[step][places].detach().requires_grad_(learns)
-                    one, *metrics = loss.compare(target, step, states, columns.weights[step, chunk] / scale)
-                compared.append((one.detach() * scale, *metrics))
+                    one, *metrics = loss.compare(target.at(picked), step, states, weights[picked])
+                compared.append((one.detach() * scale, *(_placed(metric, picked, weights) for metric in metrics)))
                 if learns:
                     gradients[step][places], *found = torch.autograd.grad(one, [states, *trained], allow_unused=True)
                     for gradient, more in zip(gradients[steps:], found, strict=True):
