@@ -17,6 +17,8 @@ from .settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 
 logger = logging.get_logger(__name__)
 
+GEMMA = "gemma4_text"  # whose layers DeepSpec makes drafts of
+GEMMA_ONLY = ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 LAYER_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -210,6 +212,8 @@ class SpeculatorConfig(PreTrainedConfig):
 
     def _check_layers(self) -> None:
         layers = self.layers
+        if layers.model_type == GEMMA:
+            self._check_gemma()
         for name, most in (dict.fromkeys(LAYER_SIZES, MOST_WIDE) | {"num_hidden_layers": MOST_LAYERS}).items():
             if is_int(size := getattr(layers, name, 1)) and not 1 <= size <= most:
                 raise ValueError(f"transformer_layer_config.{name} is {size}; set a whole number of 1 to {most:,}")
@@ -223,8 +227,9 @@ class SpeculatorConfig(PreTrainedConfig):
                 f"transformer_layer_config.num_attention_heads is {heads}; set a multiple of num_key_value_heads, "
                 f"{kv_heads}"
             )
-        if isinstance(act := getattr(layers, "hidden_act", None), str) and act not in ACT2FN:
-            raise ValueError(f"transformer_layer_config.hidden_act is {act!r}; transformers knows {sorted(ACT2FN)}")
+        for name in ("hidden_act", "hidden_activation"):
+            if isinstance(act := getattr(layers, name, None), str) and act not in ACT2FN:
+                raise ValueError(f"transformer_layer_config.{name} is {act!r}; transformers knows {sorted(ACT2FN)}")
         self._check_rope()
         kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
         if len(kinds) != layers.num_hidden_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -244,6 +249,8 @@ class SpeculatorConfig(PreTrainedConfig):
         if self.layers.model_type not in self.layer_model_types:
             return  # whose rope may be one per kind of layer, or partial
         rope: dict[str, Any] = self.layers.rope_parameters
+        if partial := self.layers.model_type == GEMMA:  # one rope for each kind of layer, of which drafts have one
+            rope = rope.get("full_attention") or {}
         kind, is_nested = rope.get("rope_type"), any(isinstance(value, dict) for value in rope.values())
         if is_nested or (kind != "default" and kind not in ROPE_INIT_FUNCTIONS):
             raise ValueError(
@@ -251,10 +258,24 @@ class SpeculatorConfig(PreTrainedConfig):
                 f"rope_type is 'default', {', '.join(map(repr, ROPE_INIT_FUNCTIONS))}"
             )
         _check_positive("transformer_layer_config.rope_parameters: rope_theta", rope.get("rope_theta"))
-        if kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        if not partial and kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 f"transformer_layer_config.rope_parameters is {rope}, but {self.layers.model_type} layers rotate "
                 "all of a head: drop partial_rotary_factor"
+            )
+
+    def _check_gemma(self) -> None:
+        """Raise a ValueError for what Gemma 4 has and drafts of its layers have not."""
+        layers = self.layers
+        given = {name: value for name in GEMMA_ONLY if (value := getattr(layers, name))}
+        if layer_by_layer := layers.to_diff_dict().get("per_layer_config"):
+            given["per_layer_config"] = layer_by_layer
+        if "sliding_attention" in layers.layer_types:
+            given["layer_types"] = layers.layer_types
+        for name, value in given.items():
+            raise ValueError(
+                f"transformer_layer_config.{name} is {value!r}: drafts of {GEMMA} layers have full attention of one "
+                "shape and no more; use a draft of another kind of layers"
             )
 
     def _check_speculators_config(self) -> None:

@@ -235,13 +235,6 @@ def test_files_that_say_too_little_are_refused(tmp_path: Path) -> None:
         AutoDraftModel.from_pretrained(path)
 
 
-@pytest.mark.parametrize("case", ["ds_dspark_qwen3", "ds_eagle3_qwen3"])
-def test_layers_of_gemma_are_refused(case: str, tmp_path: Path) -> None:
-    path = copy_of(case, tmp_path / "draft", model_type="gemma4_text", architectures=["Gemma4DSparkModel"])
-    with pytest.raises(ValueError, match=r"read as deepspec: it is made of gemma4_text layers.*use a draft of qwen3"):
-        AutoDraftModel.from_pretrained(path)
-
-
 def test_a_new_draft_stands_between_the_targets_own_ends() -> None:
     assert config_for().shared_with_target == ["embed_tokens", "lm_head"]
     assert config_for(draft_vocab_size=97).shared_with_target == ["embed_tokens", "lm_head"]  # which is cut to 96

@@ -20,7 +20,8 @@ from hf_spec.checkpoints import kinds
 from hf_spec.drafts.base import Drafter, DraftOutput, Request
 from hf_spec.drafts.feedback import FeedbackDrafter
 from hf_spec.drafts.files import Files, Format, flat_layers
-from hf_spec.drafts.modeling import LAYERS, DraftModel, only_one
+from hf_spec.drafts.layers import classes_of
+from hf_spec.drafts.modeling import DraftModel, only_one
 
 datasets = pytest.importorskip("datasets")
 from hf_spec.training import DraftTrainer, DraftTrainingArguments  # noqa: E402
@@ -53,7 +54,7 @@ class AdditiveDraftModel(DraftModel):
 
     def __init__(self, config: AdditiveSpeculatorConfig) -> None:
         super().__init__(config, config.layers.vocab_size)
-        self.layers = nn.ModuleList([LAYERS[config.layers.model_type](config.layers, 0)])
+        self.layers = nn.ModuleList([classes_of(config.layers.model_type).layer(config.layers, 0)])
         self.post_init()
 
     def forward(

@@ -59,6 +59,6 @@ def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
     """
     if config.transformer_layer_config is None:
         return
-    layers, rope = config.layers, config.layers.rope_parameters["rope_type"]
+    layers, rope = config.layers, config.layers.rope_parameters.get("rope_type")
     if rope in ("default", "linear", "llama3"):
         layers.max_position_embeddings = max(layers.max_position_embeddings, max_positions(target.config))

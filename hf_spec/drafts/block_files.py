@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..configuration import default_speculators_config
+from ..configuration import GEMMA, default_speculators_config
 from ..settings import is_int
 from .blocks import BlockSpeculatorConfig
 from .files import (
@@ -21,7 +21,6 @@ from .files import (
     flat_layers,
     is_speculators,
     needed,
-    refuse_gemma_layers,
 )
 from .files import shared_with_target as left_to_target
 
@@ -46,7 +45,6 @@ def read_flat(
     kind: type[BlockSpeculatorConfig], raw: dict[str, Any], tensors: dict[str, Tensor], **given: Any
 ) -> Read:
     """Read a flat config, whose own fields are those of the decoder layers; the caller has ``given`` the rest."""
-    refuse_gemma_layers(raw)
     tensors = needed(tensors)
     layers = flat_layers(raw, tensors)
     layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # the target may have had more
@@ -100,12 +98,21 @@ def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> F
     )
     if found:
         raise ValueError(f"this flat layout cannot express a draft that {', and '.join(found)}; use to='speculators'")
-    raw = config.layers.to_diff_dict() | {
+    raw = _flat_shape(config.layers) | {
         "block_size": config.block_size,
         "dtype": str(draft.dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
     }
     return Files(draft.state_dict(), config=raw | more)
+
+
+def _flat_shape(layers: Any) -> dict[str, Any]:
+    """Return the fields of the decoder layers; of Gemma 4's full attention the shape has names of its own, too."""
+    raw: dict[str, Any] = layers.to_diff_dict()
+    if layers.model_type == GEMMA:
+        raw.pop("per_layer_config", None)
+        raw |= {"global_head_dim": layers.head_dim, "num_global_key_value_heads": layers.num_key_value_heads}
+    return raw
 
 
 def layer_outputs(config: BlockSpeculatorConfig) -> list[int]:
@@ -124,10 +131,15 @@ def engines(
     ``layout`` is the flat one that SGLang and llama.cpp read.
     """
     found = {engine: list(unserved) for engine in ("vLLM", "SGLang", "llama.cpp")}
+    nested = checkpoint is not None and is_speculators(checkpoint.config)
+    if config.layers.model_type == GEMMA:
+        found["vLLM"] += [f"reads layers of Gemma 4 in another layout only; convert to {layout}"] * nested
+        for engine in ("SGLang", "llama.cpp"):
+            found[engine].append("is not known to serve drafts of Gemma 4's layers")
     window = "sliding_attention" in config.layer_kinds and getattr(config.layers, "sliding_window", None)
     if window and not config.sliding_window_per_slot:
         found["vLLM"].append("ends windows at each slot, where the draft was trained to end them at the root")
-    if checkpoint is None or not is_speculators(checkpoint.config):
+    if not nested:
         return found
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
     if not name or os.path.exists(name):

@@ -27,13 +27,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from ..configuration import default_speculators_config
+from ..configuration import GEMMA, default_speculators_config
 from ..proposal import Proposal
 from ..scoring.cache import SlotCache
 from ..settings import is_int
 from .base import Drafter, DraftOutput, News, Request, guess_log_probs
 from .features import FeatureSpeculatorConfig, check_mask_token
-from .modeling import LAYERS, NORMS, DraftModel
+from .layers import classes_of
+from .modeling import DraftModel
 from .trees import at_depth, grow
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
     method: ClassVar[str] = "a block draft"
     layer_ids_field: ClassVar[str] = "aux_hidden_state_layer_ids"
     flags: ClassVar[tuple[str, ...]] = BLOCK_FLAGS
-    layer_model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    layer_model_types: ClassVar[tuple[str, ...]] = ("qwen3", GEMMA)
     sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
         "transformer_layer_config": SubConfigSpec(AutoConfig, "qwen3", {"num_hidden_layers": 5})
     }
@@ -142,8 +143,8 @@ class BlockDraftModel(DraftModel):
     def __init__(self, config: BlockSpeculatorConfig) -> None:
         super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
         layers: Any = config.layers
-        kind, norm = layers.model_type, NORMS[layers.model_type]
-        self.layers = nn.ModuleList(LAYERS[kind](layers, i) for i in range(layers.num_hidden_layers))
+        layer, _, norm, _ = classes_of(layers.model_type)
+        self.layers = nn.ModuleList(layer(layers, i) for i in range(layers.num_hidden_layers))
         self.fc = nn.Linear(config.num_features * config.feature_size, layers.hidden_size, bias=False)
         self.hidden_norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
         self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
@@ -208,10 +209,13 @@ class BlockDraftModel(DraftModel):
         for layer in self.layers:
             attention: Any = layer.self_attn
             shape = (*context.shape[:2], -1, attention.head_dim)
-            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-            values = attention.v_proj(context).view(shape).transpose(1, 2)
+            keys = attention.k_proj(context).view(shape)
+            values = keys if attention.v_proj is None else attention.v_proj(context).view(shape)
+            if hasattr(attention, "v_norm"):  # Gemma's
+                values = attention.v_norm(values)
+            keys = attention.k_norm(keys).transpose(1, 2)
             _, keys = apply_rotary_pos_emb(keys[:, :0], keys, *rotary)
-            cache.update(keys, values, attention.layer_idx)
+            cache.update(keys, values.transpose(1, 2), attention.layer_idx)
 
     def new_cache(self, batch: int, device: torch.device) -> SlotCache:
         """Make an empty cache for the context of ``batch`` rows."""

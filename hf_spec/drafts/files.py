@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..configuration import SpeculatorConfig
+from ..configuration import GEMMA, SpeculatorConfig
 
 # What files hold that no draft needs: tables computed anew, and the target's ends, which speculators trains against.
+GEMMA_TENSORS = (
+    *("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"),
+    "layers.0.mlp.gate_proj.weight",
+)
 LEFT_OVER = re.compile(r".*\binv_freq$|verifier_(lm_head|norm)\.weight$")
 
 
@@ -82,6 +86,8 @@ def shared_with_target(tensors: Collection[str]) -> list[str]:
 
 def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """Describe the decoder layers of a flat config, trusting the tensors where both speak: configs are often wrong."""
+    if str(raw.get("model_type")).startswith("gemma4"):
+        return _flat_gemma_layers(raw, tensors)
     kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
     known = set(AutoConfig.for_model(kind).to_dict()) | {"rope_theta", "rope_scaling", "layer_types"}
     unwanted = {"architectures", "dtype", "model_type", "transformers_version", "tie_word_embeddings"}
@@ -98,6 +104,33 @@ def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
             if (weight := tensors.get(f"{place}.weight")) is not None:
                 tensors.setdefault(f"{place}.bias", weight.new_zeros(weight.shape[0]))
     return AutoConfig.for_model(kind, **given)
+
+
+def _flat_gemma_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """Describe Gemma 4's layers in a draft of DeepSpec, whose config has the shapes of its target's two kinds."""
+    if missing := [name for name in GEMMA_TENSORS if name not in tensors]:
+        raise ValueError(f"it says {raw['model_type']!r} and has no {missing[0]}: it holds no layers of Gemma 4")
+    head_norm, query, key, gate = (tensors[name] for name in GEMMA_TENSORS)
+    size, count = len(head_norm), len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    shape: dict[str, Any] = {
+        "num_hidden_layers": count,
+        "layer_types": ["full_attention"] * count,
+        "head_dim": size,
+        "num_attention_heads": len(query) // size,
+        "num_key_value_heads": len(key) // size,
+        "intermediate_size": len(gate),
+        "attention_k_eq_v": "layers.0.self_attn.v_proj.weight" not in tensors,
+        "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        "per_layer_config": {},
+    }
+    rope = (raw.get("rope_parameters") or {}).get("full_attention")
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters is {raw.get('rope_parameters')!r}; give those of 'full_attention'")
+    known = set(AutoConfig.for_model(GEMMA).to_dict()) - {"architectures", "dtype", "model_type", "sliding_window"}
+    unwanted = {"transformers_version", "tie_word_embeddings", "use_double_wide_mlp", "num_kv_shared_layers"}
+    given = {name: value for name, value in raw.items() if name in known - unwanted}
+    given |= {"hidden_size_per_layer_input": raw.get("hidden_size_per_layer_input", 0)}
+    return AutoConfig.for_model(GEMMA, **given | shape | {"rope_parameters": {"full_attention": rope}})
 
 
 def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:
@@ -126,15 +159,6 @@ def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
     if missing := " and ".join(config.shared_with_target or ()):
         return [f"takes what lies in memory for the missing {missing}; convert with --whole TARGET writes them in"]
     return []
-
-
-def refuse_gemma_layers(config: dict[str, Any]) -> None:
-    """Raise a ValueError if a flat config describes decoder layers of Gemma 4, whose attention no draft here has."""
-    if str(config.get("model_type")).startswith("gemma4"):
-        raise ValueError(
-            f"it is made of {config['model_type']} layers, which hf_spec does not build: use a draft of qwen3 layers, "
-            "or train one for this target (examples/train_dspark.py)"
-        )
 
 
 def applying(obstacles: list[tuple[bool, str]]) -> list[str]:

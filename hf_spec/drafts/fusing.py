@@ -18,12 +18,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from ..configuration import GEMMA
 from .base import DraftOutput
 from .features import FeatureSpeculatorConfig
-from .modeling import LAYERS, NORMS, DraftModel, only_one
+from .layers import classes_of
+from .modeling import DraftModel, only_one
 
 EAGLE3_FLAGS = (
     "norm_before_residual",
@@ -51,6 +51,7 @@ class FusingSpeculatorConfig(FeatureSpeculatorConfig):
 
     layer_ids_field: ClassVar[str] = "eagle_aux_hidden_state_layer_ids"
     flags: ClassVar[tuple[str, ...]] = EAGLE3_FLAGS
+    layer_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3", GEMMA)
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     norm_before_residual: bool = False
@@ -83,48 +84,14 @@ class FusingSpeculatorConfig(FeatureSpeculatorConfig):
             )
 
 
-class _FusingLayer(nn.Module):
-    """Turn a decoder layer into one whose attention reads an embedding and a hidden state side by side."""
-
-    self_attn: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
-    mlp: Any
-
-    def __init__(self, config: Any, layer_idx: int, norm_before_residual: bool) -> None:
-        super().__init__(config, layer_idx)  # the decoder layer's, next in line
-        self.norm_before_residual = norm_before_residual
-        self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
-            setattr(self.self_attn, name, wide)
-
-    def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:
-        """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
-        normed = self.hidden_norm(hidden)
-        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)  # (batch, length, 2 hidden)
-        attended, _ = self.self_attn(both, **kwargs)
-        hidden = (normed if self.norm_before_residual else hidden) + attended
-        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
-
-
-class LlamaFusingLayer(_FusingLayer, LlamaDecoderLayer):  # type: ignore[misc]
-    """Be the first layer of an EAGLE-3 draft made of llama layers."""
-
-
-class Qwen3FusingLayer(_FusingLayer, Qwen3DecoderLayer):  # type: ignore[misc]
-    """Be the first layer of an EAGLE-3 draft made of qwen3 layers."""
-
-
-FIRST_LAYERS: dict[str, Any] = {"llama": LlamaFusingLayer, "qwen3": Qwen3FusingLayer}
-
-
 class FusingDraftModel(DraftModel):
     """Be a draft of EAGLE-3's layers, of any flags (see ``FusingSpeculatorConfig``)."""
 
     config: FusingSpeculatorConfig
-    _no_split_modules = [*DraftModel._no_split_modules, "LlamaFusingLayer", "Qwen3FusingLayer"]  # noqa: RUF012
+    _no_split_modules = [  # noqa: RUF012
+        *DraftModel._no_split_modules,
+        *("LlamaFusingLayer", "Qwen3FusingLayer", "Gemma4FusingLayer"),
+    ]
 
     input_norm: Any
     fc_norm: nn.ModuleList | None
@@ -132,9 +99,9 @@ class FusingDraftModel(DraftModel):
     def __init__(self, config: FusingSpeculatorConfig) -> None:
         super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
         layers, count, width = config.layers, config.num_features, config.feature_size
-        kind, norm = layers.model_type, NORMS[layers.model_type]
-        first = FIRST_LAYERS[kind](layers, 0, config.norm_before_residual)
-        self.layers = nn.ModuleList([first, *(LAYERS[kind](layers, i) for i in range(1, layers.num_hidden_layers))])
+        layer, fusing, norm, _ = classes_of(layers.model_type)
+        first = fusing(layers, 0, config.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(layer(layers, i) for i in range(1, layers.num_hidden_layers))])
         self.input_norm = norm(count * width, eps=layers.rms_norm_eps) if config.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList(norm(width, eps=layers.rms_norm_eps) for _ in range(count)) if config.fc_norm else None

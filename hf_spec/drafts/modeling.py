@@ -15,21 +15,18 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from ..configuration import SpeculatorConfig
+from ..configuration import GEMMA, SpeculatorConfig
 from ..settings import SpeculationConfig
 from .base import Speculator
 from .files import Checkpoint, Files, Format
+from .layers import classes_of
 
 if TYPE_CHECKING:
     from .unrolling import Unrolled, UnrollInput
 
-LAYERS: dict[str, type[nn.Module]] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
-NORMS: dict[str, type[nn.Module]] = {"llama": LlamaRMSNorm, "qwen3": Qwen3RMSNorm}
-ROTARY: dict[str, type[nn.Module]] = {"llama": LlamaRotaryEmbedding, "qwen3": Qwen3RotaryEmbedding}
 SPARE_VALUES = 10_000_000  # that a file may lack before it is refused without a look
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -57,7 +54,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer"]  # noqa: RUF012
+    _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4TextDecoderLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
     layers: nn.ModuleList
@@ -88,7 +85,15 @@ class DraftModel(PreTrainedModel, Speculator):
         shared, size = self.config.shared_with_target or (), layers.hidden_size
         self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
-        self.rotary_emb = ROTARY[layers.model_type](layers)
+        self.rotary_emb = classes_of(layers.model_type).rotary(layers)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        if self.config.layers.model_type == GEMMA:  # of which that knows no buffers
+            if module is self.rotary_emb:
+                cast(Any, module).fill()
+            elif isinstance(scalar := getattr(module, "layer_scalar", None), Tensor):
+                init.ones_(scalar)
 
     @property
     def device(self) -> torch.device:
@@ -175,17 +180,23 @@ class DraftModel(PreTrainedModel, Speculator):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens of the target, (batch, length) -> (batch, length, hidden)."""
         if self.embed_tokens is not None:
-            return cast(Tensor, self.embed_tokens(input_ids))
-        weight = self._borrowed("embed_tokens")
-        return functional.embedding(input_ids.to(weight.device), weight).to(input_ids.device, self.dtype)
+            embeds = cast(Tensor, self.embed_tokens(input_ids))
+        else:
+            weight = self._borrowed("embed_tokens")
+            embeds = functional.embedding(input_ids.to(weight.device), weight).to(input_ids.device, self.dtype)
+        if self.config.layers.model_type != GEMMA:
+            return embeds
+        return embeds * torch.tensor(self.config.layers.hidden_size**0.5, dtype=embeds.dtype)  # rounded as Gemma's
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn hidden states (..., hidden) into logits over the draft vocabulary."""
         if self.lm_head is not None:
-            return cast(Tensor, self.lm_head(hidden))
-        weight = self._borrowed("lm_head")
-        logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"])
-        return logits.to(hidden.device)
+            logits = cast(Tensor, self.lm_head(hidden))
+        else:
+            weight = self._borrowed("lm_head")
+            logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"]).to(hidden.device)
+        cap: float | None = getattr(self.config.layers, "final_logit_softcapping", None)  # of Gemma
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def decode(
         self,

@@ -11,4 +11,5 @@ class DFlashSpeculatorConfig(BlockSpeculatorConfig):
     """Describe a DFlash draft (arXiv 2602.06036): a block draft whose slots guess each for itself."""
 
     method: ClassVar[str] = "DFlash"
+    layer_model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
     speculators_model_type: str = "dflash"

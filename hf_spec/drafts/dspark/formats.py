@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...configuration import GEMMA
 from ..block_files import Read, layer_outputs, outputs_of_layers, read_flat, speculators_format, write_flat
 from ..files import Files, Format, is_speculators
 from .configuration import DSparkSpeculatorConfig
@@ -52,7 +53,8 @@ def write_deepspec(draft: Any) -> Files:
     ]
     heads = {name: getattr(config, name) for name in HEADS}
     ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
-    return write_flat(draft, unsaid, architectures=["Qwen3DSparkModel"], **ids, **heads)
+    kind = "Gemma4DSparkModel" if config.layers.model_type == GEMMA else "Qwen3DSparkModel"
+    return write_flat(draft, unsaid, architectures=[kind], **ids, **heads)
 
 
 FORMATS = (speculators_format(DSparkSpeculatorConfig), Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec"))

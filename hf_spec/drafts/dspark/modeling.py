@@ -98,7 +98,7 @@ class DSparkDraftModel(BlockDraftModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        super()._init_weights(module)
         if isinstance(module, MarkovHead):
             init.normal_(module.markov_w1.weight, std=0.01)  # a small correction at first
 

@@ -16,7 +16,8 @@ from transformers import Cache, PreTrainedModel
 from ..base import DraftOutput
 from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
-from ..modeling import LAYERS, DraftModel, only_one
+from ..layers import classes_of
+from ..modeling import DraftModel, only_one
 from .configuration import EagleSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved
 
@@ -34,7 +35,9 @@ class EagleDraftModel(DraftModel):
         super().__init__(config, config.layers.vocab_size)
         layers = config.layers
         self.fc = nn.Linear(2 * layers.hidden_size, layers.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(LAYERS[layers.model_type](layers, i) for i in range(layers.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            classes_of(layers.model_type).layer(layers, i) for i in range(layers.num_hidden_layers)
+        )
         self.layers[0].input_layernorm = nn.Identity()
         self.post_init()  # type: ignore[no-untyped-call]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ...configuration import GEMMA
 from ..files import Checkpoint, applying, in_speculators
 from .configuration import Eagle3SpeculatorConfig
 
@@ -13,13 +14,18 @@ SERVED_FLAGS = "served_flags"
 Obstacles = list[tuple[bool, str]]
 
 
+def is_gemma(config: Eagle3SpeculatorConfig) -> bool:
+    """Tell whether the draft is made of layers of Gemma 4."""
+    return config.layers.model_type == GEMMA
+
+
 def in_the_way(config: Eagle3SpeculatorConfig, checkpoint: Checkpoint, layout: str) -> dict[str, list[str]]:
     """List what is in each engine's way to serve the files of ``checkpoint``, nothing if it reads them as meant."""
     return {
         "vLLM": applying(_vllm(checkpoint, layout, config)),
         "SGLang": applying(_sglang(checkpoint, layout, config)),
         "llama.cpp": applying(_llama_cpp(checkpoint, config)),
-        "speculators": in_speculators(config, layout),
+        "speculators": ["has no layers of Gemma 4"] if is_gemma(config) else in_speculators(config, layout),
     }
 
 
@@ -92,6 +98,7 @@ def _vllm(checkpoint: Checkpoint, layout: str, config: Eagle3SpeculatorConfig) -
 def _beyond_vllm(config: Eagle3SpeculatorConfig) -> Obstacles:
     biased = config.layers.model_type == "qwen3" and config.layers.attention_bias
     return [
+        (is_gemma(config), "serves no EAGLE-3 of Gemma 4's layers"),
         (not config.norm_before_lm_head, "always norms before the head"),
         (biased, "has no bias in the output of qwen3's attention"),
         (_lends_part_of_head(config), "does not cut the target's output layer down to the draft's vocabulary"),
@@ -129,6 +136,7 @@ def _beyond_llama_cpp(config: Eagle3SpeculatorConfig) -> Obstacles:
     ids, count = config.eagle_aux_hidden_state_layer_ids, config.layers.num_hidden_layers
     changed = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
     return [
+        (is_gemma(config), "has no layers of Gemma 4"),
         (count != 1, f"reads drafts with num_hidden_layers 1, not {count}"),
         (bool(changed), f"does not know {', '.join(changed)}"),
         (not _default_ids(ids), f"always reads hidden_states[2, n // 2, n - 3], not {ids}"),

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ...configuration import default_speculators_config
-from ..files import Files, Format, flat_layers, is_speculators, needed, refuse_gemma_layers
+from ..files import Files, Format, flat_layers, is_speculators, needed
 from ..fusing_files import Read, aux_layer_ids, completed, read_speculators
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
@@ -58,7 +58,6 @@ def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
 
 
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    refuse_gemma_layers(raw)
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": raw["target_layer_ids"]}  # outputs of layers as well
     config, tensors = _flat(raw, needed(tensors))
     method = (config.speculators_config or {})["proposal_methods"][0]

@@ -70,7 +70,7 @@ class MedusaDraftModel(DraftModel):
             self.heads.append(head)
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        super()._init_weights(module)
         # transformers does not hand over modules without weights of their own, such as the block around this one.
         if isinstance(module, nn.Linear) and module.bias is not None:
             init.zeros_(module.weight)

@@ -55,7 +55,7 @@ class MTPDraftModel(DraftModel):
         self.mtp_layers = nn.ModuleList([layer])
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        super()._init_weights(module)
         # Experts and routers are bare parameters, which only the model of their architecture would know.
         if not type(module).__module__.startswith("torch."):
             for weight in module.parameters(recurse=False):

@@ -18,6 +18,7 @@ class PEagleSpeculatorConfig(FusingSpeculatorConfig):
     """
 
     method: ClassVar[str] = "P-EAGLE"
+    layer_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
     speculators_model_type: str = "peagle"
     mask_token_id: int | None = None
     embed_requires_grad: bool = True

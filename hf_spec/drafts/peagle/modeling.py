@@ -44,7 +44,7 @@ class PEagleDraftModel(FusingDraftModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        super()._init_weights(module)
         if module is self:
             init.normal_(self.mask_hidden, std=self.layer_config.initializer_range)
 

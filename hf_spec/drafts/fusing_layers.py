@@ -1,0 +1,48 @@
+"""The first layer of EAGLE-3 drafts: a decoder layer whose attention reads two things side by side."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+
+class FusingLayer(nn.Module):
+    """Turn a decoder layer into one whose attention reads an embedding and a hidden state side by side."""
+
+    self_attn: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
+    def __init__(self, config: Any, layer_idx: int, norm_before_residual: bool) -> None:
+        super().__init__(config, layer_idx)  # the decoder layer's, next in line
+        self.norm_before_residual = norm_before_residual
+        self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            if (narrow := getattr(self.self_attn, name)) is not None:  # some layers have keys for values
+                wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=narrow.bias is not None)
+                setattr(self.self_attn, name, wide)
+
+    def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:
+        """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)  # (batch, length, 2 hidden)
+        attended, _ = self.self_attn(both, **kwargs)
+        return self.behind_attention(normed if self.norm_before_residual else hidden, attended)
+
+    def behind_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention read to the ``residual``, and what the MLP makes of both."""
+        hidden = residual + attended
+        return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class LlamaFusingLayer(FusingLayer, LlamaDecoderLayer):  # type: ignore[misc]
+    """Be the first layer of an EAGLE-3 draft made of llama layers."""
+
+
+class Qwen3FusingLayer(FusingLayer, Qwen3DecoderLayer):  # type: ignore[misc]
+    """Be the first layer of an EAGLE-3 draft made of qwen3 layers."""

@@ -1,0 +1,52 @@
+"""The layers of Gemma 4 in drafts, as DeepSpec makes them: full attention of one shape, with nothing between layers.
+
+What sets Gemma's targets apart besides (experts, embeddings for every layer, keys that layers share) they do not have.
+Embeddings are scaled and logits capped in ``DraftModel``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import initialization as init
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextDecoderLayer,
+    Gemma4TextRotaryEmbedding,
+)
+
+from .fusing_layers import FusingLayer
+
+__all__ = ["Gemma4FusingLayer", "Gemma4RMSNorm", "Gemma4Rotary", "Gemma4TextDecoderLayer"]
+
+KIND = "full_attention"
+
+
+class Gemma4Rotary(Gemma4TextRotaryEmbedding):
+    """Turn positions as the full attention of Gemma 4 does, the only one of a draft."""
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (batch, length, head size) of ``position_ids`` (batch, length)."""
+        return cast(tuple[Tensor, Tensor], super().forward(hidden, position_ids, KIND))
+
+    def fill(self) -> None:
+        """Work out the frequencies, which are in no file."""
+        config: Any = self.config
+        frequencies, _ = self.rope_init_fns[KIND](config.per_layer_config[KIND], layer_type=KIND)
+        for name in ("inv_freq", "original_inv_freq"):
+            init.copy_(getattr(self, f"{KIND}_{name}"), frequencies)
+
+
+class Gemma4FusingLayer(FusingLayer, Gemma4TextDecoderLayer):
+    """Be the first layer of an EAGLE-3 draft made of Gemma 4 layers, which norm what they add."""
+
+    def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
+        return super().forward(hidden, embeds, shared_kv_states={}, **kwargs)  # layers of drafts share nothing
+
+    def behind_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention read to the ``residual``, and what the MLP makes of both."""
+        hidden = residual + self.post_attention_layernorm(attended)
+        made = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return cast(Tensor, (hidden + made) * self.layer_scalar)
