@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..configuration import GEMMA
 from ..drafts.features import FeatureSpeculatorConfig
-from ..drafts.modeling import ROTARY, DraftModel
+from ..drafts.layers import CLASSES, classes_of
+from ..drafts.modeling import DraftModel
 from ..drafts.mtp.configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 TRAINING_ONLY = "embed_requires_grad"  # says nothing about reading
@@ -57,8 +59,8 @@ def _bound(draft: DraftModel, target: PreTrainedModel) -> DraftModel:
 def _make_rotary(changed: DraftModel, draft: DraftModel) -> None:
     """Work out the frequencies of rope, which no file holds, where ``draft`` is."""
     layers = changed.config.layers
-    if isinstance(getattr(changed, "rotary_emb", None), nn.Module) and layers.model_type in ROTARY:
-        changed.rotary_emb = ROTARY[layers.model_type](layers).to(draft.device)
+    if isinstance(getattr(changed, "rotary_emb", None), nn.Module) and layers.model_type in (*CLASSES, GEMMA):
+        changed.rotary_emb = classes_of(layers.model_type).rotary(layers).to(draft.device)
 
 
 def changes(draft: DraftModel, target: PreTrainedModel) -> Iterator[Change]:
@@ -89,7 +91,7 @@ def _other_layers(config: FeatureSpeculatorConfig, count: int) -> Iterator[Chang
 
 def _other_ropes(draft: DraftModel, target: PreTrainedModel) -> Iterator[Change]:
     layers = draft.config.layers
-    if getattr(layers, "model_type", None) not in ROTARY or not isinstance(rope := layers.rope_parameters, dict):
+    if getattr(layers, "model_type", None) not in CLASSES or not isinstance(rope := layers.rope_parameters, dict):
         return
     of_target = getattr(target.config.get_text_config(), "rope_parameters", None) or {}
     thetas = dict.fromkeys(theta for theta in (of_target.get("rope_theta"), *USUAL_THETAS) if theta)

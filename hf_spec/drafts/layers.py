@@ -20,6 +20,12 @@ class LayerClasses(NamedTuple):
     rotary: Any
 
 
+CLASSES = {  # whose layers have one rope for all
+    "llama": LayerClasses(LlamaDecoderLayer, LlamaFusingLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
+    "qwen3": LayerClasses(Qwen3DecoderLayer, Qwen3FusingLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
+}
+
+
 def classes_of(model_type: str) -> LayerClasses:
     """Return the classes for decoder layers of ``model_type``."""
     if model_type == GEMMA:
@@ -28,7 +34,4 @@ def classes_of(model_type: str) -> LayerClasses:
         return LayerClasses(
             gemma4.Gemma4TextDecoderLayer, gemma4.Gemma4FusingLayer, gemma4.Gemma4RMSNorm, gemma4.Gemma4Rotary
         )
-    return {
-        "llama": LayerClasses(LlamaDecoderLayer, LlamaFusingLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
-        "qwen3": LayerClasses(Qwen3DecoderLayer, Qwen3FusingLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
-    }[model_type]
+    return CLASSES[model_type]
