@@ -1,7 +1,7 @@
 """Compare ways of decoding side by side in one run: speed, acceptance, and whether the text stays the same."""
 
 from .card import add_to_card
-from .prompts import Prompt, read_prompts
+from .prompts import Prompt, numbered_prompts, read_prompts
 from .report import BenchReport, Figures, import_pyplot
 from .runner import BenchSettings, Contender, run_bench
 from .tree_search import Tree, expected_length, rank_accuracies, search_tree
@@ -16,6 +16,7 @@ __all__ = [
     "add_to_card",
     "expected_length",
     "import_pyplot",
+    "numbered_prompts",
     "rank_accuracies",
     "read_prompts",
     "run_bench",

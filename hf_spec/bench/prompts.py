@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,19 +52,26 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
         raise ValueError(f"limit must be at least 1 prompt per category, got {limit!r}; leave it out for all")
     prompts: list[Prompt] = []
     counts: dict[str, int] = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            prompt = _parse_prompt(json.loads(line))
-        except ValueError as error:  # json.JSONDecodeError is one
-            raise ValueError(f"{path}, line {number}: {error}") from error
+    for _, prompt in numbered_prompts(path):
         counts[prompt.category] = counts.get(prompt.category, 0) + 1
         if limit is None or counts[prompt.category] <= limit:
             prompts.append(prompt)
     if not prompts:
         raise ValueError(f'{path} holds no prompts; write one JSON object per line, such as {{"prompt": "Once upon"}}')
     return prompts
+
+
+def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:
+    """Yield the prompts of a JSON-lines file with the numbers of their lines, one by one; see ``read_prompts``."""
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                prompt = _parse_prompt(json.loads(line))
+            except ValueError as error:  # json.JSONDecodeError is one
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield number, prompt
 
 
 def _parse_prompt(entry: Any) -> Prompt:

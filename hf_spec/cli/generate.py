@@ -1,4 +1,4 @@
-"""``hf-spec generate``: stream a text and say how the guessing went."""
+"""``hf-spec generate``: stream a text and say how the guessing went, or answer a file of prompts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from .common import (
     at_least,
     command,
     configured,
+    existing,
     sampling,
     temperature_of,
     tree_of,
+    writable,
 )
+from .many import answer_file, check_options
 
 if TYPE_CHECKING:
     from ..integration import SpeculativeModel
@@ -29,6 +32,9 @@ def add_generate(commands: Any) -> None:
     add("model", help="target: directory or Hub id")
     add("--speculator", required=True, metavar="X", help="ngram, mtp, or a draft: directory or Hub id")
     add("--prompt", metavar="TEXT", help="read from standard input if left out, without the newline at its end")
+    add("--prompts", type=existing, metavar="FILE", help="JSON lines: answer them all, into --out")
+    add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; goes on with one that is there")
+    add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="length of the answer (%(default)s)")
     add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
@@ -39,6 +45,10 @@ def add_generate(commands: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    check_options(args)
+    if args.prompts is not None:
+        answer_file(args)
+        return
     text = _read_prompt() if args.prompt is None else args.prompt
     if not text.strip():
         raise ValueError("the prompt is empty; pass --prompt TEXT or write it to standard input")

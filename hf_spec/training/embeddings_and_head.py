@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +13,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
+from ..checkpoints.fingerprint import embeddings_and_head
 from ..scoring.features import decoder_of
 from .teacher import Reader
 
 # Names on disk are as they were first written: "ends" means embeddings and output layer.
 WEIGHTS = "ends.safetensors"
-SAMPLE = 64  # values of each weight that a fingerprint looks at
-PASSING = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")  # changes no forward
-
-
-def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """Return digests of what ``model`` computes with: its config, its embeddings and output layer, and its body.
-
-    Only some values of each weight are looked at. A model without a body has no digest of config and body.
-    """
-    outside = _embeddings_and_head(model)
-    found = {"ends": _digest(outside)}
-    if has_body(model):
-        config = json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)
-        body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in outside}
-        found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
-    return found
-
-
-def has_body(model: Any) -> bool:
-    """Tell whether ``model`` has more weights than embeddings and an output layer, so that it can read a text."""
-    outside = {id(tensor) for tensor in _embeddings_and_head(model).values()}
-    return any(id(parameter) not in outside for parameter in decoder_of(model).parameters())
 
 
 def save_embeddings_and_head(model: PreTrainedModel, directory: Path) -> None:
@@ -56,7 +33,7 @@ def save_embeddings_and_head(model: PreTrainedModel, directory: Path) -> None:
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _embeddings_and_head(model).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in embeddings_and_head(model).items()}
     content = save(tensors, {"name_or_path": config.name_or_path or ""})
     (directory / WEIGHTS).write_bytes(content)  # an OSError if the disk is full
     hidden = torch.randn(4, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0))
@@ -84,7 +61,7 @@ def load_embeddings_and_head(directory: Path) -> Any:
     with safe_open(directory / WEIGHTS, framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         config.name_or_path = file.metadata()["name_or_path"]  # where it was loaded from, for drafts and their cards
-    wanted = _embeddings_and_head(model)
+    wanted = embeddings_and_head(model)
     if found.keys() != wanted.keys():
         raise ValueError(f"the embeddings and the output layer are other modules than {kind.__name__} has")
     real = {
@@ -103,33 +80,3 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
         "this target has no layers, only the embeddings and the output layer that a feature cache keeps: load the "
         "whole one to read or generate text"
     )
-
-
-def _embeddings_and_head(model: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones once."""
-    body = decoder_of(model) if model.base_model is model else model.base_model
-    inside = {*body.modules()} - {*model.get_input_embeddings().modules()}
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        if module in inside:
-            continue
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if not any(tensor is other for other in found.values()):
-                found[f"{prefix}.{name}"] = tensor
-    return found
-
-
-def _lasting(config: Any) -> Any:
-    if not isinstance(config, dict):
-        return config
-    return {name: _lasting(value) for name, value in config.items() if name not in PASSING}
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        if not tensor.is_meta and tensor.numel():
-            values = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLE)]
-            digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()

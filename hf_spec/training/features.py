@@ -29,10 +29,11 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokenizer_digest
 from ..scoring.plain import input_device
 from .data import COLUMNS, DraftCollator, check_examples
-from .embeddings_and_head import fingerprint, has_body, load_embeddings_and_head, save_embeddings_and_head
-from .origin import check_tokenizer, differences, tokenizer_digest
+from .embeddings_and_head import load_embeddings_and_head, save_embeddings_and_head
+from .origin import check_tokenizer
 from .teacher import Reader, bare
 
 logger = logging.get_logger(__name__)

@@ -1,46 +1,11 @@
-"""What data were made from, so that nothing is added to data of another origin, or trained on them."""
+"""Which tokenizer examples were prepared with, so that no target is trained on ids of another one."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
-DIFFERENCES = {
-    "config": "the target's config differs",
-    "ends": "the target's embeddings or output layer differ",
-    "body": "the target's layers differ",
-    "tokenizer": "the tokenizer differs",
-    "dataset": "the dataset differs",
-}
-
-
-def differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Say in what ``made_from`` differs from ``wanted``; a tokenizer that is not known does not."""
-    found = []
-    for name, value in wanted.items():
-        have = made_from.get(name)
-        if have == value or (name == "tokenizer" and None in (have, value)):
-            continue
-        found.append(DIFFERENCES.get(name, f"{name} was {have}, not {value}"))
-    return found
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest the vocabulary of ``tokenizer`` and its chat template."""
-    return _digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
-
-
-def vocabulary_digest(tokenizer: Any) -> str:
-    """Digest the vocabulary of ``tokenizer``: with the same one, ids mean the same tokens."""
-    return _digest(sorted(tokenizer.get_vocab().items()))
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-# -- prepared examples ------------------------------------------------------------------------------------------------
+from ..checkpoints.fingerprint import vocabulary_digest
 
 
 def record_tokenizer(examples: Any, tokenizer: Any) -> None:

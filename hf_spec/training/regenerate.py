@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -14,11 +13,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
 from ..scoring.plain import input_device
 from .chat import CUT, Unusable, messages_of, render
 from .data import check_ids
-from .embeddings_and_head import fingerprint
-from .origin import differences, tokenizer_digest
 
 logger = logging.get_logger(__name__)
 
@@ -63,7 +61,7 @@ def regenerate(
     path.touch()  # where it cannot be written, nothing is run
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
     made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer)}
-    _check_made_from(path, done, made_from | _settings(target, options))
+    _check_made_from(path, done, made_from | generation_settings(target, options))
     bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     with bar:
         while batch := list(islice(rest, batch_size)):
@@ -71,15 +69,6 @@ def regenerate(
             bar.update(len(batch))
     _tell_cut(path)
     return path
-
-
-def _settings(target: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what is not a default of how answers are generated, as JSON holds it; a speculator changes none."""
-    config = copy.deepcopy(options.get("generation_config") or target.generation_config)
-    config.update(**options)
-    found = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
-    settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
-    return settings
 
 
 def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
@@ -200,7 +189,7 @@ def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=input_device(target))
     out = target.generate(padded, attention_mask=mask, pad_token_id=pad, **options)
     said = out[:, longest:]  # (prompts, new tokens)
-    ends = torch.tensor(_settings(target, options).get("eos_token_id") or [], device=said.device)
+    ends = torch.tensor(generation_settings(target, options).get("eos_token_id") or [], device=said.device)
     cut = ~torch.isin(said, ends).any(1)
     texts = tokenizer.batch_decode(said, skip_special_tokens=True)
     return [(text.strip(), one) for text, one in zip(texts, cut.tolist(), strict=True)]

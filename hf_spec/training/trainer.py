@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from ..checkpoints.fingerprint import has_body
 from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
@@ -25,7 +26,6 @@ from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving, name_target
 from .data import DraftCollator, check_examples
-from .embeddings_and_head import has_body
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
 from .losses import ChunkedLoss, StepMetrics, counted_positions, draw_anchors, of_chains, position_weights

@@ -1,0 +1,107 @@
+"""What data were made with, so that nothing is added to data of another origin."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..scoring.features import decoder_of
+
+SAMPLE = 64  # values of each weight that a fingerprint looks at
+PASSING = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")  # changes no forward
+DIFFERENCES = {
+    "config": "the target's config differs",
+    "ends": "the target's embeddings or output layer differ",
+    "body": "the target's layers differ",
+    "tokenizer": "the tokenizer differs",
+    "dataset": "the dataset differs",
+}
+
+
+def fingerprint(model: PreTrainedModel) -> dict[str, str]:
+    """Return digests of what ``model`` computes with: its config, its embeddings and output layer, and its body.
+
+    Only some values of each weight are looked at. A model without a body has no digest of config and body.
+    """
+    outside = embeddings_and_head(model)
+    found = {"ends": _digest(outside)}
+    if has_body(model):
+        config = json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)
+        body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in outside}
+        found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
+    return found
+
+
+def has_body(model: Any) -> bool:
+    """Tell whether ``model`` has more weights than embeddings and an output layer, so that it can read a text."""
+    outside = {id(tensor) for tensor in embeddings_and_head(model).values()}
+    return any(id(parameter) not in outside for parameter in decoder_of(model).parameters())
+
+
+def embeddings_and_head(model: Any) -> dict[str, Tensor]:
+    """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones once."""
+    body = decoder_of(model) if model.base_model is model else model.base_model
+    inside = {*body.modules()} - {*model.get_input_embeddings().modules()}
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        if module in inside:
+            continue
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if not any(tensor is other for other in found.values()):
+                found[f"{prefix}.{name}"] = tensor
+    return found
+
+
+def generation_settings(target: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what is not a default of how answers are generated, as JSON holds it; a speculator changes none."""
+    config = copy.deepcopy(options.get("generation_config") or target.generation_config)
+    config.update(**options)
+    found = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
+    settings: dict[str, Any] = json.loads(json.dumps(found, default=str))
+    return settings
+
+
+def differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Say in what ``made_from`` differs from ``wanted``; a tokenizer that is not known does not."""
+    found = []
+    for name, value in wanted.items():
+        have = made_from.get(name)
+        if have == value or (name == "tokenizer" and None in (have, value)):
+            continue
+        found.append(DIFFERENCES.get(name, f"{name} was {have}, not {value}"))
+    return found
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Digest the vocabulary of ``tokenizer`` and its chat template."""
+    return _json_digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
+
+
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Digest the vocabulary of ``tokenizer``: with the same one, ids mean the same tokens."""
+    return _json_digest(sorted(tokenizer.get_vocab().items()))
+
+
+def _json_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _lasting(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    return {name: _lasting(value) for name, value in config.items() if name not in PASSING}
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if not tensor.is_meta and tensor.numel():
+            values = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLE)]
+            digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,128 @@
+"""``hf-spec generate --prompts FILE --out FILE``: answer a file of prompts, and go on where a killed run stopped."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .common import configured, sampling
+
+if TYPE_CHECKING:
+    from ..bench import Prompt
+    from ..many.answers import AnswerFile, Question
+    from ..many.prompts import Completion
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise a ValueError for options of which one needs or excludes another."""
+    if (args.prompts is None) != (args.out is None):
+        raise ValueError("--prompts FILE and --out FILE go together: answers to many prompts are written to a file")
+    if args.prompts is not None and args.prompt is not None:
+        raise ValueError("--prompt asks for one answer, --prompts for many: pass one of them")
+
+
+def answer_file(args: argparse.Namespace) -> None:
+    """Answer the prompts of ``args.prompts`` that have no answer in ``args.out`` yet."""
+    for _ in _questions(args):  # a bad line is told before anything is loaded
+        pass
+    import torch
+    from accelerate import PartialState  # type: ignore[import-untyped]
+
+    from ..checkpoints.fingerprint import fingerprint, generation_settings, tokenizer_digest
+    from ..many.answers import AnswerFile
+    from ..many.generate import generate_many
+    from ..many.processes import Processes
+    from ..metrics import Counts
+    from .loading import load_models
+
+    on_cpu = args.device == "cpu" or not torch.accelerator.is_available()
+    state = PartialState(cpu=on_cpu) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    device = args.device or (None if state is None else str(state.device))
+    target, tokenizer, speculators = load_models(
+        args.model, [args.speculator], args.dtype, device, lambda draft: [configured(draft, args, args.tree)]
+    )
+    speculator, processes = speculators[args.speculator], Processes(state)
+    options = {"max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
+    made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer), "chat": args.chat}
+    answers = AnswerFile(args.out, made_from | {"seed": args.seed} | generation_settings(target, options))
+    is_first = processes.number == 0
+    processes.together(lambda: answers.prepare() if is_first else None)
+    count = answers.read(asked for asked, _ in _questions(args))
+    rest = _Rest(args, tokenizer, answers, count - len(answers))
+    if args.seed is not None:  # not the numbers again that answers were drawn with before, or in another process
+        torch.manual_seed(args.seed + len(answers) + (processes.number << 32))
+    counts = Counts()
+    for one in generate_many(
+        target,
+        rest,
+        speculator=speculator,
+        speculation_config=configured(speculator, args, args.tree).merge(
+            num_speculative_tokens=args.num_speculative_tokens
+        ),
+        tokenizer=tokenizer,
+        batch_size=args.batch_size,
+        accelerator=state,
+        **options,
+    ):
+        index, asked = rest.waiting.pop(one.index)
+        if is_first:
+            answers.write(index, asked, _answer(one, target.generation_config.eos_token_id))
+        if one.speculation is not None:
+            counts.add(one.speculation.counts)
+    if is_first:
+        _tell(len(rest), len(answers), args.out, counts)
+
+
+@dataclass
+class _Rest:
+    """Iterate over the token ids of prompts that have no answer yet; ``waiting`` holds those that are on their way."""
+
+    args: argparse.Namespace
+    tokenizer: Any
+    answers: AnswerFile
+    count: int
+    waiting: dict[int, tuple[int, Question]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbered = enumerate(_questions(self.args))
+        open_ones = ((index, *question) for index, question in numbered if index not in self.answers)
+        for place, (index, asked, prompt) in enumerate(open_ones):
+            self.waiting[place] = index, asked
+            yield prompt.render([], self.tokenizer)
+
+
+def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:
+    """Read the file line by line: what is asked, and as it is rendered."""
+    from ..bench import Prompt, numbered_prompts
+
+    for number, prompt in numbered_prompts(args.prompts):
+        if len(prompt.turns) > 1:
+            raise ValueError(
+                f"{args.prompts}, line {number} has {len(prompt.turns)} turns, and one answer is written: put what "
+                'was said before into {"messages": [...]}'
+            )
+        if not prompt.chat:
+            yield {"prompt": prompt.turns[0]}, Prompt(prompt.turns, chat=args.chat)
+        else:
+            yield {"messages": [*prompt.history, {"role": "user", "content": prompt.turns[0]}]}, prompt
+
+
+def _answer(one: Completion, ends: Any) -> dict[str, Any]:
+    """Return what is written of an answer; ``cut``: the longest allowed, without an end of its own."""
+    ends = ends if isinstance(ends, list) else [ends]
+    counts = one.speculation and one.speculation.counts
+    figures = {name: getattr(counts, name) for name in ("steps", "proposed", "accepted")} if counts else {}
+    return {"text": one.text, "tokens": len(one.tokens), "cut": one.tokens[-1] not in ends, **figures}
+
+
+def _tell(new: int, before: int, path: Any, counts: Any) -> None:
+    earlier = f", beside {before} that were there" if before else ""
+    told = f"mean accepted length {counts.mean_accepted_length:.2f}, acceptance rate {counts.acceptance_rate:.1%}"
+    print(f"{new} answers were written to {path}{earlier}: {told}", file=sys.stderr)

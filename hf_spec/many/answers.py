@@ -1,0 +1,110 @@
+"""A file of answers that a killed run goes on with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.fingerprint import differences
+
+Question = dict[str, Any]  # what was asked, under one of these names
+ASKED = ("prompt", "messages")
+
+
+class AnswerFile:
+    """Write one JSON line per answer, as it comes: its ``index``, what was asked, and what was answered.
+
+    A line counts once it has its end: what a kill or a full disk has cut off is removed, and answered again. A file
+    beside it, its name with ``.made_from.json``, says what the answers are made with, so that none of another origin
+    are added.
+
+    Args:
+        path: of the file. settings: what the answers are made with, as JSON holds it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: dict[str, Any]) -> None:
+        self.path = Path(path)
+        self.settings = settings
+        self._made_from = self.path.with_name(f"{self.path.name}.made_from.json")
+        self._done: dict[int, bytes] = {}  # the digest of what was asked
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._done
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def prepare(self) -> None:
+        """Make a new file ready, or remove a line that was cut off from the end of one that is there.
+
+        Errors: a ValueError if its answers were made with something else; an OSError if it cannot be written.
+        """
+        if self.path.exists() and self.path.stat().st_size:
+            self._check_made_from()
+            with self.path.open("rb") as file:
+                whole = sum(len(line) for line in file if line.endswith(b"\n"))
+            os.truncate(self.path, whole)
+            return
+        self.path.touch()  # where it cannot be written, nothing is run
+        beside = self._made_from.with_name(f"{self._made_from.name}.new")
+        beside.write_text(json.dumps(self.settings, indent=1), encoding="utf-8")
+        beside.replace(self._made_from)
+
+    def _check_made_from(self) -> None:
+        try:
+            made_from = json.loads(self._made_from.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} has no readable {self._made_from.name} beside it, which says what its answers were made "
+                "with: write to another file"
+            ) from error
+        if found := differences(made_from, dict.fromkeys(made_from) | self.settings):
+            raise ValueError(
+                f"the answers in {self.path} were made with something else: {'; '.join(found)}. Repeat the command "
+                "that began it, or write to another file"
+            )
+
+    def read(self, questions: Iterable[Question]) -> int:
+        """Find out which of ``questions`` are answered, and count them all.
+
+        Errors: a ValueError that names the line which is no answer, or answers none of ``questions``.
+        """
+        lines: dict[int, int] = {}
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    entry = json.loads(line)
+                    asked = {name: entry[name] for name in ASKED if name in entry}
+                    lines[entry["index"]], self._done[entry["index"]] = number, _digest(asked)
+                except (ValueError, LookupError, TypeError) as error:
+                    raise ValueError(f"{self.path}, line {number} is no answer: {line[:60]!r}") from error
+        left, count = set(lines), 0
+        for index, asked in enumerate(questions):
+            count += 1
+            if self._done.get(index) == _digest(asked):
+                left.discard(index)
+        if left:
+            raise ValueError(
+                f"{self.path}, line {lines[min(left)]} does not answer prompt {min(left)}: repeat the command with "
+                "the prompts that it was begun with, or write to another file"
+            )
+        return count
+
+    def write(self, index: int, asked: Question, answer: dict[str, Any]) -> None:
+        """Add the answer to what was ``asked``. Errors: an OSError if there is no room; the file stays usable."""
+        line = json.dumps({"index": index, **asked, **answer}, ensure_ascii=False) + "\n"
+        try:
+            with self.path.open("a", encoding="utf-8", newline="\n") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror}: {self.path}. The answers in it are kept: make room and repeat"
+            ) from error
+
+
+def _digest(asked: Question) -> bytes:
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).digest()[:16]

@@ -1,0 +1,209 @@
+"""``hf-spec generate --prompts``: every prompt is answered once, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import hf_spec
+from hf_spec import demo
+from hf_spec.cli import main
+from hf_spec.many import generate as generating
+from hf_spec.many.answers import AnswerFile
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}: {% endif %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("target"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=2048, initializer_range=0.5, eos_token_id=2)
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Write prompts of several shapes; a text has the line separator of Unicode, and JSON ends no line there."""
+    lines: list[dict[str, Any]] = [{"prompt": f"Once upon a time{' there was' * n}\u2028a dog"} for n in range(9)]
+    lines += [{"messages": [{"role": "user", "content": "Tell me a story."}]}, {"turns": ["And another."]}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
+    return path
+
+
+def command(model: str, prompts: Path, out: Path, *more: str) -> list[str]:
+    call = ["generate", model, "--speculator", "ngram", "--prompts", str(prompts), "--out", str(out)]
+    return [*call, "--max-new-tokens", "12", "--temperature", "0", "--batch-size", "3", *more]
+
+
+def read(out: Path) -> dict[int, Any]:
+    entries = [json.loads(line) for line in out.read_text(encoding="utf-8").split("\n")[:-1]]
+    assert len({entry["index"] for entry in entries}) == len(entries)
+    return {entry["index"]: entry for entry in entries}
+
+
+def wanted(model: str, entries: dict[int, Any]) -> dict[int, str]:
+    """Answer what was asked plainly, each prompt by itself."""
+    target, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    texts = {}
+    for index, entry in entries.items():
+        text = entry.get("prompt")
+        if text is None:
+            text = tokenizer.apply_chat_template(entry["messages"], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens="prompt" in entry)["input_ids"]
+        out = target.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        texts[index] = tokenizer.decode(out, skip_special_tokens=True)
+    return texts
+
+
+def test_answers_are_those_of_plain_generate(
+    model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert main(command(model, prompts, out)) == 0
+    told = capsys.readouterr()
+    assert told.out == "" and f"11 answers were written to {out}: mean accepted length 1." in told.err
+    entries = read(out)
+    assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
+    assert sorted(entries) == list(range(11)) and entries[9]["messages"][0]["content"] == "Tell me a story."
+    assert entries[0].keys() == {"index", "prompt", "text", "tokens", "cut", "steps", "proposed", "accepted"}
+    assert entries[0]["cut"] and entries[0]["tokens"] == 12
+    assert main(command(model, prompts, out)) == 0
+    assert "0 answers were written" in capsys.readouterr().err and read(out) == entries
+
+
+def test_a_run_that_stopped_goes_on(
+    model: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert main(command(model, prompts, whole)) == 0
+    write = AnswerFile.write
+
+    def stopped(self: AnswerFile, index: int, asked: Any, answer: Any) -> None:
+        write(self, index, asked, answer)
+        if out.read_bytes().count(b"\n") == 5:
+            with out.open("ab") as file:
+                file.write(b'{"index": 7, "prompt": "Once')  # as a kill leaves it
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerFile, "write", stopped)
+    assert main(command(model, prompts, out)) == 130
+    monkeypatch.setattr(AnswerFile, "write", write)
+    first, asked = out.read_bytes(), []
+    pending = generating.pending
+    monkeypatch.setattr(generating, "pending", lambda *given: asked.append(given[0]) or pending(*given))
+    capsys.readouterr()
+    assert main(command(model, prompts, out, "--speculator", "ngram", "--num-speculative-tokens", "2")) == 0
+    assert len(asked) == 6 and "6 answers were written" in (told := capsys.readouterr().err) and "beside 5" in told
+    assert out.read_bytes().startswith(first[: first.rfind(b"\n") + 1])
+    texts = [{index: one["text"] for index, one in read(path).items()} for path in (whole, out)]
+    assert texts[0] == texts[1]
+
+
+def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    more = ("--max-new-tokens", "200", "--batch-size", "1")
+    call = [sys.executable, "-m", "hf_spec", *command(model, prompts, out, *more)]
+    with subprocess.Popen(call, env=environment(), stderr=subprocess.DEVNULL) as running:
+        while running.poll() is None and not (out.exists() and b"\n" in out.read_bytes()):
+            time.sleep(0.01)
+        running.send_signal(signal.SIGKILL)
+    first = out.read_bytes()
+    assert first.count(b"\n") >= 1
+    assert main(command(model, prompts, out, *more)) == 0
+    assert out.read_bytes().startswith(first[: first.rfind(b"\n") + 1]) and len(read(out)) == 11
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--max-new-tokens", "13"], "max_new_tokens was 12, not 13"),
+        (["--temperature", "0.5"], "temperature was None, not 0.5"),
+        (["--chat"], "chat was False, not True"),
+        (["--seed", "3"], "seed was None, not 3"),
+        (["other target"], "the target's layers differ"),
+        (["other prompts"], "does not answer prompt 0"),
+        (["fewer prompts"], "does not answer prompt 3"),
+        (["no record"], "has no readable out.jsonl.made_from.json beside it"),
+        (["half a record"], "has no readable out.jsonl.made_from.json beside it"),
+        (["a foreign line"], "line 1 is no answer: b'[1]"),
+    ],
+)
+def test_other_settings_are_refused(
+    model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], problem: str
+) -> None:
+    out, record = tmp_path / "out.jsonl", tmp_path / "out.jsonl.made_from.json"
+    assert main(command(model, prompts, out)) == 0
+    lines = prompts.read_text(encoding="utf-8").split("\n")
+    if more == ["other target"]:
+        target = AutoModelForCausalLM.from_pretrained(model)
+        torch.nn.init.ones_(target.model.layers[1].mlp.up_proj.weight)
+        target.save_pretrained(tmp_path / "other")
+        AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "other")
+        model = str(tmp_path / "other")
+    elif more == ["other prompts"]:
+        prompts.write_text("\n".join(lines[::-1]), encoding="utf-8")
+    elif more == ["fewer prompts"]:
+        prompts.write_text("\n".join(lines[:3]), encoding="utf-8")
+    elif more == ["no record"]:
+        record.unlink()
+    elif more == ["half a record"]:
+        record.write_text(record.read_text(encoding="utf-8")[:40], encoding="utf-8")
+    elif more == ["a foreign line"]:
+        out.write_bytes(b"[1]\n" + out.read_bytes())
+    before = out.read_bytes()
+    capsys.readouterr()
+    given = more if more[0].startswith("--") else []
+    assert main(command(model, prompts, out, *given)) == 1
+    assert problem in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--prompts", "{prompts}"], "--prompts FILE and --out FILE go together"),
+        (["--out", "{out}"], "--prompts FILE and --out FILE go together"),
+        (["--prompts", "{prompts}", "--out", "{out}", "--prompt", "x"], "pass one of them"),
+        (["--prompts", "{turns}", "--out", "{out}"], "line 2 has 2 turns"),
+        (["--prompts", "{bad}", "--out", "{out}"], "line 3: a prompt is"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], problem: str
+) -> None:
+    (tmp_path / "turns").write_text('{"prompt": "a"}\n{"turns": ["a", "b"]}\n', encoding="utf-8")
+    (tmp_path / "bad").write_text('{"prompt": "a"}\n\n{"prompt": 1}\n', encoding="utf-8")
+    places = {"prompts": prompts, "out": tmp_path / "out", "turns": tmp_path / "turns", "bad": tmp_path / "bad"}
+    assert main(["generate", "/nowhere", "--speculator", "ngram", *(one.format(**places) for one in more)]) == 1
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_spec"]
+    subprocess.run([*launch, *command(model, prompts, out)], check=True, timeout=120, env=environment())
+    entries = read(out)
+    assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
+    assert len(entries) == 11
