@@ -92,9 +92,11 @@ class Client:
         }
 
     def is_idle(self) -> bool:
-        """Tell whether nothing runs and nothing waits."""
-        found = self.metrics()
-        return found["requests_running"] == found["requests_waiting"] == 0
+        """Tell whether nothing runs, nothing waits, and nothing is kept of what did."""
+        found, engine = self.metrics(), self.server._generation_state._cb_manager
+        handlers = 0 if engine is None or engine._cb is None else len(engine._cb.output_router.result_handlers)
+        kept = found.get("cache_used", 0) + found.get("draft_slots", 0) + handlers
+        return found["requests_running"] == found["requests_waiting"] == kept == 0
 
 
 @cache
@@ -112,10 +114,10 @@ def plain(prompt: str, new: int, stop: str | None = None) -> str:
     return str(tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 
 
-def crowd(client: Client, requests: int, seed: int = 0) -> int:
+def crowd(client: Client, requests: int, seed: int = 0, lengths: tuple[int, ...] = (1, 2, 7, 24, 60)) -> int:
     """Send many requests at a time, good, bad, cancelled and slowly read ones; return how many texts were compared."""
     rng = random.Random(seed)
-    asked = [(rng.choice(PROMPTS), rng.choice((1, 2, 7, 24, 60)), rng.random()) for _ in range(requests)]
+    asked = [(rng.choice(PROMPTS), rng.choice(lengths), rng.random()) for _ in range(requests)]
 
     def ask(request: tuple[str, int, float]) -> bool:
         prompt, new, kind = request

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,10 +21,24 @@ from hf_spec.cli import main
 DAY = "day"  # a word of the answers
 
 
+BATCHES = {"continuous_batching": True, "cb_num_blocks": 24, "cb_max_batch_tokens": 128}
+
+
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def one_by_one() -> Iterator[Client]:
     with serving() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def batched() -> Iterator[Client]:
+    with serving(**BATCHES) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", params=["one_by_one", "batched"])
+def client(request) -> Client:
+    return request.getfixturevalue(request.param)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -51,9 +66,9 @@ def test_stop_strings_end_a_text_where_plain_generate_does(client, stream):
     assert client.complete(PROMPTS[0], 80, stream, stop=[DAY]) == expected
 
 
-def test_sampled_texts_are_those_of_the_seed(client):
+def test_sampled_texts_are_those_of_the_seed(one_by_one):
     options = {"temperature": 0.8, "extra_body": {"generation_config": '{"do_sample": true, "max_new_tokens": 20}'}}
-    one, same, other = (client.complete(PROMPTS[0], 20, seed=seed, **options) for seed in (1, 1, 2))
+    one, same, other = (one_by_one.complete(PROMPTS[0], 20, seed=seed, **options) for seed in (1, 1, 2))
     assert one == same != other
 
 
@@ -68,7 +83,7 @@ def test_a_crowd_is_answered_and_nothing_stays(client):
 
 @pytest.mark.slow
 def test_two_hundred_at_a_time(client):
-    assert crowd(client, 200, seed=1) >= 120
+    assert crowd(client, 200, seed=1, lengths=(1, 2, 5, 12, 20)) >= 120
     until(client.is_idle)
 
 
@@ -110,9 +125,9 @@ def test_a_chat_without_messages_is_refused(client):
         client.openai.chat.completions.create(model=TARGET, messages=[])
 
 
-def test_a_stream_that_fails_says_why(client):
+def test_a_stream_that_fails_says_why(one_by_one):
     with pytest.raises(APIError) as caught:
-        client.complete(PROMPTS[0], 5, stream=True, **BAD["top_k"])
+        one_by_one.complete(PROMPTS[0], 5, stream=True, **BAD["top_k"])
     assert "`top_k` has to be a strictly positive integer" in str(caught.value.body)
 
 
@@ -137,21 +152,54 @@ def test_metrics_agree_with_the_answers(client):
     assert found["mean_accepted_length"] == found["emitted_tokens_total"] / found["steps_total"] > 1.5
 
 
-def test_what_no_draft_can_serve_is_generated_plainly(client):
-    before = client.metrics()["plain_texts_total"]
-    text = client.complete(PROMPTS[0], 12, extra_body={"generation_config": '{"num_beams": 2}'})
+def test_what_no_draft_can_serve_is_generated_plainly(one_by_one):
+    before = one_by_one.metrics()["plain_texts_total"]
+    text = one_by_one.complete(PROMPTS[0], 12, extra_body={"generation_config": '{"num_beams": 2}'})
     model, tokenizer = target()
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
     out = model.generate(**inputs, num_beams=2, max_new_tokens=12, do_sample=False)
     assert text == tokenizer.decode(out[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    assert client.metrics()["plain_texts_total"] == before + 1
+    assert one_by_one.metrics()["plain_texts_total"] == before + 1
 
 
-def test_a_model_that_is_loaded_anew_guesses_too(client):
-    client.openai.post(f"{client.url}/reset", cast_to=object)
-    before = client.metrics()["steps_total"]
-    assert client.complete(PROMPTS[0], 20) == plain(PROMPTS[0], 20)
-    assert client.metrics()["steps_total"] > before
+def test_a_model_that_is_loaded_anew_guesses_too(one_by_one):
+    one_by_one.openai.post(f"{one_by_one.url}/reset", cast_to=object)
+    before = one_by_one.metrics()["steps_total"]
+    assert one_by_one.complete(PROMPTS[0], 20) == plain(PROMPTS[0], 20)
+    assert one_by_one.metrics()["steps_total"] > before
+
+
+def test_each_request_of_a_batch_has_its_own_settings(batched):
+    def sampled(temperature: float) -> str:
+        config = '{"do_sample": true, "max_new_tokens": 20}'
+        options = {"temperature": temperature, "extra_body": {"generation_config": config}}
+        return batched.complete(PROMPTS[0], 20, **options)
+
+    with ThreadPoolExecutor(12) as pool:
+        cold = [pool.submit(sampled, 0.001) for _ in range(4)]
+        hot = [pool.submit(sampled, 1.5) for _ in range(4)]
+        greedy = [pool.submit(batched.complete, PROMPTS[0], 20, stop=[DAY]) for _ in range(4)]
+    assert {one.result() for one in cold} == {plain(PROMPTS[0], 20)}
+    assert {one.result() for one in greedy} == {plain(PROMPTS[0], 20, DAY)}
+    assert len({one.result() for one in hot}) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"frequency_penalty": 0.5}, "RepetitionPenaltyLogitsProcessor .* continuous batching"),
+        ({"extra_body": {"generation_config": '{"num_beams": 2}'}}, "num_beams"),
+        ({"temperature": 1, "extra_body": {"generation_config": '{"do_sample": true, "min_p": 0.1}'}}, "MinPLogits"),
+    ],
+)
+def test_what_a_batch_would_drop_is_refused(batched, options, named):
+    with pytest.raises(BadRequestError, match=named):
+        batched.complete(PROMPTS[0], 5, **options)
+
+
+def test_trees_are_refused_where_requests_are_batched():
+    with pytest.raises(ValueError, match="use a chain"), serving(config=SpeculationConfig(tree="dynamic"), **BATCHES):
+        pass
 
 
 DRAFTS = {
@@ -163,9 +211,11 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_every_kind_of_draft(draft):
-    with serving(*DRAFTS[draft]) as client:
+@pytest.mark.parametrize(
+    ("draft", "options"), [(draft, {}) for draft in DRAFTS] + [(draft, BATCHES) for draft in DRAFTS if draft != "tree"]
+)
+def test_every_kind_of_draft(draft, options):
+    with serving(*DRAFTS[draft], **options) as client:
         assert client.complete(PROMPTS[2], 40, stream=True) == plain(PROMPTS[2], 40)
         until(client.is_idle)
         assert client.metrics()["accepted_tokens_total"] > 0
@@ -187,12 +237,12 @@ def test_the_command_reads_the_options_of_transformers(monkeypatch):
     made = {}
     monkeypatch.setattr("hf_spec.serving.server.Server", lambda *args, **options: made.update(options, args=args))
     ours = ["--speculator", str(DRAFT), "--tree", "dynamic", "--tree-nodes", "7"]
-    theirs = ["--port", "8123", "--continuous-batching", "--dtype", "float32", "--cb-num-blocks", "9"]
+    theirs = ["--port", "8123", "--compile", "--dtype", "float32", "--cb-num-blocks", "9"]
     assert main(["serve", *theirs[:2], TARGET, *ours, *theirs[2:]]) == 0
     name, speculator, config = made["args"]
     assert name == TARGET and type(speculator).__name__ == "Eagle3DraftModel"
     assert (config(speculator).tree, config(speculator).tree_nodes) == ("dynamic", 7)
-    assert made["port"] == 8123 and made["continuous_batching"] and made["cb_num_blocks"] == 9
+    assert made["port"] == 8123 and made["compile"] and made["cb_num_blocks"] == 9
     assert made["dtype"] == "float32" and made["host"] == "localhost"
 
 
@@ -202,6 +252,7 @@ def test_the_command_reads_the_options_of_transformers(monkeypatch):
         (["--speculator", "ngram"], "serve needs a target"),
         ([TARGET, "--speculator", "ngram", "--prt", "80"], "No such option: --prt"),
         ([TARGET, "--speculator", "ngram", "--port", "many"], "Invalid value for '--port'"),
+        ([TARGET, "--speculator", "ngram", "--continuous-batching", "--tree", "dynamic"], "--tree does not go"),
         ([TARGET, "--speculator", "nowhere/at/all"], "no draft can be read at 'nowhere/at/all'"),
         ([TARGET, "--speculator", "ngram", "--dtype", "float7"], "Unsupported dtype: 'float7'"),
     ],

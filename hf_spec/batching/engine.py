@@ -202,6 +202,13 @@ class _Processor(ContinuousBatchProcessor):
         processors = self.logit_processor
         if not processors.do_processing:
             return logits
+        greedy = [state.logit_processor_kwargs.get("top_k") == 1 for state in states]
+        if any(greedy):  # the first of the best tokens, as plain decoding has it, and nothing is sorted
+            best = torch.full_like(logits, -torch.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
+            others = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
+            if others:
+                best[others] = self._warp([states[i] for i in others], logits[others])
+            return best
         flat = logits.reshape(-1, logits.shape[-1])
         rows = [FutureRequestState(state, True, {}, 1) for state in states]
         settings = torch.empty((processors.tensors_required, len(rows)), dtype=torch.int32)

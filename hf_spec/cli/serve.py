@@ -37,9 +37,15 @@ def _serve(args: argparse.Namespace) -> None:
     if target is None:
         raise ValueError("serve needs a target: hf-spec serve TARGET --speculator X; a directory or Hub id")
 
+    tree = args.tree
+    if options["continuous_batching"]:
+        if tree not in (None, "chain"):
+            raise ValueError("--tree does not go together with --continuous-batching, where guesses are chains")
+        tree = "chain"
+
     def config(speculator: Speculator) -> SpeculationConfig:
         # Left out, the number of guesses is chosen by the clock.
-        return configured(speculator, args, args.tree).merge(num_speculative_tokens=args.num_speculative_tokens)
+        return configured(speculator, args, tree).merge(num_speculative_tokens=args.num_speculative_tokens)
 
     from ..serving.server import Server
 

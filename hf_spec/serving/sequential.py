@@ -21,20 +21,23 @@ class OneByOne(GenerateManager):
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter = meter
-        self.running = 0
-        self._submitted = self._ended = 0  # one is counted by the server's thread, the other by that of the manager
+        # Each of these is counted by one thread: that of the server or that of the manager.
+        self._submitted = self._began = self._ended = 0
+
+    def running(self) -> int:
+        """Count the texts that are being generated."""
+        return self._began - self._ended
 
     def waiting(self) -> int:
         """Count the requests that wait for their turn."""
-        return self._submitted - self._ended - self.running
+        return self._submitted - self._began
 
     def began(self) -> None:
         """Note that a text is being generated."""
-        self.running += 1
+        self._began += 1
 
     def ended(self) -> None:
         """Note that it no longer is."""
-        self.running -= 1
         self._ended += 1
 
     def generate_streaming(self, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import split_model_id
 
+from ..batching.refusals import refuse_batch
 from ..checkpoints.resolve import as_speculator
 from ..defaults import set_speculator
 from ..drafts.base import Speculator
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .app import add_to_app
+from .batched import Batched, refuse_options
 from .meter import Meter
 from .requests import refuse_request
 from .sequential import OneByOne
@@ -55,8 +57,7 @@ class Server(Serve):
         for timed in models.loaded_models.values():
             self._let_guess(timed.model)
         models._load_model = _then(self._let_guess, models._load_model)  # they may be loaded anew, by POST /reset
-        name = models.process_model_name(split_model_id(models.force_model)[0])
-        self._generation_state._generate_managers[name] = one_by_one = OneByOne(self.meter)
+        self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]))
         handlers: dict[str, Any] = {
             "messages": self._chat_handler,
             "prompt": self._completion_handler,
@@ -65,13 +66,25 @@ class Server(Serve):
         for needs, handler in handlers.items():
             check = functools.partial(refuse_request, needs=needs)
             handler._validate_request = _first(check, handler._validate_request)
-        self.meter.gauge("requests_running", "Texts that are being generated.", lambda: one_by_one.running)
-        self.meter.gauge("requests_waiting", "Texts that wait for their turn.", one_by_one.waiting)
         add_to_app(cast("FastAPI", self.server.config.app), self.meter)
         if self._in_thread:
             super().start_server()  # type: ignore[no-untyped-call]
         else:
             self._run()
+
+    def _add_manager(self, name: str) -> None:
+        """Let the texts of the model ``name`` be generated, and counted, our way."""
+        state, meter = self._generation_state, self.meter
+        manager: OneByOne | Batched
+        if state._continuous_batching:
+            manager = state._cb_manager = Batched(meter, state._cb_config)
+            state._cb_model_id = name
+            meter.gauge("cache_used", "Share of the paged cache that is taken.", manager.cache_used)
+            meter.gauge("draft_slots", "Requests that the draft keeps something of.", manager.draft_slots)
+        else:
+            manager = state._generate_managers[name] = OneByOne(meter)
+        meter.gauge("requests_running", "Texts that are being generated.", manager.running)
+        meter.gauge("requests_waiting", "Texts that wait for their turn.", manager.waiting)
 
     def _run(self) -> None:
         try:
@@ -84,7 +97,19 @@ class Server(Serve):
         weights = getattr(speculator, "model", speculator)
         if isinstance(weights, torch.nn.Module):
             weights.to(input_device(model))
-        set_speculator(model, speculator, self.config(speculator) if callable(self.config) else self.config)
+        config = self.config(speculator) if callable(self.config) else self.config
+        if self._generation_state._continuous_batching:
+            config = _of_batches(speculator, config)
+            refuse_batch(model, model.generation_config, config)
+            refuse_options(model, model.generation_config)
+        set_speculator(model, speculator, config)
+
+
+def _of_batches(speculator: Speculator, config: SpeculationConfig | None) -> SpeculationConfig:
+    """Return settings of guesses in continuous batching; unasked they are chains, as deep as the load allows."""
+    if config is None:
+        config = speculator.settings(tree=None).merge(num_speculative_tokens=None)
+    return config.merge(num_speculative_tokens=config.num_speculative_tokens or "auto")
 
 
 def _then(more: Callable[[Any], None], load: Callable[..., Any]) -> Callable[..., Any]:

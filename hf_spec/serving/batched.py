@@ -1,0 +1,241 @@
+"""Many requests at a time: transformers' continuous batching, with what its server does not pass on to it.
+
+Its server takes sampling settings from the first request alone and drops stop strings. Here each request has its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+from typing import Any, cast
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
+from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWorkerDeadError, _StreamError
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from .meter import Meter
+from .requests import quotable
+
+OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what the engine can set for each
+
+
+class Batched(CBGenerateManager):
+    """Add requests to the engine and take its outputs; the target's default speculator guesses."""
+
+    def __init__(self, meter: Meter, config: ContinuousBatchingConfig | None) -> None:
+        config = copy.copy(config) if config is not None else ContinuousBatchingConfig()
+        config.per_request_processors = True
+        super().__init__(config)
+        self.meter = meter
+
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        """Start the engine if this is the first request; ValueError for what the engine cannot do for a single one."""
+        refuse_options(model, gen_config)
+        if self._cb is None:
+            super().init_cb(model, _of_all(gen_config))
+            self._engine.output_router.output_queue = _Nowhere()
+
+    @property
+    def _engine(self) -> Any:
+        return self._cb
+
+    def running(self) -> int:
+        """Count the requests in the batch."""
+        return len(self._scheduler.active_requests) if self._scheduler else 0
+
+    def waiting(self) -> int:
+        """Count the requests that wait for room."""
+        queued = self._engine.input_queue.qsize() if self._cb is not None else 0
+        return queued + (len(self._scheduler.waiting_requests) if self._scheduler else 0)
+
+    def cache_used(self) -> float:
+        """Return the share of the paged cache that is taken, by prefixes kept for later, too."""
+        return 1 - self._scheduler.cache.compute_free_capacity() if self._scheduler else 0.0
+
+    def draft_slots(self) -> int:
+        """Count the requests that the draft keeps something of."""
+        speculation = getattr(self._cb, "speculation", None)
+        return 0 if speculation is None else speculation.draft_slots
+
+    @property
+    def _scheduler(self) -> Any:
+        processor = None if self._cb is None else self._engine.batch_processor
+        return None if processor is None else processor.scheduler
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
+        """Start a text and return the queue of its pieces and the streamer that can cancel it."""
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        text = _Text(self, model, processor, inputs, gen_config, request_id)
+        loop, tokenizer = asyncio.get_running_loop(), text.tokenizer._tokenizer
+        streamer = _Streamer(self._engine, request_id, tokenizer, loop, queue, response_parser)
+        streamer.text = text
+
+        def pass_on(output: Any, ended: bool) -> None:
+            streamer.put(output)
+            if output.error is not None:
+                queue.put_nowait(_StreamError(quotable(RuntimeError(output.error))))
+            if ended:
+                streamer.end()
+
+        text.start(pass_on, streaming=True)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Return a whole text, its prompt's length and its tokens; a cancelled task stops its generation."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        text = _Text(self, model, processor, inputs, gen_config, request_id)
+        text.start(
+            lambda output, ended: future.set_result(output) if ended else None, streaming=text.stops is not None
+        )
+        try:
+            output = await future
+        except asyncio.CancelledError:
+            text.cancel()
+            raise
+        if output.error is not None:
+            dead = self._engine.background_thread_status.fatal_error is not None
+            raise (CBWorkerDeadError if dead else RuntimeError)(output.error)
+        tokens = output.generated_tokens
+        return processor.decode(tokens, skip_special_tokens=True), len(text.prompt), tokens
+
+
+class _Text:
+    """One request: its settings, where its text ends, and what is counted of it."""
+
+    def __init__(
+        self, manager: Batched, model: Any, processor: Any, inputs: Any, config: GenerationConfig, request_id: str
+    ) -> None:
+        manager._check_alive(request_id)
+        self.manager, self.engine, self.config, self.request_id = manager, manager._engine, config, request_id
+        self.prompt: list[int] = list(inputs["input_ids"])
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
+        self.settings = sampling_of(model, config)
+        self.seen, self.ended = 0, False
+
+    def start(self, pass_on: Any, streaming: bool) -> None:
+        """Hand the request to the engine; ``pass_on(output, ended)`` is called in the server's loop."""
+        self.manager.meter.prompt_tokens.inc(len(self.prompt))
+        self.engine.register_result_handler(self.request_id, lambda output: self._take(output, pass_on))
+        added = self.engine.add_request(
+            self.prompt,
+            request_id=self.request_id,
+            streaming=streaming,
+            max_new_tokens=self.config.max_new_tokens,
+            eos_token_id=self.config.eos_token_id,
+            **self.settings,
+        )
+        if added is None:
+            self._forget()
+            raise CBWorkerDeadError("the server is being stopped")
+
+    def cancel(self) -> None:
+        """Let the engine drop the request."""
+        if not self.ended:
+            self._end("cancelled", self.seen)
+            self._drop()
+
+    def _take(self, output: Any, pass_on: Any) -> None:
+        if self.ended:  # what was on its way when the text ended
+            return
+        end = self._first_stop(output.generated_tokens)
+        if end is not None:
+            output = dataclasses.replace(output, generated_tokens=output.generated_tokens[:end])
+        self.seen = len(output.generated_tokens)
+        done = output.is_finished()
+        if done or end is not None:
+            stats = getattr(output, "speculation", None)
+            self._end("finished" if output.error is None else "failed", self.seen)
+            if stats is not None:
+                self.manager.meter.guessed(stats.counts)
+            elif output.error is None:
+                self.manager.meter.plain.inc()
+            if not done:
+                self._drop()
+        pass_on(output, self.ended)
+
+    def _first_stop(self, tokens: list[int]) -> int | None:
+        """Return how many of ``tokens`` there are up to the first stop string, as plain ``generate`` counts them."""
+        if self.stops is None:
+            return None
+        ids = torch.tensor([self.prompt + tokens])
+        first = len(self.prompt) + self.seen + 1
+        ends = (end for end in range(first, ids.shape[1] + 1) if self.stops(ids[:, :end], cast(Any, None)))
+        end = next(ends, None)
+        return None if end is None else end - len(self.prompt)
+
+    def _end(self, how: str, tokens: int) -> None:
+        self.ended = True
+        self.manager.meter.texts.labels(how).inc()
+        self.manager.meter.generated_tokens.inc(tokens)
+
+    def _drop(self) -> None:
+        self.engine.cancel_request(self.request_id)
+        self._forget()
+
+    def _forget(self) -> None:
+        router = self.engine.output_router
+        with router._lock:
+            router.result_handlers.pop(self.request_id, None)
+
+
+class _Streamer(CBStreamer):
+    text: _Text
+
+    def cancel(self) -> None:
+        """Let the engine drop the request, and forget it."""
+        self.text.cancel()
+
+
+class _Nowhere:
+    """Take the outputs of requests that nobody waits for any more; transformers would keep them for ever."""
+
+    def put(self, output: Any) -> None:
+        pass
+
+    def empty(self) -> bool:
+        return True
+
+
+def refuse_options(model: Any, config: GenerationConfig) -> None:
+    """Raise a ValueError for options that the engine would drop, or would have to be those of all requests."""
+    if (config.num_beams or 1) > 1:
+        raise ValueError("num_beams: continuous batching decodes one text per request")
+    for processor in model._get_logits_processor(config):
+        if not isinstance(processor, OF_A_REQUEST):
+            raise ValueError(
+                f"{type(processor).__name__} does not go together with continuous batching, where each request has "
+                "only a temperature, top_k and top_p of its own. Leave its option out (frequency_penalty, logit_bias, "
+                "or one of generation_config), or start the server without --continuous-batching"
+            )
+
+
+def sampling_of(model: Any, config: GenerationConfig) -> dict[str, Any]:
+    """Return what the engine is told of a request; greedy decoding keeps the best token alone."""
+    if not config.do_sample:
+        return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    everything = model.config.get_text_config(decoder=True).vocab_size
+    return {
+        "temperature": float(1.0 if config.temperature is None else config.temperature),
+        "top_k": int(config.top_k or everything),
+        "top_p": float(1.0 if config.top_p is None else config.top_p),
+    }
+
+
+def _of_all(config: GenerationConfig) -> GenerationConfig:
+    """Return settings under which the engine makes a place for those of each request."""
+    shared = copy.deepcopy(config)
+    shared.update(do_sample=True, temperature=0.5, top_k=1, top_p=0.5, stop_strings=None, num_return_sequences=1)
+    return shared
