@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -322,6 +323,26 @@ def test_prepared_data_are_not_prepared_again(stories: Path, tmp_path: Path, cap
     datasets.DatasetDict(train=datasets.Dataset.from_dict({"input_ids": [[1]]})).save_to_disk(str(tmp_path / "rows"))
     assert main(["train", recipe(tmp_path, tmp_path / "rows", {"kind": "eagle3"}, prepare={"packing": True})]) == 1
     assert "prepared already" in capsys.readouterr().err
+
+
+def test_the_lines_of_the_readme_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `prepare` writes is what `train` reads, and another target and data than the recipe's may be named."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = {
+        line.split()[1]: shlex.split(line, comments=True) for line in re.findall(r"^hf-spec \w+ .*$", readme, re.M)
+    }
+    chats = [[{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "No."}]] * 4
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("\n".join(json.dumps({"messages": one}) for one in chats), encoding="utf-8")
+    Path("examples").symlink_to(ROOT / "examples")
+    prepare, train = ([word.replace("ORG/MODEL", TARGET) for word in lines[name]] for name in ("prepare", "train"))
+    assert main([*prepare[1:], "--max-new-tokens", "16", "--held-out", "1"]) == 0
+    few = {"max_steps": 1, "unroll_steps": 2, "use_cpu": True, "eval_max_new_tokens": 4, "eval_strategy": "no"}
+    few |= {"save_strategy": "no", "load_best_model_at_end": False, "disable_tqdm": True, "logging_steps": 1}
+    given = [word for name, value in few.items() for word in (f"--{name}", str(value))]
+    assert main([*train[1:], *given]) == 0
+    output = Path(train[train.index("--output_dir") + 1])
+    assert AutoModel.from_pretrained(output).config.speculators_model_type == "eagle3"
 
 
 @pytest.mark.parametrize("split", [True, False])

@@ -127,15 +127,19 @@ def add_train(commands: Any) -> None:
     """Declare ``hf-spec train``."""
     add = command(commands, _train, "train", "train a draft as a YAML file says", RECIPE_HELP)
     add("recipe", metavar="RECIPE.yaml", help="what to train on what; see below")
-    add("changes", nargs=argparse.REMAINDER, metavar="...", help="trainer arguments that go before those of the file, "
-        "such as --learning_rate 3e-4; --help lists all")  # fmt: skip
+    add("changes", nargs=argparse.REMAINDER, metavar="...", help="--target, --draft and --data go before those of the "
+        "file, and so do trainer arguments such as --learning_rate 3e-4; --help lists all")  # fmt: skip
 
 
 def _train(args: argparse.Namespace) -> None:
     _need_extra()
     from ..training.recipe import read_recipe, train
 
-    directory, metrics = train(read_recipe(args.recipe), args.changes)
+    parser = argparse.ArgumentParser(prog="hf-spec train", add_help=False, allow_abbrev=False)
+    for name in ("--target", "--draft", "--data"):
+        parser.add_argument(name)
+    instead, changes = parser.parse_known_args(args.changes)
+    directory, metrics = train(read_recipe(args.recipe, **vars(instead)), changes)
     for name, value in metrics.items():
         print(f"{name:32} {value:.4g}")
     print(f"The draft is in {directory}.")

@@ -58,14 +58,20 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_recipe(file: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check a recipe. Errors: a ValueError that names a key which is unknown or missing."""
+def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str, Any]:
+    """Read and check a recipe; ``instead`` names the target, draft or data to take in place of the file's.
+
+    Data that are prepared already need no section prepare: the file's is not looked at then.
+    Errors: a ValueError that names a key which is unknown or missing.
+    """
     with open(file, encoding="utf-8") as content:
         try:
             recipe = yaml.load(content, _Loader)
         except yaml.YAMLError as error:
             raise ValueError(f"{file} is no YAML: {error}") from error
-    recipe = _section(recipe, SECTIONS, "the recipe")
+    recipe = _section(recipe, SECTIONS, "the recipe") | {name: one for name, one in instead.items() if one}
+    if instead.get("data") and is_prepared(recipe["data"]):
+        recipe.pop("prepare", None)
     if missing := [name for name in ("target", "draft", "data") if not recipe.get(name)]:
         raise ValueError(f"{file} does not say {', '.join(missing)}")
     if isinstance(recipe["target"], str):
