@@ -26,8 +26,17 @@ from hf_spec import demo
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^(?:<!-- not run: (?P<reason>.+) -->\n+)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.M | re.S)
-REASONS = {"needs the Hub", "needs an accelerator", "needs minutes", "part of a program", "needs several processes"}
+FENCE = re.compile(
+    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n+)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.M | re.S
+)
+REASONS = {
+    "needs the Hub",
+    "needs an accelerator",
+    "needs minutes",
+    "part of a program",
+    "needs several processes",
+    "needs a server",
+}
 
 
 class Block(NamedTuple):
