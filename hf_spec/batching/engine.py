@@ -22,6 +22,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.cache_allocators import (
+    SLIDING_ATTENTION,
+    SlidingAttentionCacheAllocator,
+)
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import (
@@ -67,6 +71,8 @@ class SpeculativeManager(ContinuousBatchingManager):
             made = _become(_Processor, made)
             made.speculation = self.speculation
             made.scheduler = _become(_OURS[type(made.scheduler)], made.scheduler)
+            if (sliding := made.cache.cache_allocators.get(SLIDING_ATTENTION)) is not None:
+                _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.most_guesses)
         self.speculation.keep({})
         return made
 
@@ -122,6 +128,30 @@ _OURS: dict[type[Scheduler], type[Scheduler]] = {
     FIFOScheduler: _FIFOScheduler,
     PrefillFirstScheduler: _PrefillFirstScheduler,
 }
+
+
+class _Ring(SlidingAttentionCacheAllocator):
+    """Keep some keys more than a window has, so that those which rejected guesses push out are not missed.
+
+    A key at position n lies in slot n modulo ``sliding_window``, which is the length of the ring here; ``window`` is
+    how many positions a query sees, itself included.
+    """
+
+    window: int
+
+    @classmethod
+    def take_over(cls, allocator: SlidingAttentionCacheAllocator, spare: int) -> None:
+        """Let the rings of an allocator that has no requests yet have ``spare`` slots more."""
+        ours = _become(cls, allocator)
+        ours.window, ours.sliding_window = ours.sliding_window, ours.sliding_window + spare
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        return query_length + min(past_length, self.window - 1)
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        seen = min(past_length, self.window - 1)
+        old: list[int] = self._token_indices_to_physical_indices(request_id, past_length - seen, seen)
+        return old + [self.sentinel_index] * query_length
 
 
 class _Processor(ContinuousBatchProcessor):
@@ -225,6 +255,7 @@ class _Processor(ContinuousBatchProcessor):
             likelihoods = torch.tensor([(new.log_probs or [0.0])[-1] for new in self._emitted])
             output_ids[1, : len(last)] = likelihoods.view(output_ids.dtype).to(output_ids.device)
 
+    @torch.no_grad()
     def update_batch(self) -> None:
         futures = [future for future in self._io.requests_in_batch if future.has_new_token]
         for future, one, new in zip(futures, self._scored, self._emitted, strict=True):

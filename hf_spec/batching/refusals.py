@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION, SLIDING_ATTENTION
 from transformers.utils import logging
 
 from ..decoding.processors import MEMORYLESS
@@ -59,14 +58,11 @@ def why_not_batched(model: Any) -> str | None:
     if config.is_encoder_decoder or not hasattr(model, "init_continuous_batching"):
         return f"{name} is no decoder-only language model"
     try:
-        kinds = group_layers_by_attn_type(config.get_text_config(decoder=True))
+        group_layers_by_attn_type(config.get_text_config(decoder=True))
     except ValueError as error:
         return f"transformers' continuous batching does not take {name}: {error}"
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return f"{name} does not attend through transformers' attention interface alone, where the paged cache stands"
-    if SLIDING_ATTENTION in kinds:
-        return f"{name} has layers with a sliding window, whose cache would lose keys to rejected guesses"
-    assert list(kinds) == [FULL_ATTENTION]
     return None
 
 

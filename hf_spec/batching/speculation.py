@@ -88,6 +88,11 @@ class Speculation:
         self._warp: Warp
         self._asked_for: tuple[int, float] | None = None  # how many rows were last asked to guess, and when
 
+    @property
+    def most_guesses(self) -> int:
+        """Return how many guesses a request has at most."""
+        return self.pace.deepest if self.pace.adapts else self.pace.first
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def row(self, name: str, request: Any) -> Row:

@@ -394,3 +394,11 @@ class BlockDrafter(Drafter):
         rows = rows.to(self._device)
         self._cache.keep_rows(rows)
         self._padding = None if self._padding is None else self._padding.index_select(0, rows)
+
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too, unless some are padded."""
+        assert isinstance(other, BlockDrafter)
+        if self._padding is not None or other._padding is not None:
+            return False
+        self._cache.join(other._cache)
+        return True

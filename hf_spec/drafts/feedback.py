@@ -120,6 +120,15 @@ class FeedbackDrafter(Drafter):
         for reader in self._readers:
             reader.keep_rows(rows)
 
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too, unless some are padded."""
+        assert isinstance(other, FeedbackDrafter)
+        if not all(mine.join(theirs) for mine, theirs in zip(self._readers, other._readers, strict=True)):
+            return False
+        pairs = zip(self._hidden, other._hidden, strict=True)
+        self._hidden = [torch.cat([mine[:, :1], theirs[:, :1]]) for mine, theirs in pairs]
+        return True
+
 
 def pairs_of_prompt(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs that lie in the prompt: tokens, 0 where they are padded, and the features before them.
@@ -191,6 +200,13 @@ class Reader:
         assert output.logits is not None
         assert output.hidden_states is not None
         return output.logits, output.hidden_states
+
+    def join(self, other: Reader) -> bool:
+        """Take over the rows of ``other`` behind one's own, and tell whether that is possible."""
+        if (shift := self._slots.join(other._slots)) is None:
+            return False
+        self._first_position = torch.cat([self._first_position, other._first_position + shift])
+        return True
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""

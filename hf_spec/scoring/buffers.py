@@ -102,6 +102,23 @@ class SlotBuffer:
         for row, length in enumerate(rows.cpu_lengths):
             self.by_slot[row, length - self.start :].zero_()
 
+    def join(self, other: SlotBuffer, rows: Rows, others: Rows) -> None:
+        """Take over what ``others`` have committed to ``other``, behind one's own ``rows``."""
+        sides = ((self, rows), (other, others))
+        like = next((one.data for one, _ in sides if one.data is not None), None)
+        if like is None:
+            return
+        start = min(0 if one.data is None else one.start for one, _ in sides)  # without data, nothing was read yet
+        batch, end = len(rows.cpu_lengths) + len(others.cpu_lengths), max(rows.longest, others.longest)
+        shape = [batch, *like.shape[1:]]
+        shape[self.dim] = end - start + GROWTH
+        joined = like.new_zeros(shape)
+        parts = joined.transpose(1, self.dim).split([len(rows.cpu_lengths), len(others.cpu_lengths)])
+        for part, (one, its) in zip(parts, sides, strict=True):
+            if one.data is not None and its.longest > one.start:
+                part[:, one.start - start : its.longest - start] = one.by_slot[:, : its.longest - one.start]
+        self.data, self.start = joined, start
+
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         if self.data is not None:

@@ -177,6 +177,20 @@ class SlotCache(Cache):
         self.batch = [self.batch[row] for row in kept]
         self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
 
+    @property
+    def joins(self) -> bool:
+        """Tell whether all that is kept lies in slots, so that rows of another cache can be taken over."""
+        return self._own_cache is None and all(layer.joins for layer in self.layers)
+
+    def join(self, other: SlotCache) -> None:
+        """Take over the rows of ``other``, a cache of the same model, behind one's own; open forests are dropped."""
+        for layer, others in zip(self.layers, other.layers, strict=True):
+            layer.join(others)
+        lengths = torch.cat([self.rows.lengths, other.rows.lengths])
+        self.rows.open = 0
+        self.rows.set(lengths, [*self.rows.cpu_lengths, *other.rows.cpu_lengths])
+        self.batch = list(range(len(lengths)))
+
     def release(self, cache: DynamicCache, longest: int) -> None:
         """Write at most ``longest`` columns of every row into transformers' ``cache``; shorter rows end in zeros."""
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)

@@ -35,6 +35,7 @@ class Layer:
 
     keeps_all: ClassVar[bool] = False
     keeps_slots: ClassVar[bool] = False
+    joins: ClassVar[bool] = False  # whether it can take over the rows of another one
     cut_dims: ClassVar[dict[str, int]] = {}  # which dimension of its tensors grows with the text, where all is kept
     window: int | None = None
     buffers: dict[str, SlotBuffer]
@@ -66,6 +67,9 @@ class Layer:
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
 
+    def join(self, other: Self) -> None:
+        """Take over the rows of ``other``, a layer of the same place, behind one's own."""
+
     def of_row(self, row: int) -> dict[str, Tensor]:
         """Copy the committed slots of one row by name, (slots, ...) each."""
         return {}
@@ -78,6 +82,7 @@ class NoSlots(Layer, DummyLayer):
     """A layer without a cache: it has none of its own, or reads that of another layer."""
 
     keeps_all = True
+    joins = True
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
@@ -107,6 +112,7 @@ class SlotLayer(Layer, CacheLayerMixin):
     """A layer that attends to all columns, in slots."""
 
     keeps_all = True
+    joins = True
     keeps_slots = True
     is_sliding = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # which dimension of its tensors counts slots
@@ -154,6 +160,14 @@ class SlotLayer(Layer, CacheLayerMixin):
         """Go on with ``rows`` only."""
         for buffer in self.buffers.values():
             buffer.keep_rows(rows)
+
+    def join(self, other: Self) -> None:
+        """Take over the committed slots of the rows of ``other``."""
+        for name, buffer in self.buffers.items():
+            buffer.join(other.buffers[name], self.rows, other.rows)
+        if other.is_initialized and not self.is_initialized:
+            self.is_initialized = True
+            self.keys, self.values = other.keys, other.values
 
     def of_row(self, row: int) -> dict[str, Tensor]:
         """Copy the committed slots of one row by name, (slots, ...) each: those that its next query can see."""
@@ -226,6 +240,7 @@ class IndexedSlotLayer(SlotLayer):
     """A layer of sparse attention, whose indexer has keys (batch, slots, width) and positions of its own."""
 
     keeps_all = False
+    joins = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2, "indexer_keys": 1}
     cut_dims: ClassVar[dict[str, int]] = slot_dims
     _positions: Tensor | None = None  # (axes, batch, prompt)
@@ -273,6 +288,7 @@ class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
     """A layer that attends to all columns and keeps a recurrent state beside them."""
 
     keeps_all = False
+    joins = False
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:

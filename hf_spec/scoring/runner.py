@@ -350,6 +350,20 @@ class ModelRunner:
             for name, value in self._step_kwargs.items()
         }
 
+    def join(self, other: ModelRunner) -> bool:
+        """Take over the rows of ``other``, a runner of the same model, behind one's own, and tell whether that is
+        possible: not where states or arguments belong to rows, or where rows are padded."""
+        if type(self) is not ModelRunner or any(isinstance(value, Tensor) for value in self._step_kwargs.values()):
+            return False
+        sizes = [len(one.slots.cache.rows.cpu_lengths) for one in (self, other)]
+        if (shift := self.slots.join(other.slots)) is None:
+            return False
+        if self._first_position is not None and other._first_position is not None:
+            own, others = self._first_position, other._first_position + shift
+            both = [one.expand(*one.shape[:-2], size, 1) for one, size in zip((own, others), sizes, strict=True)]
+            self._first_position = torch.cat(both, dim=-2)
+        return True
+
 
 def refuse_trees(proposal: Proposal) -> None:
     """Raise a ValueError unless ``proposal`` is a chain, where that is all that can be read."""

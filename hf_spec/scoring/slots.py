@@ -120,6 +120,20 @@ class Slots:
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.device))
 
+    def join(self, other: Slots) -> int | None:
+        """Take over the rows of ``other``, slots of the same model, behind one's own; open forests are dropped.
+
+        Return how much further those rows' first position behind the prompt is to be counted from; ``None`` where rows
+        cannot be joined: some are padded, or not all that is kept lies in slots.
+        """
+        if not self.cache.joins or any(
+            one.padding is not None and not bool(one.padding.all()) for one in (self, other)
+        ):
+            return None
+        self.cache.join(other.cache)
+        self.padding = self._open_depth = None
+        return self._prompt - other._prompt
+
     @property
     def committed(self) -> int | None:
         """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""

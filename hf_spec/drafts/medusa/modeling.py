@@ -157,3 +157,7 @@ class MedusaDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only: nothing is kept of any."""
+
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too: nothing is kept of any."""
+        return True

@@ -111,6 +111,11 @@ class PEagleDrafter(Drafter):
         """Go on with ``rows`` only."""
         self._reader.keep_rows(rows.to(self._draft.device))
 
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too, unless some are padded."""
+        assert isinstance(other, PEagleDrafter)
+        return self._reader.join(other._reader)
+
 
 def ancestors_behind(counts: Tensor, width: int, more: int) -> Tensor:
     """Let ``more`` positions follow ``counts[b]`` of ``width`` tokens: (batch, width + more, width + more) bool.

@@ -166,6 +166,18 @@ class VanillaDrafter(Drafter):
         self._runner.keep_rows(rows)
         self._open = [(tokens[rows], parents[rows]) for tokens, parents in self._open]
 
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too, unless a draft keeps states or has no positions for a long text.
+
+        Guesses that nobody has spoken of yet are read again where they come true.
+        """
+        assert isinstance(other, VanillaDrafter)
+        if self._limit is not None or not self._runner.join(other._runner):
+            return False
+        self._lengths = torch.cat([self._lengths, other._lengths])
+        self._open = []
+        return True
+
 
 def _vocabulary(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)

@@ -1,0 +1,178 @@
+"""Every kind of draft in continuous batching: drafters of requests that come and go are asked together."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from architectures import build
+from batches import flawed, greedy, plain_texts, prompts_of, serve
+from test_block_exactness import drafts_for
+from test_block_exactness import fitted as block_fitted
+from test_mtp import GLM, golden
+from torch import Tensor
+from transformers import PreTrainedModel
+from twins import fitted, noisy
+
+from hf_spec import Drafter, News, Request, SpeculationConfig, SpeculationStats, Speculator
+from hf_spec.batching.speculation import Speculation
+from hf_spec.checkpoints.resolve import as_speculator
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle.modeling import EagleDraftModel
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.medusa.modeling import MedusaDraftModel
+
+MODELS = {
+    "full": "llama",
+    "sliding": "mistral",
+    "mixed": "gemma3_text",
+    "experts": "qwen3_moe",
+    "sinks": "gpt_oss",
+}
+KINDS = ("n-gram", "vanilla", "eagle3", "eagle", "medusa", "dflash", "dspark", "peagle")
+CHAIN = SpeculationConfig(num_speculative_tokens=4)
+PROMPTS = prompts_of(9, 99)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection() -> Iterator[None]:
+    """Spare the collector all that is there already: transformers' engine calls it whenever it ends."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@functools.cache
+def model(name: str) -> PreTrainedModel:
+    return build(name, num_hidden_layers=4 if name in ("gemma3_text", "gpt_oss") else 3)
+
+
+@functools.cache
+def texts(name: str) -> list[list[int]]:
+    return plain_texts(model(name), PROMPTS, greedy())
+
+
+@functools.cache
+@torch.enable_grad()
+def draft(kind: str, name: str) -> Any:
+    """Make a draft that is right now and then about the target of this ``name``."""
+    target = model(name)
+    if kind == "n-gram":
+        return flawed(texts(name), 99)
+    if kind == "vanilla":
+        return noisy(target)
+    torch.manual_seed(0)
+    flags = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    rows = [prompt + text for prompt, text in zip(PROMPTS, texts(name), strict=True)]
+    width = min(40, max(map(len, rows)))
+    text = torch.tensor([[0] * (width - len(row)) + row[-width:] for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * min(width, len(row)) for row in rows])
+    if kind in ("dflash", "dspark", "peagle"):
+        return block_fitted(drafts_for(target)[kind], target, text, mask, steps=24)
+    made = {
+        "eagle3": lambda: Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(target.config, **flags)),
+        "eagle": lambda: EagleDraftModel(EagleSpeculatorConfig.for_target(target.config)),
+        "medusa": lambda: MedusaDraftModel(MedusaSpeculatorConfig.for_target(target.config, num_heads=3)),
+    }
+    return fitted(made[kind](), target, text, mask, steps=16)
+
+
+SLOW = [(layers, kind) for layers in ("sliding", "experts", "sinks") for kind in KINDS]
+CASES = [(layers, kind) for layers in ("full", "mixed") for kind in KINDS] + [("sliding", "n-gram")]
+
+
+@pytest.mark.parametrize(
+    ("layers", "kind"), CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in CASES]
+)
+def test_greedy_text_is_plain_generates(layers: str, kind: str) -> None:
+    name = MODELS[layers]
+    at_most = (1, 4, 16)[(list(MODELS).index(layers) + KINDS.index(kind)) % 3]
+    found, manager = serve(
+        model(name), PROMPTS, at_most, seed=KINDS.index(kind), speculator=draft(kind, name), speculation_config=CHAIN
+    )
+    assert [output.generated_tokens for output in found] == texts(name)
+    stats = SpeculationStats.merge([output.speculation for output in found])
+    assert 0 < stats.accepted < stats.proposed
+    assert manager.speculation.draft_slots == 0
+
+
+def test_mtp_layers_of_the_target() -> None:
+    """Two readers stand behind one another; both have slots for each request."""
+    target, own, _ = golden(GLM)
+    vocabulary = target.config.vocab_size
+    prompts = prompts_of(7, vocabulary)
+    expected = plain_texts(target, prompts, greedy())
+    found, manager = serve(target, prompts, 4, speculator=own, speculation_config=CHAIN)
+    assert [output.generated_tokens for output in found] == expected
+    assert manager.speculation.counts.accepted
+
+
+def test_a_ring_needs_room_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, rejected guesses push keys out of the window, and the text is another."""
+    monkeypatch.setattr(Speculation, "most_guesses", 0)
+    found, _ = serve(model("mistral"), PROMPTS, 4, speculator=draft("vanilla", "mistral"), speculation_config=CHAIN)
+    assert [output.generated_tokens for output in found] != texts("mistral")
+
+
+# --- Asked together --------------------------------------------------------------------------------------------------
+
+
+def request_of(target: PreTrainedModel, speculator: Speculator, prompt: Tensor, sample: bool) -> Request:
+    layers = speculator.feature_layers(target)
+    with torch.no_grad():
+        states = target(prompt[None], output_hidden_states=True).hidden_states
+    features = torch.cat([states[layer] for layer in layers], dim=-1) if layers else None
+    mask = torch.ones_like(prompt[None])
+    return Request(target, prompt[None], mask, features, CHAIN, lambda logits: logits.log_softmax(-1), sample)
+
+
+def news_of(counts: list[int], widths: int | None, seed: int) -> list[News]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        News(
+            torch.randint(8, 99, (1, count), generator=generator),
+            torch.tensor([count]),
+            None if widths is None else torch.randn(1, count, widths, generator=generator),
+        )
+        for count in counts
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_joined_drafters_guess_as_each_alone(kind: str) -> None:
+    """Rows come and go between proposals; the twin asks each drafter by itself."""
+    target = model("gemma3_text")
+    speculator = as_speculator(draft(kind, "gemma3_text"), target)
+    prompts = [torch.tensor(prompt) for prompt in ([9], [*range(10, 31)], [50, 51, 52], [60] * 12)]
+
+    def start(i: int) -> tuple[Drafter, Request]:
+        request = request_of(target, speculator, prompts[i], sample=False)
+        return speculator.drafter(request), request
+
+    alone = {i: start(i)[0] for i in range(4)}
+    joined, request = start(0)
+    widths = None if request.features is None else request.features.shape[-1]
+    rows, seed = [0], itertools.count()
+    steps = [([1], None), ([], None), ([2, 3], None), ([], [0, 2, 3]), ([], None), ([], [2, 1]), ([], None)]
+    for coming, staying in steps:
+        for i in coming:
+            assert joined.join(start(i)[0])
+            rows.append(i)
+        if staying is not None:
+            joined.keep_rows(torch.tensor(staying))
+            rows = [rows[i] for i in staying]
+        news = news_of([1 + (i + len(rows)) % 3 for i in rows], widths, next(seed))
+        proposal = joined.propose(News.stacked(news), 4)
+        for place, (i, own) in enumerate(zip(rows, news, strict=True)):
+            expected = alone[i].propose(own, 4)
+            nodes = expected.tokens.shape[1]
+            assert proposal.tokens[place, :nodes].tolist() == expected.tokens[0].tolist()
+            assert not proposal.present[place, nodes:].any()
