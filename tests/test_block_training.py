@@ -8,7 +8,8 @@ import pytest
 import torch
 from architectures import build
 from datasets import Dataset
-from golden import CLOSE, DFLASH, DSPARK, PEAGLE, load_draft, load_target, outputs, tiny_target
+from golden import CLOSE, DFLASH, DSPARK, GOLDENS, PEAGLE, load_draft, load_target, outputs, tiny_target
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -19,7 +20,7 @@ from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.drafts.unrolling import UnrollInput
 from hf_spec.training import DraftTrainer, DraftTrainingArguments
-from hf_spec.training.losses import ChunkedLoss
+from hf_spec.training.losses import ChunkedLoss, chain_weights
 
 CASES = (*DFLASH, *DSPARK)
 LAYERS = {"num_hidden_layers": 2, "head_dim": 8}
@@ -125,6 +126,55 @@ def test_losses_and_gradients_are_those_of_speculators(case: str) -> None:
     check_gradients(draft, norms)
 
 
+@pytest.mark.parametrize(
+    ("name", "objective", "smoothing"),
+    [("kl", "kl", None), ("recipe", "0.1 ce + 0.9 tv", None), ("dpace", "ce", 0.5)],
+)
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("sp_") and case != "sp_dflash_qwen3"])
+def test_objectives_are_those_of_speculators(case: str, name: str, objective: str, smoothing: float | None) -> None:
+    """Its ``recipe`` is that of published DSpark drafts; ``dpace`` weighs a block by how far the draft gets in it."""
+    io, draft, target = outputs(case), load_draft(case), load_target(case)
+    given, anchors = read(case)
+    guesses = draft.config.num_guesses
+    decay = torch.exp(-torch.arange(guesses) / 4.0) if smoothing is None else torch.ones(guesses)
+    mask = io["block_loss_mask"][:, -guesses:]  # (blocks, guesses)
+    weights = torch.zeros(guesses, 1, given.input_ids.shape[1] - 1)
+    weights[:, 0, anchors - 1] = (mask * decay / (mask.sum() + 1e-5)).T
+    for layer in draft.output_layers:
+        layer.requires_grad_(False)
+    made = draft.unroll(given, guesses)
+    loss = ChunkedLoss(
+        made.head,
+        lambda hidden: target.get_output_embeddings()(target.get_decoder().norm(hidden)),
+        draft.target_ids,
+        objective,
+        "keep",
+        chunk=5,
+        smoothing=smoothing,
+    )
+    total, metrics = loss.compute(made.states, io["last_hidden_states"][None], weights, made.trained, given.input_ids)
+    confidence = io.get(f"loss/{name}/confidence", 0)
+    torch.testing.assert_close(total, io[f"loss/{name}/total"] - confidence, atol=3e-5, rtol=1e-5)
+    # What its metric counts: guesses that are right one behind the other, and the target's own token.
+    right = metrics.correct[:, 0, anchors - 1] & (mask.T > 0)
+    assert float(right.long().cumprod(0).sum() + len(anchors)) == float(io["metric/eal_sum"])
+    if f"gradnorm/{name}/fc.weight" in io and made.confidence is None:
+        total.backward()
+        prefix = f"gradnorm/{name}/"
+        check_gradients(draft, {one.removeprefix(prefix): io[one] for one in io if one.startswith(prefix)})
+
+
+def test_weights_of_a_chain_are_how_far_it_gets() -> None:
+    sure = torch.tensor([0.5, 0.2, 0.8])[:, None, None]
+    counted = torch.ones(3, 1, 1, dtype=torch.bool)
+    reached = [0.75, 0.75 * 0.6, 0.75 * 0.6 * 0.9]
+    expected = torch.tensor([sum(reached), sum(reached[1:]), reached[2]])[:, None, None]
+    torch.testing.assert_close(chain_weights(sure, counted, 0.5), expected)
+    assert torch.equal(chain_weights(sure, counted, 1.0).flatten(), torch.tensor([3.0, 2.0, 1.0]))
+    counted[1] = False
+    torch.testing.assert_close(chain_weights(sure, counted, 0.5).flatten()[1:], torch.tensor([0.0, 0.75 * 0.9]))
+
+
 def test_peagle_guesses_of_all_depths_are_those_of_speculators() -> None:
     case = PEAGLE[1]
     io, draft = outputs(case), load_draft(case)
@@ -134,6 +184,22 @@ def test_peagle_guesses_of_all_depths_are_those_of_speculators() -> None:
     logits = torch.stack([made.head(step, states[0]) for step, states in enumerate(made.states)], dim=1)
     valid = io["parallel_valid"]
     torch.testing.assert_close(logits[valid], io["parallel_logits"][valid], **CLOSE)
+    # The rows that its sampler (COD) picks say the same among fewer others, for a depth sees its own chain alone.
+    torch.testing.assert_close(logits[io["cod/anchor_pos"], io["cod/depth"]], io["cod/logits"], **CLOSE)
+    row, depth = valid.nonzero(as_tuple=True)
+    hidden = load_file(GOLDENS / case / "target.safetensors")
+    states = io["last_hidden_states"][row + depth + 1]
+    states = states * (states.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * hidden["model.norm.weight"]
+    p = (states @ hidden["lm_head.weight"].T)[:, draft.target_ids].log_softmax(-1)
+    q = logits[row, depth].log_softmax(-1)
+    mask = io["loss_mask"][row + depth + 1]
+    loss = ((p.exp() * (p - q)).sum(-1) * mask).sum() / mask.sum()
+    torch.testing.assert_close(loss, io["loss_full/total"], atol=2e-5, rtol=1e-5)
+    loss.backward()
+    norms = {name.removeprefix("gradnorm_full/"): io[name] for name in io if name.startswith("gradnorm_full/")}
+    found = {name: weight.grad.norm() for name, weight in draft.named_parameters() if weight.grad is not None}
+    for name in norms:
+        torch.testing.assert_close(found[name], norms[name], atol=1e-5, rtol=2e-4, msg=name)
 
 
 def test_peagle_losses_of_packed_documents_are_those_of_speculators() -> None:

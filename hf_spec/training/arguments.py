@@ -11,7 +11,7 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from .losses import Normalizer, Outside, objective_terms
 
-NUMBERS = ("step_decay", "feature_loss_weight", "confidence_weight", "eval_temperature")
+NUMBERS = ("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature")
 WHOLE = (
     *("unroll_steps", "num_anchors", "logit_rows"),
     *("eval_prompts", "eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"),
@@ -26,6 +26,9 @@ class DraftTrainingArguments(TrainingArguments):
         unroll_steps: steps of the training-time test. Of drafts that are not fed their own output, Medusa heads have
             as many as there are heads. Language models are trained on one step and measured on so many.
         step_decay: step k weighs ``step_decay ** k``.
+        chain_smoothing: weigh each guess also by how far chains get that reach it, as sure as the draft itself is of
+            them (D-PACE), moved towards 1 by this share: 0.5 beside ``step_decay=1.0``, as the speculators library
+            trains DFlash. ``None``: by ``step_decay`` alone.
         objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation,
             one minus the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows),
             ``"reverse_kl"``, ``"nll"`` (the text's own token); or a sum such as ``"0.1 ce + 0.9 tv"``.
@@ -52,6 +55,7 @@ class DraftTrainingArguments(TrainingArguments):
 
     unroll_steps: int = 7
     step_decay: float = 0.8
+    chain_smoothing: float | None = None
     objective: str = "kl"
     normalizer: str = "token"
     num_anchors: int = 512
@@ -105,6 +109,8 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"{self.metric_for_best_model} is measured by sampling: set eval_temperature")
         if self.step_decay <= 0:
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
+        if self.chain_smoothing is not None and not 0 <= self.chain_smoothing <= 1:
+            raise ValueError(f"chain_smoothing is {self.chain_smoothing!r}; set 0 to 1, or None")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns would remove what the target reads; leave it False")
         if self.torch_compile:

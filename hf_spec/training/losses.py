@@ -14,7 +14,7 @@ token i+1+k last and guesses token i+2+k, where the target's distribution is tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, cast, get_args
 
@@ -111,6 +111,17 @@ def position_weights(
     return weights, (sizes > 0).sum((1, 2)).float()
 
 
+def chain_weights(sure: Tensor, counted: Tensor, smoothing: float) -> Tensor:
+    """Weigh every guess by how far chains get that reach it (D-PACE): (steps, batch, length - 1).
+
+    A chain reaches guess k with the product of how ``sure`` the draft is of the guesses up to it, each moved towards 1
+    by ``smoothing``; a guess weighs the sum of these products from its own on. Only ``counted`` guesses take part.
+    """
+    moved = torch.where(counted, smoothing + (1 - smoothing) * sure, 1)
+    reached = moved.cumprod(0) * counted
+    return reached.flip(0).cumsum(0).flip(0) * counted
+
+
 # -- the loss, in chunks ----------------------------------------------------------------------------------------------
 
 
@@ -120,12 +131,14 @@ class StepMetrics:
 
     ``losses`` (steps,) are weighted sums. ``correct`` tells whether the draft's best token is the target's,
     ``overlap`` how often a sampled guess would be accepted, and ``inside`` whether the draft can guess the target's
-    best token at all; what they say of guesses that do not count means nothing.
+    best token at all. ``sure`` is the draft's probability of the token that the objective wants. What they say of
+    guesses that do not count means nothing.
     """
 
     losses: Tensor
     correct: Tensor
     overlap: Tensor
+    sure: Tensor
     inside: Tensor
 
 
@@ -185,6 +198,7 @@ class ChunkedLoss:
     by exp(-3 acceptance); ``"reverse_kl"``, from the draft's distribution to the target's; ``"nll"``, cross-entropy
     with the text's own token; or a sum of some with weights (see ``objective_terms``). ``confidence(states)`` is
     trained by binary cross-entropy, weighing ``confidence_weight``, to say how often a sampled guess is accepted.
+    ``smoothing``: see ``chain_weights``.
     """
 
     draft_head: Callable[[int, Tensor], Tensor]
@@ -195,6 +209,7 @@ class ChunkedLoss:
     chunk: int = 256
     confidence: Callable[[Tensor], Tensor] | None = None
     confidence_weight: float = 1.0
+    smoothing: float | None = None
 
     def compute(
         self,
@@ -210,6 +225,10 @@ class ChunkedLoss:
         target hidden) the target's last hidden states, ``weights`` (steps, batch, length - 1) those of the positions.
         ``input_ids`` (batch, length) are needed for ``"nll"``.
         """
+        if self.smoothing is not None:
+            with torch.no_grad():
+                _, found = replace(self, smoothing=None).compute(states, hidden, weights, (), input_ids)
+            weights = weights * chain_weights(found.sure, weights > 0, self.smoothing)
         by_column = _shift(weights, 1)  # (steps, batch, columns)
         text, column = (by_column > 0).any(0).nonzero(as_tuple=True)
         if not len(text):  # the loss is zero, but every process of a distributed run needs a gradient
@@ -230,7 +249,8 @@ class ChunkedLoss:
             return _shift(placed, -1)
 
         losses = torch.stack([chunk.losses for chunk in chunks]).sum(0)
-        return loss, StepMetrics(losses, by_position("correct"), by_position("overlap"), by_position("inside"))
+        metrics = (by_position(name) for name in ("correct", "overlap", "sure", "inside"))
+        return loss, StepMetrics(losses, *metrics)
 
     @torch.no_grad()
     def distribution(self, hidden: Tensor, tokens: Tensor | None = None) -> TargetDistribution:
@@ -258,8 +278,8 @@ class ChunkedLoss:
 
     def compare(
         self, target: TargetDistribution, step: int, states: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss of n guesses of a step, with gradients by autograd, which are correct, and the overlap.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the loss of n guesses of a step, with gradients by autograd, and what ``StepMetrics`` says of them.
 
         ``states`` (n, hidden) are what the draft's head reads, ``weights`` (n,) those of the guesses.
         """
@@ -271,11 +291,13 @@ class ChunkedLoss:
             guess = log_q.max(-1).indices
             correct = (guess if self.target_ids is None else self.target_ids[guess]) == target.best
             overlap = torch.minimum(target.p_of_all, log_q.exp()).sum(-1)
+            wanted = target.token.clamp(min=0) if "nll" in terms else target.log_p.argmax(-1)
+            sure = log_q.gather(-1, wanted[:, None])[:, 0].exp()
         if self.confidence is not None:
             said = self.confidence(states).float()
             wrong = functional.binary_cross_entropy_with_logits(said, overlap.clamp(0, 1), reduction="none")
             loss = loss + self.confidence_weight * (wrong * weights).sum()
-        return loss, correct, overlap
+        return loss, correct, overlap, sure
 
     def _divergence(self, objective: str, log_q: Tensor, target: TargetDistribution) -> Tensor:
         """Return how far the draft's log-probabilities (n, draft vocabulary) are from the target's, (n,)."""
@@ -303,7 +325,7 @@ def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
     guesses before were those of the text.
     """
     steps = range(len(counted))
-    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "inside")}
+    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "sure", "inside")}
     moved = {name: torch.stack([one.roll(-step, -1) for step in steps]) for name, one in later.items()}
     return StepMetrics(functional.pad(metrics.losses, (0, len(counted) - 1)), **moved)
 
@@ -352,8 +374,8 @@ class _InChunks(torch.autograd.Function):
                     for gradient, more in zip(gradients[steps:], found, strict=True):
                         if more is not None:  # a head of another step
                             gradient += more
-            losses, correct, overlap = (torch.stack(metric) for metric in zip(*compared, strict=True))
-            chunks.append(StepMetrics(losses, correct, overlap, target.inside.expand(steps, -1)))
+            losses, correct, overlap, sure = (torch.stack(metric) for metric in zip(*compared, strict=True))
+            chunks.append(StepMetrics(losses, correct, overlap, sure, target.inside.expand(steps, -1)))
             total += losses.sum()
         ctx.scale = scale
         ctx.save_for_backward(*gradients)

@@ -222,6 +222,7 @@ class DraftTrainer(Trainer):
             args.logit_rows,
             made.confidence,
             args.confidence_weight,
+            args.chain_smoothing,
         )
         loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained, text.input_ids)
         if args.feature_loss_weight:
