@@ -8,6 +8,7 @@ from .data import DraftCollator, prepare_dataset
 from .evaluation import measure
 from .features import FeatureCache, cache_features
 from .regenerate import regenerate
+from .rollouts import RolloutCallback, train_on
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, most_frequent, new_draft
 
@@ -16,6 +17,7 @@ __all__ = [
     "DraftTrainer",
     "DraftTrainingArguments",
     "FeatureCache",
+    "RolloutCallback",
     "cache_features",
     "count_tokens",
     "measure",
@@ -23,5 +25,6 @@ __all__ = [
     "new_draft",
     "prepare_dataset",
     "regenerate",
+    "train_on",
     "unroll",
 ]

@@ -1,0 +1,126 @@
+"""Rollouts of reinforcement learning: written with guesses while the policy changes, and read by its draft."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..checkpoints.resolve import as_speculator
+from ..defaults import get_speculator, set_speculator
+from ..drafts.base import Drafter, Request, Speculator
+from ..settings import SpeculationConfig
+from .trainer import DraftTrainer
+
+
+class RolloutCallback(TrainerCallback):
+    """Let a trainer that generates, such as TRL's ``GRPOTrainer``, do so with guesses, and refresh the draft.
+
+    ``trainer.add_callback(RolloutCallback(speculator))`` is all that a trainer needs, which calls ``generate`` of the
+    model that it trains. What it writes keeps the distribution of the policy, whatever its weights have become: each
+    call reads its prompts anew, and the policy verifies every guess. Only how many guesses are right depends on how
+    well the draft knows the policy, so ``draft_trainer`` trains it on what was written lately.
+
+    Args:
+        speculator: what guesses, as in ``generate``; by default the draft of ``draft_trainer``.
+        config: how to guess and verify.
+        draft_trainer: a ``DraftTrainer`` whose target is the policy; its arguments say how long each refreshing lasts,
+            for example ``num_train_epochs=1`` and ``save_strategy="no"``. Whole texts, prompts and completions, are
+            its examples, from all processes.
+        every: steps of the policy between two refreshings.
+        keep: how many of the latest texts a refreshing reads at most.
+
+    Errors: a TypeError if there is neither a speculator nor a trainer of one; a ValueError for numbers below 1, and
+    from the draft when training begins, if it cannot serve the policy.
+    """
+
+    def __init__(
+        self,
+        speculator: Any = None,
+        config: SpeculationConfig | None = None,
+        *,
+        draft_trainer: DraftTrainer | None = None,
+        every: int = 10,
+        keep: int = 256,
+    ) -> None:
+        if speculator is None and draft_trainer is None:
+            raise TypeError("RolloutCallback needs what guesses: pass a speculator, a draft_trainer, or both")
+        for name, number in (("every", every), ("keep", keep)):
+            if number < 1:
+                raise ValueError(f"{name} is {number}; set at least 1")
+        self.speculator, self.config = speculator, config
+        self.draft_trainer, self.every = draft_trainer, every
+        self.texts: deque[list[int]] = deque(maxlen=keep)
+        self._before: Speculator | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Give the policy its speculator."""
+        self._before = get_speculator(model)
+        found: Any = self.speculator
+        if found is None and self.draft_trainer is not None:
+            found = self.draft_trainer.draft
+        self._set_to_evaluation()
+        set_speculator(model, _Listening(as_speculator(found, model), self.texts), self.config)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refresh the draft, if it is time to."""
+        if self.draft_trainer is None or state.global_step % self.every:
+            return
+        if texts := _of_all_processes(list(self.texts), self.draft_trainer.accelerator.num_processes):
+            train_on(self.draft_trainer, texts)
+        self.texts.clear()
+        self._set_to_evaluation()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Leave the policy as it was."""
+        set_speculator(model, self._before)
+
+    def _set_to_evaluation(self) -> None:
+        if self.draft_trainer is not None:
+            self.draft_trainer.draft.eval()
+
+
+def train_on(trainer: DraftTrainer, texts: Sequence[Sequence[int]]) -> None:
+    """Train the draft of ``trainer`` on ``texts`` (token ids), as long as its arguments say, and go on from there.
+
+    All tokens count as the target's own. The optimizer keeps its state from call to call; the learning rate runs
+    through its schedule anew.
+    """
+    trainer.train_dataset = [
+        {"input_ids": list(text), "loss_mask": [1] * len(text)} for text in texts if len(text) > 2
+    ]
+    trainer.lr_scheduler = None
+    trainer.train()
+
+
+def _of_all_processes(texts: list[list[int]], processes: int) -> list[list[int]]:
+    if processes == 1:
+        return texts
+    from accelerate.utils import gather_object  # type: ignore[import-untyped]
+
+    return list(gather_object(texts))
+
+
+class _Listening(Speculator):
+    """Guess as ``inner`` does, and keep what finished calls wrote."""
+
+    def __init__(self, inner: Speculator, texts: deque[list[int]]) -> None:
+        self.inner, self._texts = inner, texts
+
+    def feature_layers(self, target: Any) -> tuple[int, ...]:
+        return self.inner.feature_layers(target)
+
+    def check(self, target: Any, config: SpeculationConfig | None = None) -> None:
+        self.inner.check(target, config)
+
+    def defaults(self) -> SpeculationConfig:
+        return self.inner.defaults()
+
+    def drafter(self, request: Request) -> Drafter:
+        return self.inner.drafter(request)
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        self.inner.learn(texts)
+        self._texts.extend(map(list, texts))
