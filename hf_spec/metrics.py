@@ -181,8 +181,12 @@ class SpeculationStats:
         try:
             yield
         finally:
-            name = f"{part}_seconds"
-            setattr(self, name, getattr(self, name) + self._now() - start)
+            self.book(part, self._now() - start)
+
+    def book(self, part: Part, seconds: float) -> None:
+        """Add ``seconds`` to ``propose_seconds``, ``verify_seconds`` or ``choose_seconds``."""
+        name = f"{part}_seconds"
+        setattr(self, name, getattr(self, name) + seconds)
 
     def compiled(self, graphs: int, seconds: float) -> None:
         """Note how many graphs were compiled so far and how long that took, which is no time of verification."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import build
 from batches import EOS, batching, flawed, greedy, plain_texts, prompts_of, serve
-from test_distribution_end_to_end import PROMPTS, VOCAB, distribution
+from test_distribution_end_to_end import PROMPTS, VANILLA, VOCAB, Lying, distribution, guesser
 from test_distribution_end_to_end import model as tiny
 from test_verification import TOO_FAR, deviation
 from torch import Tensor
@@ -177,35 +177,71 @@ def test_a_stream_is_told_every_step() -> None:
 
 # --- The same distribution -------------------------------------------------------------------------------------------
 
-TEXTS = 2000  # after each of two prompts
 SAMPLED = {"do_sample": True, "temperature": 1.5, "top_k": 4, "top_p": 0.95, "eos_token_id": -1, "max_new_tokens": 5}
 
 
-def drawn(speculator: Any, config: SpeculationConfig) -> Tensor:
-    """Draw texts after the two prompts in one engine and number them, as ``distribution`` does: (texts,)."""
+def drawn(speculator: Any, config: SpeculationConfig, texts: int = 2500, **options: Any) -> Tensor:
+    """Draw ``texts`` after each of two prompts in one engine and number them, as ``distribution`` does: (texts,)."""
     torch.manual_seed(0)
     prompts = [PROMPTS[0].tolist(), PROMPTS[1, 2:].tolist()]
     engine = ContinuousBatchingConfig(
         num_blocks=80, page_size=16, max_batch_tokens=256, max_requests_per_batch=64, seed=0
     )
     outputs = tiny().generate_batch(
-        prompts * TEXTS,
-        GenerationConfig(**SAMPLED),
+        prompts * texts,
+        GenerationConfig(**SAMPLED | options),
         engine,
         warmup=False,
         speculator=speculator,
         speculation_config=config,
     )
-    assert sum(output.speculation.accepted for output in outputs.values()) > TEXTS
-    number = torch.arange(2).repeat(TEXTS)
+    assert sum(output.speculation.accepted for output in outputs.values()) > texts / 2
+    number = torch.arange(2).repeat(texts)
     for token in torch.tensor([output.generated_tokens[:4] for output in outputs.values()]).unbind(1):
         number = VOCAB * number + token
     return number
 
 
-def test_ngram_guesses_change_no_distribution() -> None:
-    speculator = NgramSpeculator(max_ngram=2, corpus=[[4, 2, 4, 1, 3, 4, 2, 2, 0, 1, 1, 3]])
-    assert deviation(drawn(speculator, SpeculationConfig(num_speculative_tokens=3)), distribution()) < TOO_FAR
+NGRAM = NgramSpeculator(max_ngram=2, corpus=[[4, 2, 4, 1, 3, 4, 2, 2, 0, 1, 1, 3]])
+CHAINS = {case: config for case, config in VANILLA.items() if config.tree is None}
+
+
+def test_drawn_guesses_change_no_distribution() -> None:
+    assert deviation(drawn(guesser(), CHAINS["chain, block"], 400), distribution()) < TOO_FAR
+
+
+def test_a_draft_that_lies_about_its_distribution_is_found() -> None:
+    config = SpeculationConfig(num_speculative_tokens=3)
+    assert deviation(drawn(Lying(), config, 150), distribution()) > TOO_FAR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CHAINS)
+def test_no_rule_changes_the_distribution(case: str) -> None:
+    assert deviation(drawn(guesser(), CHAINS[case]), distribution()) < TOO_FAR
+
+
+@pytest.mark.slow
+def test_looked_up_guesses_change_no_distribution() -> None:
+    assert deviation(drawn(NGRAM, SpeculationConfig(num_speculative_tokens=3)), distribution()) < TOO_FAR
+
+
+def test_each_request_has_its_own_settings() -> None:
+    """A request that only its best token may follow is greedy beside one that draws."""
+    engine = batching(4, per_request_processors=True, seed=0)
+    options = greedy(do_sample=True, temperature=3.0, top_k=90)
+    texts = plain_texts(target(), PROMPT_LIST[:4], greedy())
+    for speculator in speculators(texts).values():
+        with target().continuous_batching_context_manager(
+            options, continuous_batching_config=engine, warmup=False, speculator=speculator, num_speculative_tokens=4
+        ) as manager:
+            for i, prompt in enumerate(PROMPT_LIST[:4]):
+                manager.add_request(prompt, f"best {i}", top_k=1)
+                manager.add_request(prompt, f"drawn {i}")
+            found = {(output := manager.get_result(timeout=60)).request_id: output for _ in range(8)}
+        assert [found[f"best {i}"].generated_tokens for i in range(4)] == texts
+        assert all(found[f"drawn {i}"].generated_tokens != texts[i] for i in range(4))
+        assert sum(found[f"best {i}"].speculation.accepted for i in range(4))
 
 
 # --- Coming and going ------------------------------------------------------------------------------------------------

@@ -45,23 +45,36 @@ class Guess:
 class Row:
     """What is known of one request. ``request`` is the engine's own object, and so is new when it starts anew.
 
-    ``features`` are those of the part of the prompt that was read, (1, tokens, widths) each; ``unread`` is what became
-    text and no drafter was told yet; ``guess`` waits to be scored.
+    ``features`` are those of the part of the prompt that was read, (1, tokens, widths) each; ``unread`` tokens became
+    text in as many ``steps``, and no drafter was told yet; ``guess`` waits to be scored.
     """
 
     name: str
     request: Any
     stats: SpeculationStats
     features: list[Tensor] = field(default_factory=list)
-    unread: list[News] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    unread_features: list[Tensor] = field(default_factory=list)  # (tokens, widths) each, beside ``unread``
+    steps: int = 0
     guess: Guess | None = None
+
+    def tell(self, tokens: list[int], features: Tensor | None) -> None:
+        """Keep what became text in a step until a drafter is asked again; ``features`` are (tokens, widths)."""
+        self.unread += tokens
+        self.steps += 1
+        if features is not None:
+            self.unread_features.append(features)
+
+    def asked(self, guess: Guess) -> None:
+        """Note that the drafter knows what became text, and guesses so."""
+        self.unread, self.unread_features, self.steps, self.guess = [], [], 0, guess
 
 
 class Drafters:
     """Start a drafter for each request, and join those that can be joined."""
 
-    def __init__(self, start: Callable[[Row], Drafter]) -> None:
-        self._start = start
+    def __init__(self, start: Callable[[Row], Drafter], device: torch.device) -> None:
+        self._start, self._device = start, device
         self._groups: list[tuple[Drafter, list[Row]]] = []
 
     @property
@@ -81,13 +94,12 @@ class Drafters:
         new = [row for row in rows if row not in known]
         for row in new:
             self._add(row)
-        late = bool(new) or any(len(row.unread) > 1 for row in rows)
+        late = bool(new) or any(row.steps > 1 for row in rows)
         for drafter, together in self._groups:
             if all(row.unread for row in together):
-                news = News.stacked([News.joined(row.unread) for row in together])
-                guesses = guesses_of(ask(drafter, together, news, limit))
+                guesses = guesses_of(ask(drafter, together, news_of(together, self._device), limit))
                 for row, guess in zip(together, guesses, strict=True):
-                    row.guess, row.unread = guess, []
+                    row.asked(guess)
         return late
 
     def _add(self, row: Row) -> None:
@@ -109,6 +121,18 @@ class Drafters:
             if going_on:
                 left.append((drafter, [rows[i] for i in going_on]))
         self._groups = left
+
+
+def news_of(rows: Sequence[Row], device: torch.device) -> News:
+    """Put side by side what ``rows`` have not told their drafter, the shorter ones filled up on the right."""
+    width = max(len(row.unread) for row in rows)
+    counted = [[len(row.unread), *row.unread, *[0] * (width - len(row.unread))] for row in rows]
+    both = torch.tensor(counted, device=device)  # (rows, 1 + tokens), in one transfer
+    features = None
+    if rows[0].unread_features:
+        each = [torch.cat(row.unread_features) for row in rows]
+        features = torch.nn.utils.rnn.pad_sequence(each, batch_first=True)  # (rows, tokens, widths)
+    return News(both[:, 1:], both[:, 0], features)
 
 
 def guesses_of(proposal: Proposal) -> list[Guess]:

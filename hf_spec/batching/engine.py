@@ -307,6 +307,8 @@ def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor |
     """Return the features (tokens, widths) at the nodes of ``path``."""
     if features is None:
         return None
+    if path[-1] == len(path) - 1:  # of a chain
+        return features[0, places[0] : places[0] + len(path)].clone()  # the others need not be kept
     return features[0, torch.tensor([places[node] for node in path], device=features.device)]
 
 

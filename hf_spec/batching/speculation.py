@@ -83,7 +83,7 @@ class Speculation:
         self._rule = rule_for(self.config)
         self._ranks = Ranks(model)
         self._rows: dict[str, Row] = {}
-        self._drafters = Drafters(self._start)
+        self._drafters = Drafters(self._start, model.device)
         self._asked_rows: list[Row] = []  # whose drafter is guessing just now
         self._warp: Warp
         self._asked_for: tuple[int, float] | None = None  # how many rows were last asked to guess, and when
@@ -131,10 +131,11 @@ class Speculation:
     @contextlib.contextmanager
     def timed(self, part: Part, rows: Sequence[Row]) -> Iterator[None]:
         """Book the time spent inside on a ``part`` of the step that ``rows`` take together."""
-        with contextlib.ExitStack() as stack:
-            for row in rows:
-                stack.enter_context(row.stats.timed(part))
-            yield
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        for row in rows:
+            row.stats.book(part, seconds)
 
     # -- verify -------------------------------------------------------------------------------------------------------
 
@@ -195,9 +196,7 @@ class Speculation:
         counted = []
         for one, new, states in zip(scored, emitted, features, strict=True):
             row = one.row
-            tokens = torch.tensor([new.tokens], device=self.model.device)
-            counts = torch.tensor([len(new.tokens)], device=tokens.device)
-            row.unread.append(News(tokens, counts, None if states is None else states[None]))
+            row.tell(new.tokens, states)
             if not row.stats.time_to_first_token:
                 row.stats.prefilled(new.tokens)
                 continue

@@ -95,21 +95,6 @@ class News:
             counts = counts + part.counts
         return cls(tokens, counts, features)
 
-    @classmethod
-    def stacked(cls, rows: Sequence[News]) -> News:
-        """Put news of different rows side by side, the shorter ones padded on the right."""
-        if len(rows) == 1:
-            return rows[0]
-        width = max(row.tokens.shape[1] for row in rows)
-
-        def padded(states: Tensor) -> Tensor:
-            empty = states.new_zeros((len(states), width - states.shape[1], *states.shape[2:]))
-            return torch.cat([states, empty], dim=1)
-
-        parts = [row.features for row in rows if row.features is not None]
-        features = torch.cat([padded(part) for part in parts]) if parts else None
-        return cls(torch.cat([padded(row.tokens) for row in rows]), torch.cat([row.counts for row in rows]), features)
-
     def of(self, rows: Tensor) -> News:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
