@@ -25,7 +25,7 @@ from hf_spec.cli.demo import highlighted
 from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
 
-COMMANDS = ("demo", "generate", "serve", "bench", "prepare", "train", "inspect", "convert")
+COMMANDS = ("demo", "generate", "chat", "serve", "bench", "prepare", "train", "inspect", "convert")
 EAGLE = Path(__file__).parent / "fixtures" / "goldens" / "eagle3_orig_a" / "checkpoint"
 PROMPT = "Once upon a time"
 

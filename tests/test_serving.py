@@ -125,6 +125,11 @@ def test_a_chat_without_messages_is_refused(client):
         client.openai.chat.completions.create(model=TARGET, messages=[])
 
 
+def test_a_chat_that_the_template_does_not_take_is_refused(client):
+    with pytest.raises(BadRequestError, match="not system"):
+        client.openai.chat.completions.create(model=TARGET, messages=[{"role": "system", "content": "Be brief."}])
+
+
 def test_a_stream_that_fails_says_why(one_by_one):
     with pytest.raises(APIError) as caught:
         one_by_one.complete(PROMPTS[0], 5, stream=True, **BAD["top_k"])

@@ -15,6 +15,7 @@ from importlib import import_module
 
 from .. import __version__
 from .bench import add_bench
+from .chat import add_chat
 from .demo import add_demo
 from .doctor import add_doctor
 from .drafts import add_convert, add_inspect
@@ -22,7 +23,18 @@ from .generate import add_generate
 from .serve import add_serve
 from .training import add_prepare, add_train
 
-COMMANDS = (add_demo, add_generate, add_serve, add_bench, add_doctor, add_prepare, add_train, add_inspect, add_convert)
+COMMANDS = (
+    add_demo,
+    add_generate,
+    add_chat,
+    add_serve,
+    add_bench,
+    add_doctor,
+    add_prepare,
+    add_train,
+    add_inspect,
+    add_convert,
+)
 INTERRUPTED, PIPE_CLOSED = 130, 141  # exit statuses as shells give them: 128 and the number of the signal
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
 from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .meter import CONTENT_TYPE_LATEST, Meter
 
+MISTAKES = (ValueError, TemplateError)  # of the client: values, and chats that the model's template does not take
 CLOSED_BY_CLIENT = "499"  # as web servers log it
 
 
@@ -20,13 +22,13 @@ def add_to_app(app: FastAPI, meter: Meter) -> None:
     app.add_api_route("/metrics", lambda: Response(meter.text(), media_type=CONTENT_TYPE_LATEST))
     app.add_middleware(_Watch, meter=meter)
 
-    for kind in (HTTPException, ValueError, CBWorkerDeadError, Exception):
+    for kind in (HTTPException, *MISTAKES, CBWorkerDeadError, Exception):
         app.add_exception_handler(kind, _tell)
 
 
 def _tell(_request: Request, error: Exception) -> JSONResponse:
     """Say what went wrong where OpenAI's clients look for it, and where those of transformers do."""
-    status = 400 if isinstance(error, ValueError) else 503 if isinstance(error, CBWorkerDeadError) else 500
+    status = 400 if isinstance(error, MISTAKES) else 503 if isinstance(error, CBWorkerDeadError) else 500
     status = getattr(error, "status_code", status)
     message = str(getattr(error, "detail", "") or error or type(error).__name__)
     kind = "invalid_request_error" if status < 500 else "server_error"

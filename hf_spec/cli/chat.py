@@ -1,0 +1,154 @@
+"""``hf-spec chat``: talk to a target that guesses, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .common import (
+    TEMPERATURE_HELP,
+    TREE_HELP,
+    add_device_options,
+    add_proposal_options,
+    at_least,
+    command,
+    configured,
+    sampling,
+    temperature_of,
+    tree_of,
+)
+
+if TYPE_CHECKING:
+    from ..metrics import SpeculationStats
+
+HELP = """/reset  forget what was said     /stats  say how the guessing went
+/exit   end, as Ctrl-D does      Ctrl-C  stop an answer"""
+
+
+def add_chat(commands: Any) -> None:
+    """Declare ``hf-spec chat``."""
+    add = command(commands, _chat, "chat", "talk to a model in the terminal", f"While it runs:\n{HELP}")
+    add("model", help="target: directory or Hub id, with a chat template")
+    add("--speculator", required=True, metavar="X", help="ngram, mtp, auto, or a draft: directory or Hub id")
+    add("--system", metavar="TEXT", help="what the model is told before the first message")
+    add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="length of an answer (%(default)s)")
+    add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
+    add("--seed", type=int, metavar="N", help="of the sampled tokens")
+    add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
+    add_proposal_options(add)
+    add_device_options(add)
+
+
+def _chat(args: argparse.Namespace) -> None:
+    import torch
+
+    from .loading import load_models
+
+    target, tokenizer, speculators = load_models(
+        args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
+    )
+    if not tokenizer.chat_template:
+        raise ValueError(f"{args.model} has no chat template; use hf-spec generate, or an instruction-tuned model")
+    speculator = speculators[args.speculator]
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    options = {
+        "speculator": speculator,
+        # Left out, the number of guesses is chosen by the clock.
+        "speculation_config": configured(speculator, args, args.tree).merge(
+            num_speculative_tokens=args.num_speculative_tokens
+        ),
+        "max_new_tokens": args.max_new_tokens,
+        **sampling(args.temperature),
+    }
+    _Chat(target, tokenizer, args.system, options).run()
+
+
+class _Chat:
+    """What was said, and how the guessing went."""
+
+    def __init__(self, target: Any, tokenizer: Any, system: str | None, options: dict[str, Any]) -> None:
+        self.target, self.tokenizer, self.options = target, tokenizer, options
+        self.beginning = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.beginning)
+        self.answers: list[SpeculationStats] = []
+
+    def run(self) -> None:
+        """Read lines and answer them until there are no more."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            with contextlib.suppress(ImportError):  # on some systems
+                import readline  # noqa: F401, which lets input() edit lines and recall earlier ones
+            print(HELP)
+        while True:
+            try:
+                line = input("> " if is_terminal else "").strip()
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D or /exit ends the chat)")
+            except EOFError:
+                return
+            else:
+                if line in ("/exit", "/quit"):
+                    return
+                self._obey(line)
+
+    def _obey(self, line: str) -> None:
+        if line == "/reset":
+            self.messages = list(self.beginning)
+        elif line == "/stats":
+            self._tell_stats()
+        elif line.startswith("/"):
+            print(HELP if line == "/help" else f"{line.split()[0]} is not a command\n{HELP}")
+        elif line:
+            self._answer(line)
+
+    def _tell_stats(self) -> None:
+        from ..metrics import SpeculationStats
+
+        if not self.answers:
+            print("nothing was guessed yet")
+            return
+        print(f"the last answer:\n{self.answers[-1]}")
+        if len(self.answers) > 1:
+            print(f"all {len(self.answers)} answers:\n{SpeculationStats.merge(self.answers)}")
+
+    def _answer(self, line: str) -> None:
+        """Answer one message; what was said of an answer that is stopped stays said."""
+        from jinja2 import TemplateError
+
+        from ..scoring.plain import input_device
+
+        self.messages.append({"role": "user", "content": line})
+        try:
+            inputs = self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            ).to(input_device(self.target))
+        except TemplateError as error:
+            raise ValueError(f"the chat template of the model does not take this chat: {error}") from error
+        shown = _shown(self.tokenizer)
+        try:
+            out = self.target.generate(**inputs, streamer=shown, return_dict_in_generate=True, **self.options)
+        except KeyboardInterrupt:
+            shown.end()
+            print("(stopped)")
+        else:
+            self.answers.append(out.speculation)
+        self.messages.append({"role": "assistant", "content": "".join(shown.pieces)})
+
+
+def _shown(tokenizer: Any) -> Any:
+    """Return a streamer that prints a text and keeps it."""
+    from transformers import TextStreamer
+
+    class Shown(TextStreamer):  # type: ignore[misc, unused-ignore]
+        pieces: list[str]
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            self.pieces.append(text)
+            super().on_finalized_text(text, stream_end)
+
+    shown = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    shown.pieces = []
+    return shown
