@@ -22,6 +22,7 @@ from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.dspark.modeling import DSparkDraftModel
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
+from hf_spec.drafts.unrolling import UnrollInput
 
 CASES = (*DFLASH, *DSPARK)
 FORMATS = {"ds": "deepspec (DeepSpec)", "zl": "dflash (z-lab)"}
@@ -259,3 +260,31 @@ def test_auto_config_knows_the_kinds(tmp_path: Path) -> None:
     config: PreTrainedConfig = config_for(DSparkSpeculatorConfig, **WEIGHTS)
     config.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is DSparkSpeculatorConfig
+
+
+# -- as speculators reads them ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "peagle"])
+@torch.no_grad()
+def test_what_we_write_is_what_speculators_reads(kind: str, tmp_path: Path) -> None:
+    """The checkpoints were written by us, and the logits beside them are those of speculators 0.9.0 that read them."""
+    case = f"sp_{kind}_from_us"
+    io, source = outputs(case), GOLDENS / case / "checkpoint"
+    target = tiny_target(*io["target/embed"].shape, num_hidden_layers=6)
+    target.get_input_embeddings().weight.copy_(io["target/embed"])
+    target.get_output_embeddings().weight.copy_(io["target/head"])
+    draft = AutoDraftModel.from_pretrained(source, dtype=torch.float32, target=target)
+    ids, marked = io["input_ids"][None], None
+    if kind != "peagle":
+        marked = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, io["anchors"], True)
+    made = draft.unroll(UnrollInput(ids, None, io["features"][None], marked), draft.unroll_steps(4))
+    logits = torch.stack([made.head(step, states[0]) for step, states in enumerate(made.states)])
+    found = logits[io["depths"], io["rows"]] if kind == "peagle" else logits[:, io["anchors"] - 1].transpose(0, 1)
+    torch.testing.assert_close(found, io["logits"], **CLOSE)
+    draft.save_pretrained(tmp_path)  # today's files are those that it read
+    written, read = (json.loads((path / "config.json").read_text()) for path in (tmp_path, source))
+    written["transformer_layer_config"].pop("dtype")  # which loading notes
+    assert written | {"transformers_version": read["transformers_version"]} == read
+    tensors, theirs = (load_file(path / "model.safetensors") for path in (tmp_path, source))
+    assert tensors.keys() == theirs.keys() and all(torch.equal(tensors[name], theirs[name]) for name in theirs)
