@@ -17,15 +17,26 @@ from transformers import PreTrainedModel
 from twins import SHAPES, noisy, target
 
 from hf_spec import SpeculationConfig
+from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
+from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
+from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.training import DraftTrainer, new_draft, unroll
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+LAYERS = {"num_hidden_layers": 2, "head_dim": 8}
+BLOCKS = {"aux_hidden_state_layer_ids": [0, 1, 2], "mask_token_id": 3, "block_size": 5}
+HEADS = {"markov_rank": 8, "markov_head_type": "rnn"}
 CONFIGS: dict[str, Any] = {
     "eagle3": lambda config: Eagle3SpeculatorConfig.for_target(config, eagle_aux_hidden_state_layer_ids=[0, 1, 2]),
+    "dflash": lambda config: DFlashSpeculatorConfig.for_target(config, LAYERS, **BLOCKS),
+    "dspark": lambda config: DSparkSpeculatorConfig.for_target(config, LAYERS, **BLOCKS, **HEADS),
+    "peagle": lambda config: PEagleSpeculatorConfig.for_target(
+        config, mask_token_id=3, eagle_aux_hidden_state_layer_ids=[0, 1, 2]
+    ),
     "eagle": EagleSpeculatorConfig.for_target,
     "medusa": MedusaSpeculatorConfig.for_target,
     "mtp": MTPSpeculatorConfig.for_target,
@@ -86,9 +97,17 @@ def test_gradients_of_the_unroll(flags: dict[str, Any], device: str) -> None:
         torch.testing.assert_close(here, there, atol=1e-3, rtol=1e-3)
 
 
+def dspark(model: Any) -> Any:
+    return draft_of("dspark", model)
+
+
+def peagle(model: Any) -> Any:
+    return draft_of("peagle", model)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("make", [eagle3, mtp, medusa])
+@pytest.mark.parametrize("make", [eagle3, mtp, medusa, dspark, peagle])
 def test_training_loses_alike(make: Any, precision: str, device: str, tmp_path: Path) -> None:
     found = []
     for place, half in (("cpu", False), (device, precision == "bf16")):
