@@ -212,8 +212,10 @@ def test_bad_settings_are_refused(kind: Any, flags: dict[str, Any], message: str
         ({"num_hidden_layers": 4}, r"\[2, 4, 5\] do not fit a target of 4 layers"),
     ],
 )
-def test_other_targets_are_refused(target: dict[str, Any], message: str) -> None:
-    draft = DFlashDraftModel(config_for(aux_hidden_state_layer_ids=[2, 4, 5]))
+@pytest.mark.parametrize("kind", [DFlashDraftModel, DSparkDraftModel, PEagleDraftModel])
+def test_other_targets_are_refused(kind: Any, target: dict[str, Any], message: str) -> None:
+    config = kind.config_class
+    draft = kind(config_for(config, **{config.layer_ids_field: [2, 4, 5]}))
     with pytest.raises(ValueError, match=message):
         tiny_target(**target).generate(torch.arange(4)[None], speculator=draft, max_new_tokens=4)
 
