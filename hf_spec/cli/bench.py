@@ -40,9 +40,10 @@ def add_bench(commands: Any) -> None:
     """Declare ``hf-spec bench``."""
     add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
     add("model", help="target: directory or Hub id")
-    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, mtp, directories or Hub ids (ngram)")
+    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories or Hub ids "
+        "(ngram)")  # fmt: skip
     add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
-    add("--limit", type=at_least(1), metavar="N", help="prompts per category")
+    add("--limit", "--prompts-per-category", type=at_least(1), metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
     add("--search-tree", type=at_least(1), nargs="*", metavar="N", help="find and measure static trees of so many "
         f"guesses instead ({' '.join(map(str, BUDGETS))})")  # fmt: skip
@@ -57,6 +58,13 @@ def add_bench(commands: Any) -> None:
         "(%(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="set before each run (%(default)s)")
     add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
+    add("--compiled", action="store_true", help="measure plain generate compiled over a static cache, too")
+    add(
+        "--rounds",
+        type=writable,
+        metavar="FILE.jsonl",
+        help="keep every batch of prompts there, and go on where it ends",
+    )
     add("--json", type=writable, metavar="FILE", help="write all figures")
     add("--png", type=writable, metavar="FILE", help="write a picture")
     add("--card", type=existing, metavar="README.md", help="add a table to the model card of the draft")
@@ -100,7 +108,8 @@ def _bench(args: argparse.Namespace) -> None:
             for name, draft in speculators.items()
             for tree in args.tree
         ]
-    report = run_bench(target, tokenizer, prompts, contenders, _settings(args), progress=sys.stderr.isatty())
+    options = {"progress": sys.stderr.isatty(), "rounds_file": args.rounds}
+    report = run_bench(target, tokenizer, prompts, contenders, _settings(args), **options)
     _tell(report, args)
     if expected:
         _tell_trees(report, contenders, expected, args.save_tree)
@@ -116,6 +125,7 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
         repeats=args.repeats,
         warmup=args.warmup,
         baselines=not args.no_baselines,
+        compiled=args.compiled,
         seed=args.seed,
     )
 

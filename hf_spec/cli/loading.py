@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..drafts.base import Speculator
+from ..drafts.ngram.speculator import NgramSpeculator
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 
+REMEMBERED = 100_000  # tokens of a memory: 10 MB
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 
 Configured = Callable[[Speculator], Iterable[SpeculationConfig]]
@@ -67,6 +69,8 @@ def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrai
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
     """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
+    if name == "memory":
+        return NgramSpeculator(remember=REMEMBERED)
     if name in ("ngram", "mtp", "auto"):
         return as_speculator(name, target)
     draft = load_draft(name, target, dtype=dtype)

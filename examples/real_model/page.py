@@ -1,0 +1,186 @@
+"""Write docs/benchmarks.md from raw figures: those of measure.sh, and what training logged.
+
+    python examples/real_model/page.py RESULTS docs/benchmarks.md [--work WORK]
+
+With ``--work``, the directory of make.sh, what its drafts logged is copied to RESULTS first, with configs and model
+cards. Everything in the page comes from RESULTS, so that it can be written again without the drafts.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hf_spec.bench import import_pyplot
+
+KINDS = {"eagle3": "EAGLE-3", "dspark": "DSpark", "medusa": "Medusa", "mtp": "MTP", "vanilla": "two layers, distilled"}
+CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+LOGGED = ("step", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
+
+
+def collect(work: Path, results: Path) -> None:
+    """Copy what describes the drafts in ``work`` to ``results``: no weights."""
+    for kind in KINDS:
+        states = sorted(work.glob(f"{kind}/checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
+        if not states:
+            continue
+        history = json.loads(states[-1].read_text(encoding="utf-8"))["log_history"]
+        kept = [
+            {name: value for name, value in line.items() if name in LOGGED or name.startswith("eval_")}
+            for line in history
+        ]
+        lines = ",\n ".join(json.dumps(line) for line in kept)
+        (results / f"training-{kind}.json").write_text(f"[{lines}]\n", encoding="utf-8")
+        for source, name in (("README.md", f"card-{kind}.md"), ("config.json", f"config-{kind}.json")):
+            if (work / kind / source).exists():
+                shutil.copyfile(work / kind / source, results / name)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def curves(results: Path, picture: Path) -> str:
+    """Draw τ over tokens seen; return a table of what each draft was trained on and reached."""
+    pyplot = import_pyplot()
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    lines = ["| draft | tokens seen | τ, held-out prompts | guess 1 | 2 | 3 | 4 | 5 |", f"|{'---|' * 8}"]
+    for kind, name in KINDS.items():
+        if not (file := results / f"training-{kind}.json").exists():
+            continue
+        history = json.loads(file.read_text(encoding="utf-8"))
+        measured = [line for line in history if "eval_acceptance_length" in line]
+        if not measured:
+            continue
+        seen = [line["num_input_tokens_seen"] for line in measured]
+        axes.plot(seen, [line["eval_acceptance_length"] for line in measured], marker="o", label=name)
+        last = measured[-1]
+        shares = [last.get(f"eval_conditional_acceptance_{k}") for k in range(1, 6)]
+        cells = " | ".join("-" if share is None else f"{share:.2f}" for share in shares)
+        lines.append(f"| {name} | {seen[-1]:,} | {last['eval_acceptance_length']:.2f} | {cells} |")
+    axes.set(xlabel="tokens seen", ylabel="τ, greedy chains of five, held-out prompts")
+    if axes.lines:
+        axes.legend()
+        figure.savefig(picture, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+# -- measurements -----------------------------------------------------------------------------------------------------
+
+
+def between(figure: float | None, spread: list[float] | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure:.2f}" + (f" ({spread[0]:.2f} to {spread[1]:.2f})" if spread and spread[0] != spread[1] else "")
+
+
+def overall(report: dict[str, Any]) -> str:
+    lines = [
+        "| | x plain | τ | accepted by position, % | outside the models | differ |",
+        f"|{'---|' * 6}",
+    ]
+    for method, one in report["figures"]["overall"].items():
+        shares = " ".join(f"{100 * share:.0f}" for share in (one["acceptance_by_position"] or [])[:8])
+        differ = "" if one["differing_rows"] is None else f"{one['differing_rows']} of {one['rows']}"
+        speed = between(one["ratio_to_plain"], one["ratio_to_plain_spread"])
+        tau = between(one["mean_accepted_length"], one["mean_accepted_length_spread"])
+        lines.append(f"| {method} | {speed} | {tau} | {shares} | {one['outside_forwards']:.0%} | {differ} |")
+    return "\n".join(lines)
+
+
+def by_category(report: dict[str, Any]) -> str:
+    """Tabulate speed and τ of every method by category."""
+    categories = [name for name in report["figures"] if name != "overall"]
+    lines = [f"| | {' | '.join(categories)} |", f"|{'---|' * (1 + len(categories))}"]
+    for method in report["figures"]["overall"]:
+        cells = []
+        for category in categories:
+            one = report["figures"][category][method]
+            tau = one["mean_accepted_length"]
+            cells.append(f"{one['ratio_to_plain']:.2f}" + ("" if tau is None else f" / {tau:.2f}"))
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def headline(report: dict[str, Any]) -> str:
+    settings, made = report["settings"], report["environment"]
+    how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    return f"{made['dtype']}, {how}, batches of {settings['batch_size']}"
+
+
+def machine(report: dict[str, Any]) -> str:
+    made = report["environment"]
+    return (
+        f"{made['processor']}, {made['threads']} of {made['cores']} cores, device {made['device']}; Python "
+        f"{made['python']}, torch {made['torch']}, transformers {made['transformers']}, hf_spec {made['hf_spec']}"
+    )
+
+
+def conversations(report: dict[str, Any]) -> str:
+    """Return each method's τ over the categories of MT-bench, weighed by rows."""
+    there = [name for name in CHAT if name in report["figures"]]
+    found = []
+    for method, one in report["figures"]["overall"].items():
+        if one["mean_accepted_length"] is None or not there:
+            continue
+        parts = [report["figures"][name][method] for name in there]
+        # A row's tokens over its steps: steps = tokens / τ.
+        steps = sum(part["tokens"] / part["mean_accepted_length"] for part in parts)
+        found.append(f"{method} {sum(part['tokens'] for part in parts) / steps:.2f}")
+    return f"τ over the conversation categories alone: {', '.join(found)}." if found else ""
+
+
+PAGE = """# Benchmarks of a real model
+
+SmolLM2-135M-Instruct, on a CPU. The drafts were made by `examples/real_model/make.sh`, the figures by `measure.sh`
+beside it, and this page by `page.py` from the raw figures in `examples/real_model/results`: nothing in it was
+written by hand.
+
+```sh
+cd examples/real_model
+./make.sh ~/smollm2 CORPUS spec_bench.jsonl     # prompts, the target's answers, features, drafts; goes on where it was
+./measure.sh ~/smollm2 spec_bench.jsonl results # goes on, too; on a machine that does nothing else
+python page.py results ../../docs/benchmarks.md --work ~/smollm2
+```
+
+What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
+ten figures lie if as many prompts are drawn anew. Every table is one run, in which each prompt goes through all
+methods before the next one comes.
+"""
+
+
+def page(results: Path, target: Path) -> str:
+    sections = [PAGE]
+    picture = target.with_name("benchmarks-curves.png")
+    if table := curves(results, picture):
+        sections.append(
+            "## Training\n\nAll drafts read the same rows of 512 tokens. τ is measured while training by `generate`, "
+            f"in chains of five, on prompts that are held out.\n\n![τ over tokens seen]({picture.name})\n\n{table}\n"
+        )
+    reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
+    for path, report in reports:
+        sections.append(
+            f"## {headline(report).capitalize()}\n\n{machine(report)}. Up to {report['settings']['max_new_tokens']} "
+            f"new tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}\n\n"
+            f"Speed beside plain, and τ, by category:\n\n{by_category(report)}\n"
+        )
+    if not reports:
+        sections.append("No tables yet: `measure.sh` has not been run.\n")
+    return "\n".join(sections)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="directory of raw figures")
+    parser.add_argument("page", type=Path, help="file to write; the picture goes beside it")
+    parser.add_argument("--work", type=Path, help="directory of make.sh, to copy from")
+    args = parser.parse_args()
+    args.results.mkdir(parents=True, exist_ok=True)
+    if args.work:
+        collect(args.work, args.results)
+    args.page.write_text(page(args.results, args.page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

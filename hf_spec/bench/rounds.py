@@ -1,0 +1,183 @@
+"""What was measured of every batch of prompts: figures made of it, and a file in which it is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from torch import nn
+
+from ..metrics import Counts
+from .report import Figures
+
+PLAIN = "plain"
+DRAWS = 1000  # of the rounds, to tell by how much figures would change with other prompts
+
+
+@dataclass(frozen=True)
+class Method:
+    """Name a way of decoding, ours or transformers' own, and say what ``generate`` is told of it.
+
+    ``draft`` is the model whose forwards count beside the target's, ``theirs`` the length of a chain of transformers'
+    own methods, ``rival`` the name of assisted generation with the same draft. ``compiled`` is plain ``generate`` over
+    a static cache.
+    """
+
+    name: str
+    options: dict[str, Any]
+    draft: nn.Module | None = None
+    theirs: int | None = None
+    rival: str | None = None
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """One ``generate`` call: the emitted tokens of every row, and what they cost."""
+
+    rows: list[list[int]]
+    seconds: float
+    forward_seconds: float
+    target_forwards: int
+    counts: Counts | None
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens of all rows."""
+        return sum(map(len, self.rows))
+
+    @property
+    def speed(self) -> float:
+        """Return tokens per second."""
+        return self.tokens / self.seconds
+
+
+Round = dict[str, Run]  # one batch of prompts, by method
+
+
+class RoundLog:
+    """Keep every round in a file of JSON lines, so that a benchmark that was stopped goes on behind the last one.
+
+    The first line says what was measured, ``made_from``. Without a file nothing is kept.
+
+    Errors: a ValueError if the file holds rounds of something else; it names what differs.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, made_from: dict[str, Any]) -> None:
+        self._path = None if path is None else Path(path)
+        self._kept: list[Round] = []
+        if self._path is None:
+            return
+        made_from = json.loads(json.dumps(made_from))
+        content = self._path.read_bytes() if self._path.exists() else b""
+        header, *lines = content[: content.rfind(b"\n") + 1].splitlines() or [
+            b""
+        ]  # a line cut off by a kill counts not
+        if not header:
+            self._path.write_text(json.dumps(made_from) + "\n", encoding="utf-8")
+            return
+        _refuse_others(self._path, header, made_from)
+        self._path.write_bytes(b"".join(line + b"\n" for line in (header, *lines)))
+        self._kept = [{name: _read_run(run) for name, run in json.loads(line).items()} for line in lines]
+        self._kept.reverse()
+
+    def next(self) -> Round | None:
+        """Return the next round that was kept; ``None`` behind the last one."""
+        return self._kept.pop() if self._kept else None
+
+    def add(self, found: Round) -> None:
+        """Write a new round."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({name: asdict(run) for name, run in found.items()}) + "\n")
+
+
+def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None:
+    try:
+        before = json.loads(header)
+        differing = [name for name in made_from if before.get(name) != made_from[name]]
+    except (ValueError, AttributeError):
+        differing = ["its first line"]
+    if differing:
+        raise ValueError(
+            f"the rounds in {path} were measured otherwise ({', '.join(differing)}): repeat the call that began it, "
+            "or name another file"
+        )
+
+
+def _read_run(kept: dict[str, Any]) -> Run:
+    return Run(**kept | {"counts": kept["counts"] and Counts(**kept["counts"])})
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
+
+
+def figures_of(method: Method, rounds: Sequence[Round], greedy: bool) -> Figures:
+    """Sum up what ``method`` did in ``rounds``; ``greedy`` texts are compared with those of plain ``generate``."""
+    runs = [found[method.name] for found in rounds]
+    tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
+    counts = _merged(runs)
+    texts = [(run.rows, found[PLAIN].rows) for run, found in zip(runs, rounds, strict=True)]
+    differs = [one != plain for ours, plains in texts for one, plain in zip(ours, plains, strict=True)]
+    to_plain, to_plain_median = _ratios(method.name, PLAIN, rounds)
+    to_assisted, to_assisted_median = _ratios(method.name, method.rival, rounds) if method.rival else (None, None)
+    tau = _length(method, runs)
+    return Figures(
+        rows=len(differs),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds,
+        ratio_to_plain=to_plain,
+        median_ratio_to_plain=to_plain_median,
+        ratio_to_assisted=to_assisted,
+        median_ratio_to_assisted=to_assisted_median,
+        mean_accepted_length=tau,
+        acceptance_rate=counts.acceptance_rate if counts else None,
+        acceptance_by_position=counts.acceptance_by_position if counts else None,
+        outside_forwards=1 - sum(run.forward_seconds for run in runs) / seconds,
+        differing_rows=sum(differs) if greedy else None,
+        ratio_to_plain_spread=_spread(rounds, lambda drawn: _total(method.name, drawn) / _total(PLAIN, drawn)),
+        mean_accepted_length_spread=None
+        if tau is None
+        else _spread(runs, lambda drawn: _length(method, drawn) or 0.0),
+    )
+
+
+def _merged(runs: Sequence[Run]) -> Counts | None:
+    found = [run.counts for run in runs if run.counts is not None]
+    merged = Counts()
+    for counts in found:
+        merged.add(counts)
+    return merged if found else None
+
+
+def _length(method: Method, runs: Sequence[Run]) -> float | None:
+    """Return τ; of transformers' own methods every target forward, the first included, is a step."""
+    if method.theirs is not None:
+        return sum(run.tokens for run in runs) / sum(run.target_forwards for run in runs)
+    counts = _merged(runs)
+    return counts.mean_accepted_length if counts else None
+
+
+def _total(name: str, rounds: Sequence[Round]) -> float:
+    """Return the tokens per second of a method over all rounds."""
+    runs = [found[name] for found in rounds]
+    return sum(run.tokens for run in runs) / sum(run.seconds for run in runs)
+
+
+def _ratios(name: str, other: str, rounds: Sequence[Round]) -> tuple[float, float]:
+    """Divide the tokens per second of two methods: over all rounds, and the median of each round's own."""
+    return _total(name, rounds) / _total(other, rounds), median(one[name].speed / one[other].speed for one in rounds)
+
+
+def _spread(found: Sequence[Any], figure: Callable[[Sequence[Any]], float]) -> tuple[float, float]:
+    """Return where nine of ten figures lie if as many of ``found`` are drawn anew, with repeats."""
+    rng = random.Random(0)
+    drawn = sorted(figure(rng.choices(found, k=len(found))) for _ in range(DRAWS if len(found) > 1 else 1))
+    return drawn[len(drawn) // 20], drawn[-1 - len(drawn) // 20]
