@@ -28,6 +28,7 @@ from .drafts.modeling import DraftModel
 from .drafts.mtp.configuration import MTPSpeculatorConfig
 from .drafts.mtp.modeling import MTPDraftModel
 from .drafts.mtp.target import TargetMtp
+from .drafts.ngram.hybrid import HybridSpeculator
 from .drafts.ngram.speculator import NgramSpeculator
 from .drafts.peagle.configuration import PEagleSpeculatorConfig
 from .drafts.peagle.modeling import PEagleDraftModel
@@ -53,6 +54,7 @@ __all__ = [
     "Eagle3SpeculatorConfig",
     "EagleDraftModel",
     "EagleSpeculatorConfig",
+    "HybridSpeculator",
     "KnownDraft",
     "MTPDraftModel",
     "MTPSpeculatorConfig",

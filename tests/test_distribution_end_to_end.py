@@ -114,12 +114,6 @@ def test_vanilla(case: str) -> None:
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 
-def test_memory() -> None:
-    """Guess from other rows, whose text was drawn, and from an earlier call."""
-    speculator = NgramSpeculator(remember=2_000, min_chance=0.02)
-    assert deviation(sample(speculator, NGRAM["chain"]), distribution()) < TOO_FAR
-
-
 def test_many_rounds() -> None:
     found = [sample(guesser(), VANILLA["chain, block"], seed) for seed in range(6)]
     assert deviation(torch.cat(found), distribution()) < TOO_FAR

@@ -22,8 +22,18 @@ from transformers.utils import logging
 from twins import CHAIN, TREE, draft, target
 
 import hf_spec
-from hf_spec import NgramSpeculator, RequestOutput, SpeculationConfig, SpeculationStats
+from hf_spec import (
+    HybridSpeculator,
+    NgramSpeculator,
+    Proposal,
+    RequestOutput,
+    SpeculationConfig,
+    SpeculationStats,
+)
+from hf_spec.batching.drafting import guesses_of, proposal_of
 from hf_spec.batching.engine import SpeculativeManager
+from hf_spec.drafts.ngram.hybrid import with_chains
+from hf_spec.drafts.ngram.remembered import Remembered
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -379,3 +389,42 @@ def test_uninstall_leaves_transformers_as_it_was(model: PreTrainedModel) -> None
         assert not any(isinstance(output, RequestOutput) for output in outputs.values())
     finally:
         hf_spec.install()
+
+
+# --- A memory that requests share ------------------------------------------------------------------------------------
+
+
+def test_requests_share_a_memory() -> None:
+    texts = plain_texts(target(), PROMPT_LIST, greedy())
+    speculator, lengths = NgramSpeculator(remember=2_000), []
+    for at_most in (4, 16):
+        found, _ = serve(target(), PROMPT_LIST, at_most, speculator=speculator, speculation_config=CHAIN)
+        assert [output.generated_tokens for output in found] == texts
+        lengths.append(SpeculationStats.merge([output.speculation for output in found]).mean_accepted_length)
+    assert lengths[1] > 1.5 * lengths[0]
+    assert speculator.memory is not None
+    remembered = list(Remembered(2_000, speculator.memory.tokens()).texts())
+    whole = [prompt + text for prompt, text in zip(PROMPT_LIST, texts, strict=True)]
+    assert sorted(remembered) == sorted(whole * 2)
+
+
+def test_draft_and_memory_together() -> None:
+    texts = plain_texts(target(), PROMPT_LIST, greedy())
+    speculator, lengths = HybridSpeculator(draft()), []
+    for _ in range(2):
+        found, _ = serve(target(), PROMPT_LIST, 4, speculator=speculator, speculation_config=CHAIN)
+        assert [output.generated_tokens for output in found] == texts
+        lengths.append(SpeculationStats.merge([output.speculation for output in found]).mean_accepted_length)
+    assert lengths[1] > lengths[0]
+
+
+def test_chosen_guesses_stay_chosen_among_requests() -> None:
+    root, drawn = torch.tensor([8, 9]), torch.tensor([[1, 2], [3, 4]])
+    q = torch.rand(2, 2, 10).softmax(-1)
+    proposal = with_chains(Proposal.chain(root, drawn, q=q), [(5, 6, 7), None])
+    again = proposal_of(guesses_of(proposal), root.device)
+    assert proposal.chosen is not None and again.chosen is not None and proposal.q is not None and again.q is not None
+    assert torch.equal(again.chosen & again.present, proposal.chosen & proposal.present)
+    assert torch.equal(again.q, proposal.q)
+    cut = proposal_of([guess.first(2) for guess in guesses_of(proposal)], root.device)
+    assert cut.chosen is not None and cut.chosen.tolist() == [[True, True], [False, False]]

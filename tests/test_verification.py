@@ -8,7 +8,7 @@ exact enumeration in float64, how often each rule accepts which guesses and emit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -243,10 +243,12 @@ def test_siblings_drawn_with_replacement_are_fine(rule: Rule) -> None:
 # --- Irregular trees, another one in every row ----------------------------------------------------------------------
 
 
-def exact_distribution(tokens: list[int], parents: list[int], p: Tensor, q: Tensor, rule: Rule) -> Tensor:
+def exact_distribution(
+    tokens: list[int], parents: list[int], p: Tensor, q: Tensor, rule: Rule, chosen: Sequence[bool] = ()
+) -> Tensor:
     """Enumerate how often each node is the last accepted one and which token follows: (nodes, vocabulary) float64.
 
-    The slow twin: recursive as in the papers, one child at a time.
+    The slow twin: recursive as in the papers, one child at a time. ``chosen`` children are drawn from point masses.
     """
     distribution = torch.zeros_like(p, dtype=torch.float64)
 
@@ -254,6 +256,8 @@ def exact_distribution(tokens: list[int], parents: list[int], p: Tensor, q: Tens
         """Spend ``turn``, the probability that it is this node's turn; return what of it goes on to the next path."""
         left, guess, weight = p[node].double(), q[node].double(), turn
         for child in (i for i, parent in enumerate(parents) if parent == node):
+            own, point = guess, bool(chosen) and chosen[child]
+            guess = torch.zeros_like(own).index_fill(0, torch.tensor(tokens[child]), 1) if point else own
             ratio = left[tokens[child]] / guess[tokens[child]]
             if rule is reject:
                 visit(child, reach, weight * ratio.clamp(max=1))
@@ -263,7 +267,7 @@ def exact_distribution(tokens: list[int], parents: list[int], p: Tensor, q: Tens
             rest = (reach * left - guess).clamp(min=0)
             reach = rest.sum() / (rest.sum() + 1 - reach)
             left = rest / rest.sum() if rest.sum() > 0 else left
-            guess = guess.index_fill(0, torch.tensor(tokens[child]), 0)
+            guess = own if point else guess.index_fill(0, torch.tensor(tokens[child]), 0)
             guess = guess / guess.sum()
         distribution[node] += weight * reach * left
         return weight * (1 - reach)
@@ -321,6 +325,27 @@ def test_another_tree_in_every_row(rule: Rule) -> None:
     verdict = rule(proposal, p.repeat_interleave(copies, dim=0), generator)
     for row, ends in enumerate(ends_of(verdict, vocabulary).split(copies)):
         assert deviation(ends, exact_distribution(*trees[row], p[row], q[row], rule)) < TOO_FAR
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+def test_chosen_guesses_beside_drawn_ones(rule: Rule) -> None:
+    """Any nodes of any tree are chosen, before or after siblings that were drawn."""
+    generator, vocabulary, copies = seeded(5), 4, 10_000
+    trees = [random_tree(8, vocabulary, generator) for _ in range(5)]
+    p, q = torch.randn(2, len(trees), 8, vocabulary, generator=generator).mul(1.5).softmax(-1)
+    chosen = torch.rand(len(trees), 8, generator=generator) < 0.5
+    tokens, parents = (torch.tensor(part) for part in zip(*trees, strict=True))
+    whole = (x.repeat_interleave(copies, dim=0) for x in (tokens, parents, q, chosen, p))
+    tokens, parents, some_q, some_chosen, some_p = whole
+    proposal = Proposal(tokens, parents, 7, some_q, chosen=some_chosen)
+    verdicts = [rule(one, some_p, generator) for one in (proposal, replace(proposal, chosen=None))]
+    right, wrong = (ends_of(verdict, vocabulary).split(copies) for verdict in verdicts)
+    seen = []
+    for row, (ends, others) in enumerate(zip(right, wrong, strict=True)):
+        expected = exact_distribution(*trees[row], p[row], q[row], rule, chosen[row].tolist())
+        assert deviation(ends, expected) < TOO_FAR
+        seen.append(deviation(others, expected) > TOO_FAR)
+    assert any(seen)
 
 
 # --- Wrong on purpose: the bench must see it ------------------------------------------------------------------------

@@ -18,13 +18,15 @@ from ..proposal import ABSENT, Proposal
 class Guess:
     """What is guessed behind the text of one request: ``tokens`` and ``parents`` of the nodes, the root first.
 
-    ``q`` (nodes with children, vocabulary) is the distribution that they were drawn from, as in a ``Proposal``.
+    ``q`` (nodes with children, vocabulary) is the distribution that they were drawn from, as in a ``Proposal``, and
+    ``chosen`` marks the nodes that were not.
     """
 
     tokens: list[int]
     parents: list[int]
     is_chain: bool
     q: Tensor | None = None
+    chosen: list[bool] | None = None
 
     @property
     def depth(self) -> int:
@@ -38,7 +40,8 @@ class Guess:
 
     def first(self, count: int) -> Guess:
         """Keep the first ``count`` nodes: parents stand before their children, so they are a tree again."""
-        return Guess(self.tokens[:count], self.parents[:count], self.is_chain, self.q)
+        chosen = None if self.chosen is None else self.chosen[:count]
+        return Guess(self.tokens[:count], self.parents[:count], self.is_chain, self.q, chosen)
 
 
 @dataclass(eq=False)
@@ -142,7 +145,8 @@ def guesses_of(proposal: Proposal) -> list[Guess]:
     for row, (tokens, parents) in enumerate(both):
         count = max(i for i, parent in enumerate(parents) if parent != ABSENT) + 1
         q = None if proposal.q is None else proposal.q[row]
-        guesses.append(Guess(tokens[:count], parents[:count], proposal.is_chain, q))
+        chosen = None if proposal.chosen is None else proposal.chosen[row, :count].tolist()
+        guesses.append(Guess(tokens[:count], parents[:count], proposal.is_chain, q, chosen))
     return guesses
 
 
@@ -160,7 +164,17 @@ def proposal_of(guesses: Sequence[Guess], device: torch.device) -> Proposal:
         return Proposal.nothing(both[0, :, 0])
     is_chain = all(guess.is_chain for guess in guesses)
     depth = max(guess.depth for guess in guesses)
-    return Proposal(both[0], both[1], depth, _stacked_q(guesses, width), is_chain)
+    return Proposal(
+        both[0], both[1], depth, _stacked_q(guesses, width), is_chain, chosen=_stacked_chosen(guesses, width, device)
+    )
+
+
+def _stacked_chosen(guesses: Sequence[Guess], width: int, device: torch.device) -> Tensor | None:
+    """Tell which guesses were chosen beside drawn ones, (rows, nodes) bool; ``None`` where none was."""
+    if all(guess.chosen is None for guess in guesses):
+        return None
+    rows = [guess.chosen or [False] * width for guess in guesses]
+    return torch.tensor([row + [False] * (width - len(row)) for row in rows], device=device)
 
 
 def _stacked_q(guesses: Sequence[Guess], width: int) -> Tensor | None:

@@ -90,6 +90,8 @@ class _Router(OutputRouter):
 
     def _with_stats(self, output: GenerationOutput) -> RequestOutput:
         stats = self.speculation.stats_of(output.request_id, output.is_finished())
+        if output.status == RequestStatus.FINISHED and output.error is None:
+            self.speculation.speculator.learn([[*output.prompt_ids, *output.generated_tokens]])
         return RequestOutput(**vars(output), speculation=stats)
 
 

@@ -19,6 +19,7 @@ from ..drafts.base import Speculator
 from ..drafts.files import Checkpoint
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
+from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import NgramSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.plain import input_device
@@ -46,6 +47,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
+    if isinstance(speculator, HybridSpeculator):
+        return speculator.with_draft(as_speculator(speculator.draft, target))
     if isinstance(base := base_model(speculator), Speculator):
         warn_of_tokenizers(base, target)
         return base

@@ -1,0 +1,308 @@
+"""A neural draft and a memory together: what was written before is copied, what is new is guessed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ...proposal import ABSENT, Proposal
+from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
+from ..base import Drafter, News, Request, Speculator
+from ..late import LateDrafter
+from .recall import Path
+from .speculator import DEPTH, NgramSpeculator
+
+Guesses = dict[Path, float]  # paths, each behind its beginnings, and their chances
+
+FADE = 0.97  # what a step weighs after one more
+CAUTION = 2.0  # steps that what is believed without having seen any weighs
+GUESSED = 0.6  # how often a draft's guess is believed to be right behind a right one
+
+
+class HybridSpeculator(Speculator):
+    """Let a ``draft`` guess, and a ``memory`` wherever it knows better.
+
+    In chains each row takes the guesses that are expected to be accepted further: the memory's, by their chances, or
+    the draft's, by how far it came lately. A draft that no row wants is not asked. In trees the memory's likeliest
+    guesses join the draft's as branches, on top of ``tree_nodes``. Every guess is verified as what it is, drawn or
+    looked up: the text has the target's distribution.
+
+    Args:
+        draft: whatever ``generate`` takes as ``speculator``, but for ``"ngram"``.
+        memory: a ``NgramSpeculator(remember=...)``; by default one of 100,000 tokens.
+        draft_tokens: how many tokens deep the draft guesses at most, by default as deep as it does alone. Only
+            ``num_speculative_tokens`` bounds the memory.
+
+    Raises:
+        ValueError, TypeError: for values outside these.
+    """
+
+    def __init__(self, draft: Any, memory: NgramSpeculator | None = None, draft_tokens: int | None = None) -> None:
+        memory = NgramSpeculator(remember=100_000) if memory is None else memory
+        if not isinstance(memory, NgramSpeculator) or memory.memory is None:
+            raise TypeError(f"memory must be a NgramSpeculator(remember=...), got {memory!r:.80}")
+        if isinstance(draft, NgramSpeculator | HybridSpeculator) or draft == "ngram":
+            raise ValueError("a HybridSpeculator needs a draft with weights; what looks its guesses up works alone")
+        if draft_tokens is not None and not (is_int(draft_tokens) and draft_tokens >= 1):
+            raise ValueError(f"draft_tokens must be a whole number of at least 1, or None, got {draft_tokens!r}")
+        self.draft, self.memory, self.draft_tokens = draft, memory, draft_tokens
+        self.record = TrackRecord()
+
+    def with_draft(self, draft: Speculator) -> HybridSpeculator:
+        """Return one with another object for the same draft, that shares memory and experience."""
+        if draft is self.draft:
+            return self
+        other = HybridSpeculator(draft, self.memory, self.draft_tokens)
+        other.record = self.record
+        return other
+
+    @property
+    def model(self) -> Any:
+        """Return the weights of the draft."""
+        return getattr(self.draft, "model", self.draft)
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        """Say what the draft reads."""
+        return self._draft.feature_layers(target)
+
+    def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
+        """Raise a ValueError with cause and cure if draft or memory cannot serve ``target``."""
+        self._draft.check(target, None if config is None else self._drafts_own(config))
+        self.memory.check(target)
+
+    def defaults(self) -> SpeculationConfig:
+        """Return the draft's settings, with chains deep enough for a memory."""
+        own = self._draft.defaults()
+        return own if not isinstance(own.tree, str | None) else own.merge(num_speculative_tokens=DEPTH)
+
+    def drafter(self, request: Request) -> Drafter:
+        """Index the prompts, and let the draft read them when it is first asked."""
+        return HybridDrafter(self, request)
+
+    def start_draft(self, request: Request) -> LateDrafter:
+        """Make a drafter of the draft, which is told what became text when it is asked."""
+        own = replace(request, config=self._drafts_own(request.config))
+        return LateDrafter(functools.partial(self._draft.drafter, own))
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        """Let both take in the texts of a finished call."""
+        self._draft.learn(texts)
+        self.memory.learn(texts)
+
+    @property
+    def draft_depth(self) -> int:
+        """Say how deep the draft guesses at most."""
+        own = self.draft_tokens or self._draft.defaults().num_speculative_tokens
+        return own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
+
+    def _drafts_own(self, config: SpeculationConfig) -> SpeculationConfig:
+        count = config.num_speculative_tokens
+        if not isinstance(count, int) or not isinstance(config.tree, str | None):
+            return config
+        return config.merge(num_speculative_tokens=min(count, self.draft_depth))
+
+    @property
+    def _draft(self) -> Speculator:
+        if not isinstance(self.draft, Speculator):
+            raise TypeError("hf_spec.as_speculator(hybrid, target) reads the draft of a HybridSpeculator for a target")
+        return self.draft
+
+
+class TrackRecord:
+    """Remember how far the draft's chains were right lately, and how right the memory's chances were.
+
+    What was seen long ago fades, so that a draft that once failed is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._offered: list[float] = []  # rows' steps that guessed more than j deep, the later the heavier
+        self._reached: list[float] = []  # those of them that accepted as many
+        self._expected = self._accepted = 0.0
+
+    def fade(self) -> None:
+        """Begin another step."""
+        self._offered, self._reached = ([FADE * one for one in counts] for counts in (self._offered, self._reached))
+        self._expected, self._accepted = FADE * self._expected, FADE * self._accepted
+
+    def drafted(self, depth: int, accepted: int) -> None:
+        """Note that of a chain of the draft, ``depth`` long, ``accepted`` guesses became text."""
+        for counts, length in ((self._offered, depth), (self._reached, accepted)):
+            counts.extend([0.0] * (depth - len(counts)))
+            counts[:length] = [count + 1 for count in counts[:length]]
+
+    def recalled(self, expected: float, accepted: int) -> None:
+        """Note that of a chain of the memory, of which ``expected`` guesses should, ``accepted`` became text."""
+        self._expected += expected
+        self._accepted += accepted
+
+    def of_draft(self, depth: int) -> float:
+        """Return how many guesses of a chain of the draft are expected to become text."""
+        expected, survival = 0.0, 1.0
+        for place in range(depth):
+            offered, reached = (
+                counts[place] if place < len(counts) else 0.0 for counts in (self._offered, self._reached)
+            )
+            survival = min(survival, (reached + CAUTION * GUESSED * survival) / (offered + CAUTION))
+            expected += survival
+        return expected
+
+    def of_memory(self, chances: float) -> float:
+        """Return how many guesses of a chain of the memory are, where ``chances`` is the sum of their chances."""
+        return chances * (self._accepted + CAUTION) / (self._expected + CAUTION)
+
+
+@dataclass
+class _Last:
+    """What a step of a call guessed: the draft's chains, and per row the memory's, and whether it was ``taken``."""
+
+    drafted: Proposal
+    recalled: list[Guesses]
+    taken: list[bool]
+
+    def of(self, rows: Tensor) -> _Last:
+        """Keep some rows."""
+        tokens, parents = self.drafted.tokens[rows], self.drafted.parents[rows]
+        some = rows.tolist()
+        return _Last(
+            replace(self.drafted, tokens=tokens, parents=parents, q=None),
+            [self.recalled[row] for row in some],
+            [self.taken[row] for row in some],
+        )
+
+
+class HybridDrafter(Drafter):
+    """Ask the memory first, then the draft for the rows that want it."""
+
+    def __init__(self, speculator: HybridSpeculator, request: Request) -> None:
+        self._texts = speculator.memory.texts(request)
+        self._numbers = list(range(len(request.input_ids)))  # of the rows' texts
+        self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
+        self._min_chance, self._record = speculator.memory.min_chance, speculator.record
+        self._is_chain = request.config.tree is None
+        self._width = 1 if self._is_chain else request.config.tree_top_k
+        self._last: _Last | None = None
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Take in ``news``, look up what may follow, and let the draft guess where that is not much."""
+        for number, tokens in zip(self._numbers, self._read(news), strict=True):
+            self._texts.extend(number, tokens)
+        self._last = None
+        nodes = None if self._is_chain else limit
+        found = [self._texts.guesses(one, limit, self._width, nodes, self._min_chance) for one in self._numbers]
+        if self._is_chain:
+            return self._chains(news, limit, found)
+        proposal = self._draft.propose(news, min(limit, self._draft_depth))
+        return with_branches(proposal, found)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        self._numbers = [self._numbers[row] for row in rows.tolist()]
+        self._draft.keep_rows(rows)
+        self._last = None if self._last is None else self._last.of(rows)
+
+    def _chains(self, news: News, limit: int, found: list[Guesses]) -> Proposal:
+        depth, record = min(limit, self._draft_depth), self._record
+        expected = [sum(guesses.values()) for guesses in found]
+        rival = record.of_draft(depth)
+        # Decided before the draft is asked: what it draws must not decide whether it counts.
+        taken = [chances > 0 and record.of_memory(chances) >= rival for chances in expected]
+        drafted = self._draft.propose(news, 0 if all(taken) else depth)
+        self._last = _Last(drafted, found, taken)
+        chains = [max(guesses, key=len) if takes else None for guesses, takes in zip(found, taken, strict=True)]
+        return with_chains(drafted, chains)
+
+    def _read(self, news: News) -> list[list[int]]:
+        """Bring what became text from its device, with the last guesses, in one transfer, and learn who was right."""
+        last, width = self._last, 1 + news.tokens.shape[1]
+        drafted = [] if last is None else [last.drafted.tokens[:, 1:], last.drafted.parents[:, 1:]]
+        rows = torch.cat([news.counts[:, None], news.tokens, *drafted], dim=1).tolist()
+        texts = [row[1 : 1 + row[0]] for row in rows]
+        if last is not None:
+            self._record.fade()
+            for row, new, recalled, taken in zip(rows, texts, last.recalled, last.taken, strict=True):
+                self._learn(row[width:], new, recalled, taken)
+        return texts
+
+    def _learn(self, drafted: list[int], new: list[int], recalled: Guesses, taken: bool) -> None:
+        """Compare what a row's chains said, tokens and parents of the ``drafted`` one, with the ``new`` tokens.
+
+        The memory's chain is judged as far as the text goes even where the draft's was taken: else a memory that was
+        wrong once would never be believed again.
+        """
+        chain, chances = max(recalled, key=len, default=()), list(recalled.values())
+        seen = len(chain) if taken else min(len(chain), len(new))
+        if seen:
+            self._record.recalled(sum(chances[:seen]), _agreeing(chain, new))
+        guesses, parents = drafted[: len(drafted) // 2], drafted[len(drafted) // 2 :]
+        depth = sum(parent != ABSENT for parent in parents)
+        if depth and not taken:
+            self._record.drafted(depth, _agreeing(guesses[:depth], new[:-1]))
+
+
+def _agreeing(guesses: Sequence[int], tokens: Sequence[int]) -> int:
+    """Count the guesses that came true before one did not."""
+    right = [guess == token for guess, token in zip(guesses, tokens, strict=False)]
+    return [*right, False].index(False)
+
+
+def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
+    """Put chosen ``chains`` in the place of what ``proposal``, of chains, guesses in those rows."""
+    lengths = [0 if chain is None else len(chain) for chain in chains]
+    if not any(lengths):
+        return proposal
+    width, before = max(proposal.max_depth, *lengths), proposal.tokens.shape[1] - 1
+    rows = [[n, *(chain or ()), *[0] * (width - n)] for n, chain in zip(lengths, chains, strict=True)]
+    table = torch.tensor(rows, device=proposal.tokens.device)  # (batch, 1 + width)
+    taken, steps = table[:, :1] > 0, torch.arange(1 + width, device=table.device)
+    parents = torch.where(steps > table[:, :1], ABSENT, steps - 1)
+    guesses = torch.where(taken, table[:, 1:], functional.pad(proposal.tokens[:, 1:], (0, width - before)))
+    parents = torch.where(taken, parents, functional.pad(proposal.parents, (0, width - before), value=ABSENT))
+    tokens = torch.cat([proposal.root[:, None], guesses], dim=1)
+    if proposal.q is None:
+        return Proposal(tokens, parents, width, is_chain=True)
+    q = functional.pad(proposal.q, (0, 0, 0, width - proposal.q.shape[1]))
+    return Proposal(tokens, parents, width, q, is_chain=True, chosen=taken.expand_as(tokens))
+
+
+def with_branches(proposal: Proposal, found: Sequence[Guesses]) -> Proposal:
+    """Let the chosen paths in ``found`` join the trees of ``proposal``, behind what they share."""
+    if not any(found):
+        return proposal
+    rows = torch.stack([proposal.tokens, proposal.parents], dim=1).tolist()
+    trees = [_grown(tokens, parents, paths) for (tokens, parents), paths in zip(rows, found, strict=True)]
+    nodes, before = max(len(tokens) for tokens, _ in trees), proposal.tokens.shape[1]
+    table = [
+        [[*tokens, *[0] * (nodes - len(tokens))], [*parents, *[ABSENT] * (nodes - len(parents))]]
+        for tokens, parents in trees
+    ]
+    tokens, parents = torch.tensor(table, device=proposal.tokens.device).unbind(1)  # (batch, nodes)
+    depth = max(proposal.max_depth, *(len(path) for paths in found for path in paths))
+    if proposal.q is None:
+        return Proposal(tokens, parents, depth)
+    q = functional.pad(proposal.q, (0, 0, 0, nodes - proposal.q.shape[1]))
+    chosen = (torch.arange(nodes, device=tokens.device) >= before).expand_as(tokens)
+    return Proposal(tokens, parents, depth, q, chosen=chosen)
+
+
+def _grown(tokens: list[int], parents: list[int], paths: Guesses) -> tuple[list[int], list[int]]:
+    """Return the tokens and parents of a row's tree with the nodes of ``paths`` that it lacks behind its own."""
+    tokens, parents = tokens[:], parents[:]
+    known: dict[Path, int] = {(): 0}
+    names: dict[int, Path] = {0: ()}
+    for node in range(1, len(tokens)):
+        if parents[node] in names:
+            names[node] = (*names[parents[node]], tokens[node])
+            known.setdefault(names[node], node)
+    for path in paths:
+        if path not in known:
+            known[path] = len(tokens)
+            tokens.append(path[-1])
+            parents.append(known[path[:-1]])
+    return tokens, parents
