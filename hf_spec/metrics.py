@@ -328,6 +328,29 @@ class SpeculationStats:
         self.tokenizer = tokenizer
         return self
 
+    def plot(self) -> Any:
+        """Draw how deep guesses were accepted, and how many tokens a step emitted; return the figure of matplotlib.
+
+        Errors: an ImportError if matplotlib is missing.
+        """
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError("a plot needs matplotlib: pip install 'hf-spec[notebook]'") from error
+        figure, (accepted, emitted) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+        pyplot.close(figure)  # a notebook shows what a cell returns, and would show what is open as well
+        shares = self.counts.acceptance_by_position
+        accepted.bar(range(1, len(shares) + 1), shares)
+        accepted.set(xlabel="guess", ylabel="share of steps that accept it", ylim=(0, 1))
+        lengths = [length for row in self.per_row for length in _step_lengths(row)]
+        most = max(lengths, default=1)
+        emitted.hist(lengths, bins=[length - 0.5 for length in range(1, most + 2)], rwidth=0.8)
+        emitted.axvline(self.mean_accepted_length, color="grey", linewidth=0.8)
+        emitted.set(xlabel=f"tokens of a step (mean {self.mean_accepted_length:.2f})", ylabel="steps")
+        for axes in (accepted, emitted):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        return figure
+
     def _repr_html_(self) -> str:
         title, lines = self._told()
         # A table, not lines of text: notebooks may show those in a font whose letters differ in width.
@@ -345,6 +368,16 @@ class SpeculationStats:
         if self.synchronize and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+def _step_lengths(row: RowStats) -> Iterator[int]:
+    """Count the tokens of each step: accepted guesses up to the target's own token, which ends it."""
+    length = 0
+    for guessed in row.guessed:
+        length += 1
+        if not guessed:
+            yield length
+            length = 0
 
 
 def _ratio(part: float, whole: float) -> float:
