@@ -124,6 +124,7 @@ class SpeculationStats:
     def __post_init__(self) -> None:
         self.per_row = self.per_row or [RowStats() for _ in range(self.batch_size)]
         self._start = time.perf_counter()
+        self._compiled: dict[Part, tuple[int, float]] = {}  # graphs and seconds so far
 
     @classmethod
     def merge(cls, calls: Sequence[SpeculationStats]) -> SpeculationStats:
@@ -188,10 +189,14 @@ class SpeculationStats:
         name = f"{part}_seconds"
         setattr(self, name, getattr(self, name) + seconds)
 
-    def compiled(self, graphs: int, seconds: float) -> None:
-        """Note how many graphs were compiled so far and how long that took, which is no time of verification."""
-        self.verify_seconds -= seconds - self.compile_seconds
-        self.graphs, self.compile_seconds = graphs, seconds
+    def compiled(self, graphs: int, seconds: float, part: Part = "verify") -> None:
+        """Note how many graphs were compiled so far for a ``part`` and how long that took, which is no time of it."""
+        graphs_before, seconds_before = self._compiled.get(part, (0, 0.0))
+        self._compiled[part] = graphs, seconds
+        new = seconds - seconds_before
+        setattr(self, f"{part}_seconds", getattr(self, f"{part}_seconds") - new)
+        self.graphs += graphs - graphs_before
+        self.compile_seconds += new
 
     def step(
         self,

@@ -106,6 +106,29 @@ class Proposal:
         beyond = self.depth > torch.tensor(room, device=self.tokens.device)[:, None]
         return replace(self, parents=self.parents.masked_fill(beyond, ABSENT))
 
+    def shallower(self, depth: int) -> Proposal:
+        """Leave out the guesses that are more than ``depth`` deep."""
+        if depth >= self.max_depth:
+            return self
+        if not self.is_chain:
+            return self.within([depth] * len(self.tokens))
+        q = None if self.q is None else self.q[:, :depth]
+        tokens, parents = self.tokens[:, : 1 + depth], self.parents[:, : 1 + depth]
+        return replace(self, tokens=tokens, parents=parents, q=q, max_depth=depth)
+
+    def of_first(self, rows: int) -> Proposal:
+        """Return the proposal of the first ``rows`` rows, in memory of its own on an accelerator.
+
+        A graph that made it there may write over its outputs when it runs again.
+        """
+        kept = [one[:rows] if one is not None else None for one in (self.tokens, self.parents, self.q)]
+        if self.tokens.device.type != "cpu":
+            kept = [None if one is None else one.clone() for one in kept]
+        tokens, parents, q = kept
+        assert tokens is not None
+        assert parents is not None
+        return replace(self, tokens=tokens, parents=parents, q=q)
+
     def to(self, device: torch.device) -> Proposal:
         """Return the proposal on ``device``."""
         if self.tokens.device == device:

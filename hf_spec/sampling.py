@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,11 +33,16 @@ def best(log_probs: Tensor, count: int) -> Tensor:
     return log_probs.topk(min(count, log_probs.shape[-1])).indices
 
 
-def draw_distinct(log_probs: Tensor, count: int) -> Tensor:
+def gumbel_noise(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return independent variables of ``shape``, each of them minus a Gumbel variable, for ``draw_distinct``."""
+    return torch.empty(shape, dtype=widest_float(device), device=device).exponential_().log_()
+
+
+def draw_distinct(log_probs: Tensor, count: int, noise: Tensor | None = None) -> Tensor:
     """Draw ``count`` different tokens without replacement from the log-probabilities (..., vocabulary): (..., count).
 
     The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
+    ``noise`` is what ``gumbel_noise`` of the same shape gave, if it was drawn beforehand.
     """
-    wide = widest_float(log_probs.device)
-    noise = torch.empty_like(log_probs, dtype=wide).exponential_().log_()  # minus a Gumbel variable
+    noise = gumbel_noise(log_probs.shape, log_probs.device) if noise is None else noise
     return (log_probs - noise).topk(min(count, log_probs.shape[-1])).indices

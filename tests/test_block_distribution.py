@@ -16,7 +16,7 @@ from hf_spec.drafts.base import guess_log_probs
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
-from hf_spec.drafts.dspark.modeling import DSparkDraftModel
+from hf_spec.drafts.dspark.modeling import DSparkDraftModel, MarkovGrowth
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 
@@ -80,16 +80,21 @@ class Forgetful(Speculator):
 
     def drafter(self, request: Request) -> Drafter:
         drafter = dspark("vanilla").drafter(request)
-        propose = drafter.propose
+        propose, blocks = drafter.propose, []
+
+        class Noting(MarkovGrowth):
+            def __init__(self, draft: Any, request: Request, root: Tensor, output: Any) -> None:
+                blocks.append(output)
+                super().__init__(draft, request, root, output)
 
         def lie(news: News, limit: int) -> Proposal:
             proposal = propose(news, limit)
             if proposal.q is None:
                 return proposal
-            uncorrected = guess_log_probs(dspark("vanilla"), request, drafter._logits)
+            uncorrected = guess_log_probs(dspark("vanilla"), request, blocks[-1].logits)
             return replace(proposal, q=uncorrected[:, : proposal.q.shape[1]].exp())
 
-        drafter.propose = lie
+        drafter.growth, drafter.propose = Noting, lie
         return drafter
 
 

@@ -49,7 +49,7 @@ class EveryDraw:
         self.weights = torch.ones(len(self.ways), dtype=torch.float64)
         self.done = 0
 
-    def __call__(self, log_probs: Tensor, count: int) -> Tensor:
+    def __call__(self, log_probs: Tensor, count: int, noise: None = None) -> Tensor:
         new = log_probs.shape[1]
         drawn = self.orders[self.ways[:, self.done : self.done + new]][:, :, :count]  # (rows, new, count)
         self.done += new

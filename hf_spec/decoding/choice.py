@@ -37,14 +37,15 @@ class Choice:
     def news(self, features: Tensor | None, rows: list[int]) -> News:
         """Tell the drafter about ``rows``: each emitted token beside the features of the node before it."""
         width = max(self.kept[row] for row in rows)
-        counts = torch.tensor([self.kept[row] for row in rows], device=self.tokens.device)
+        amounts = [self.kept[row] for row in rows]
+        counts = torch.tensor(amounts, device=self.tokens.device)
         if features is None and len(rows) == len(self.kept):
-            return News(self.tokens[:, :width], counts)
+            return News(self.tokens[:, :width], counts, None, amounts)
         index = torch.tensor(rows, device=self.tokens.device)
         if features is not None:
             path = self.path[index, :width].to(features.device)
             features = features[index.to(features.device)[:, None], path]  # (rows, width, features)
-        return News(self.tokens[index, :width], counts, features)
+        return News(self.tokens[index, :width], counts, features, amounts)
 
 
 class Chooser:

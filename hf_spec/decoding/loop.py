@@ -19,6 +19,7 @@ from ..drafts.late import LateDrafter
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
+from ..scoring.graphs import Compiler
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..settings import SpeculationConfig
@@ -156,6 +157,7 @@ class Call:
             widest=self.pace.most_nodes(config),
         )
         self.target.most_new_tokens = max(text.room(text.rows)) + 1
+        self.compiler: Compiler | None = None  # of the drafter, from the prefill on, if the target is compiled
         # Where the loop stands: rows that were still growing in the last step, and features of the nodes that were
         # scored last, (rows, nodes, widths).
         self.rows = text.rows
@@ -177,6 +179,8 @@ class Call:
             score = functools.partial(self.target.prefill_guessing, input_ids, config, kwargs)
             return self._step(root, score, self.target.take_back_prompt)
         scores = self.target.prefill(input_ids, config, kwargs)
+        if self.target.compiles:
+            self.compiler = Compiler(config.compile_config, self.pace.first)
         self.record.prompt(scores.hidden_states)
         last = scores.last()
         choice = self._choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
@@ -233,7 +237,7 @@ class Call:
             proposal = self.target.fit(proposal.within(room), limit)
         with self.stats.timed("verify"):
             scores = score(proposal)
-        self.stats.compiled(*self.target.compilation)
+        self._note_compilation()
         with self.stats.timed("choose"):
             choice = self._choose(proposal, scores)
         if choice is None:
@@ -252,6 +256,11 @@ class Call:
             self.pace.stepped(len(self.rows), proposal.max_depth, seconds, choice.deepest, choice.accepted)
         self.features = scores.features
         return choice
+
+    def _note_compilation(self) -> None:
+        self.stats.compiled(*self.target.compilation)
+        if self.compiler is not None:
+            self.stats.compiled(self.compiler.graphs.made, self.compiler.graphs.seconds, "propose")
 
     def _choose(self, proposal: Proposal, scores: Scores) -> Choice | None:
         self.block = proposal, self.text.row_lengths
@@ -286,7 +295,7 @@ class Call:
         sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
         distribution = self.processors.draft_distribution(only_best)
-        request = Request(self.model, read, mask, features, self.config, distribution, sample)
+        request = Request(self.model, read, mask, features, self.config, distribution, sample, compiler=self.compiler)
         return LateDrafter(functools.partial(self.speculator.drafter, request))
 
     @property

@@ -22,6 +22,8 @@ from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..scoring.graphs import Compiler
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,7 +35,7 @@ class Request:
     (embeddings) or less (a cache handed in). ``log_probs`` turns draft logits (..., vocabulary of the target) into the
     log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
     once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
-    choose them otherwise.
+    choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be.
     """
 
     target: PreTrainedModel
@@ -44,6 +46,7 @@ class Request:
     log_probs: Callable[[Tensor], Tensor]
     sample: bool
     generator: torch.Generator | None = None
+    compiler: Compiler | None = None
 
     @property
     def law(self) -> Callable[[Tensor], Tensor]:
@@ -63,12 +66,19 @@ class News:
 
     ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is
     the next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
-    ``tokens[:, j]``, so they never look ahead (reference: EAGLE, arXiv 2401.15077).
+    ``tokens[:, j]``, so they never look ahead (reference: EAGLE, arXiv 2401.15077). ``cpu_counts`` are the counts as
+    numbers, if they are known without asking the accelerator.
     """
 
     tokens: Tensor
     counts: Tensor
     features: Tensor | None = None
+    cpu_counts: Sequence[int] | None = None
+
+    @property
+    def amounts(self) -> list[int]:
+        """Return the counts as numbers."""
+        return self.counts.tolist() if self.cpu_counts is None else list(self.cpu_counts)
 
     @property
     def root(self) -> Tensor:
@@ -93,12 +103,14 @@ class News:
                 at = place.to(features.device)[:, :, None].expand(part.features.shape)
                 features.scatter_(1, at, part.features)
             counts = counts + part.counts
-        return cls(tokens, counts, features)
+        amounts = [sum(column) for column in zip(*(part.amounts for part in parts), strict=True)]
+        return cls(tokens, counts, features, amounts)
 
     def of(self, rows: Tensor) -> News:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
-        return News(self.tokens[rows], self.counts[rows], features)
+        amounts = self.amounts
+        return News(self.tokens[rows], self.counts[rows], features, [amounts[row] for row in rows.tolist()])
 
 
 @dataclass

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,25 +37,62 @@ AVERAGE = (0.56, 0.23, 0.16, 0.13)
 SHARE = (1.0, 0.6, 0.6, 0.6)
 
 
-def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:
-    """Draw at most ``nodes`` guesses, at most ``limit`` deep, with ``top_k`` nodes looked behind per level.
+@dataclass(frozen=True)
+class Plan:
+    """What is known of drawn trees before any of them is drawn.
 
-    ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``.
+    ``widths[d]`` nodes of depth d are looked behind, and each gets at most ``siblings`` children of ``nodes`` in all.
+    ``imagined[d]`` are the rank and the share of each guess that is imagined below a node of depth d; ``least``,
+    ``average`` and ``share`` (siblings,) say how probably siblings are accepted.
     """
-    siblings = min(top_k, log_probs.shape[-1], len(LEAST))
-    tree = _DrawnTree(root, nodes, log_probs)
+
+    widths: tuple[int, ...]
+    siblings: int
+    nodes: int
+    imagined: tuple[tuple[Tensor, Tensor], ...]
+    least: Tensor
+    average: Tensor
+    share: Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torch.device) -> Plan:
+    """Plan trees of at most ``nodes`` guesses and ``limit`` levels, with ``top_k`` nodes looked behind per level.
+
+    Once for all trees of a kind, because every upload makes an accelerator wait.
+    """
+    siblings = min(top_k, vocabulary, len(LEAST))
+    widths = [1]
+    while len(widths) < limit:
+        widths.append(min(top_k, widths[-1] * siblings, nodes))
+    put = functools.partial(torch.tensor, device=device)
+    imagined = []
+    for depth in range(limit):
+        rank, share = zip(*_imagined(siblings, nodes, limit - depth), strict=True)
+        imagined.append((put(rank), put(share)))
+    tables = [put(table[:siblings]) for table in (LEAST, AVERAGE, SHARE)]
+    return Plan(tuple(widths), siblings, nodes, tuple(imagined), *tables)
+
+
+def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: Iterator[Tensor | None]) -> Proposal:
+    """Draw the guesses of a tree as ``plan`` says.
+
+    ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``; ``noise`` is what levels are drawn
+    with, see ``draw_distinct``.
+    """
+    siblings, limit = plan.siblings, len(plan.widths)
+    tree = _DrawnTree(root, plan.nodes, log_probs)
     forest, log_probs = Forest.empty(step, root), log_probs[:, None]
     node, promise = torch.zeros_like(root)[:, None], log_probs.new_ones((len(root), 1))  # of the level looked behind
     for depth in range(1, limit + 1):
-        imagined = _imagined(siblings, nodes, limit - depth + 1)
-        counts = _plan(promise, _before(log_probs, siblings), nodes - tree.used, imagined)
-        drawn = draw_distinct(log_probs, siblings)  # (batch, n, siblings)
+        counts = _plan(promise, _before(log_probs, plan), plan.nodes - tree.used, *plan.imagined[depth - 1])
+        drawn = draw_distinct(log_probs, siblings, next(noise))  # (batch, n, siblings)
         places = tree.add(node, log_probs, drawn, counts)
         if depth == limit:
             break
-        promises = promise[:, :, None] * _after(log_probs.gather(2, drawn).exp())  # (batch, n, siblings)
+        promises = promise[:, :, None] * _after(log_probs.gather(2, drawn).exp(), plan)  # (batch, n, siblings)
         level = node.shape[1]
-        promise, pick = promises.masked_fill(places < 0, 0).flatten(1).topk(min(top_k, level * siblings, nodes))
+        promise, pick = promises.masked_fill(places < 0, 0).flatten(1).topk(plan.widths[depth])
         above = forest.size - level + pick // siblings if depth > 1 else torch.full_like(pick, NO_PARENT)
         node = places.flatten(1).gather(1, pick)
         log_probs = forest.look_behind(drawn.flatten(1).gather(1, pick), above)
@@ -93,15 +132,14 @@ class _DrawnTree:
         return Proposal(self._tokens[:, :-1], self._parents[:, :-1], depth, self._q[:, :-1])
 
 
-def _plan(promise: Tensor, before: Tensor, left: Tensor, imagined: tuple[tuple[int, float], ...]) -> Tensor:
+def _plan(promise: Tensor, before: Tensor, left: Tensor, first: Tensor, below: Tensor) -> Tensor:
     """Say how many children each node of a level gets, (batch, n), while ``left`` (batch,) guesses may still be drawn.
 
-    Below every node the ``imagined`` tree is hung. Of all guesses in these trees the best ones fill up what is left;
-    those among them that are children of the level's own nodes are to be drawn now. ``promise`` (batch, n) is that of
-    the nodes, ``before`` (batch, n, siblings) that of a child whose parent is accepted, before the child is drawn.
+    Below every node a tree is imagined, of guesses with the ranks ``first`` and the shares ``below``. Of all guesses
+    in these trees the best ones fill up what is left; those among them that are children of the level's own nodes are
+    to be drawn now. ``promise`` (batch, n) is that of the nodes, ``before`` (batch, n, siblings) that of a child whose
+    parent is accepted, before the child is drawn.
     """
-    first = torch.tensor([rank for rank, _ in imagined], device=promise.device)
-    below = torch.tensor([share for _, share in imagined], device=promise.device)
     worth = (promise[:, :, None] * before[:, :, first] * below).flatten(1)  # (batch, n * imagined)
     order = worth.sort(dim=1, descending=True, stable=True).indices
     place = torch.arange(order.shape[1], device=order.device).expand_as(order)
@@ -129,22 +167,21 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
     return tuple(found)
 
 
-def _before(log_probs: Tensor, siblings: int) -> Tensor:
+def _before(log_probs: Tensor, plan: Plan) -> Tensor:
     """Promise children before they are drawn from ``log_probs`` (..., vocabulary): (..., siblings).
 
     What is drawn from q has itself a probability of sum(q^2) on average.
     """
-    accepted = log_probs.new_tensor(AVERAGE[:siblings]).repeat(*log_probs.shape[:-1], 1)
+    accepted = plan.average.to(log_probs.dtype).repeat(*log_probs.shape[:-1], 1)
     accepted[..., 0] = LEAST[0] + (1 - LEAST[0]) * SHARE[0] * (2 * log_probs).exp().sum(-1)
     return _in_turn(accepted)
 
 
-def _after(drawn: Tensor) -> Tensor:
+def _after(drawn: Tensor, plan: Plan) -> Tensor:
     """Promise children whose probabilities ``drawn`` (..., siblings) are known, if their parent is accepted."""
     left = 1 - (drawn.cumsum(-1) - drawn)  # for drawn ones leave the distribution
     own = (drawn / left.clamp(min=1e-6)).clamp(max=1)
-    least, share = (own.new_tensor(numbers[: drawn.shape[-1]]) for numbers in (LEAST, SHARE))
-    return _in_turn(least + (1 - least) * share * own)
+    return _in_turn(plan.least + (1 - plan.least) * plan.share * own)
 
 
 def _in_turn(accepted: Tensor) -> Tensor:

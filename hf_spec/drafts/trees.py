@@ -11,24 +11,90 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
-from ..sampling import best, draw_distinct
+from ..sampling import best, draw_distinct, gumbel_noise
 from ..settings import SpeculationConfig
-from .drawn_trees import grow_drawn
+from .drawn_trees import Plan, grow_drawn, plan_drawn
 from .forest import Forest, Step
 
 # How probable it is that the next guess of each chain will be accepted, (batch,), as the last step saw it.
 Confidence = Callable[[], Tensor]
 
 
-def at_depth(by_depth: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-    """Pick from ``by_depth`` (batch, depths, ...) what stands at the depth of each new node of a ``Step``.
+@dataclass(frozen=True)
+class Ahead:
+    """What is made before a proposal that is one graph: in there, no random number is drawn and nothing uploaded.
+
+    ``layout`` is that of a static tree, ``plan`` that of a drawn one, ``noise`` what each level draws with.
+    """
+
+    layout: tuple[list[int], list[_Level]] | None
+    plan: Plan | None
+    noise: list[Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        config: SpeculationConfig,
+        depth: int,
+        drawn: int,
+        rows: int,
+        vocabulary: int,
+        sample: bool,
+        device: torch.device,
+    ) -> Ahead:
+        """Prepare a proposal ``depth`` deep for ``rows`` rows, of which the levels up to ``drawn`` are wanted.
+
+        The random numbers are those that ``grow`` would draw itself, in the same order.
+        """
+        layout, plan = None, None
+        widths: Sequence[int]
+        if config.tree == "dynamic" and sample:
+            plan = plan_drawn(config.tree_top_k, config.tree_nodes, depth, vocabulary, device)
+            widths = plan.widths
+        elif config.tree is None or config.tree == "dynamic":
+            widths = [0] * depth
+        else:
+            layout = _lay_out(_paths(config, depth, sample), device)
+            widths = [len(level.nodes) for level in layout[1]]
+        shapes = [(rows, width, vocabulary) if width else (rows, vocabulary) for width in widths]
+        noise = [
+            gumbel_noise(shape, device) if level < drawn else torch.zeros(shape, device=device)
+            for level, shape in enumerate(shapes if sample else [])
+        ]
+        return cls(layout, plan, noise)
+
+    def seated(self, rows: Tensor) -> Ahead:
+        """Give each seat the random numbers of the row that sits there, ``rows`` (seats,)."""
+        return replace(self, noise=[one.index_select(0, rows) for one in self.noise])
+
+
+def most_looked_behind(config: SpeculationConfig, depth: int) -> int:
+    """Return how many nodes a draft is asked to look behind at most while a proposal of this depth grows."""
+    if isinstance(config.tree, str | None):
+        width = 1 if config.tree is None else max(config.tree_top_k, 1)
+        return depth * width if config.tree != "sampled" else config.tree_nodes
+    return len(tree_from_paths(config.tree)[0])
+
+
+def _paths(config: SpeculationConfig, limit: int, sample: bool) -> tuple[tuple[int, ...], ...]:
+    """List the paths of a static tree of at most ``limit`` levels."""
+    paths: list[tuple[int, ...]]
+    if config.tree == "sampled":
+        paths = bushy(config.tree_top_k, config.tree_nodes, limit)
+    else:
+        paths = [tuple(path[:limit]) for path in config.tree or ()]  # type: ignore[arg-type]  # no word is left
+    return tuple(_without_gaps(paths) if sample else paths)
+
+
+def at_depth(by_depth: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    """Pick from ``by_depth`` (batch, depths, ...) what stands at the depth of each new node, as a ``Step`` does.
 
     For drafts that say at once what follows at each depth, whatever the guesses before: (batch, new, ...).
     """
@@ -44,24 +110,31 @@ def grow(
     limit: int,
     sample: bool,
     confidence: Confidence | None = None,
+    ahead: Ahead | None = None,
 ) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
     ``root`` (batch,) is the last token of the text, ``log_probs`` (batch, vocabulary) say what follows it; ``limit``
     bounds the depth; ``sample`` draws the guesses where it would choose the best ones. ``confidence`` of a draft that
-    knows how far it can be trusted ends chains, instead of the probability of their guesses.
+    knows how far it can be trusted ends chains, instead of the probability of their guesses. ``ahead`` is what was
+    made for a proposal as deep as ``limit``, if it is to be a graph.
     """
     if limit == 0:
         return Proposal.nothing(root)
     if config.tree is None:
-        return _chain(root, log_probs, step, limit, sample, config.min_confidence, confidence)
+        return _chain(root, log_probs, step, limit, sample, config.min_confidence, confidence, ahead)
+    noise: Iterator[Tensor | None] = itertools.repeat(None) if ahead is None else iter(ahead.noise)
     if config.tree == "dynamic" and sample:
-        return grow_drawn(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
+        plan = None if ahead is None else ahead.plan
+        if plan is None:
+            plan = plan_drawn(config.tree_top_k, config.tree_nodes, limit, log_probs.shape[-1], root.device)
+        return grow_drawn(root, log_probs, step, plan, noise)
     if config.tree == "dynamic":
         return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
-    if config.tree == "sampled":
-        return _static(root, log_probs, step, bushy(config.tree_top_k, config.tree_nodes, limit), sample)
-    return _static(root, log_probs, step, [path[:limit] for path in config.tree], sample)
+    layout = None if ahead is None else ahead.layout
+    if layout is None:
+        layout = _lay_out(_paths(config, limit, sample), root.device)
+    return _static(root, log_probs, step, layout, sample, noise)
 
 
 def _chain(
@@ -72,7 +145,9 @@ def _chain(
     sample: bool,
     min_confidence: float,
     confidence: Confidence | None = None,
+    ahead: Ahead | None = None,
 ) -> Proposal:
+    noise: Iterator[Tensor | None] = itertools.repeat(None) if ahead is None else iter(ahead.noise)
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
     counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
@@ -81,15 +156,15 @@ def _chain(
             log_probs = step(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None], None)[:, 0]
         if min_confidence > 0 and confidence is not None:  # asked before the guess is in, of which it knows nothing
             going = going & (confidence() >= min_confidence)
-            if not bool(going.any()):
+            if ahead is None and not bool(going.any()):
                 break
-        guess = draw_distinct(log_probs, 1)[:, 0] if sample else log_probs.argmax(-1)
+        guess = draw_distinct(log_probs, 1, next(noise))[:, 0] if sample else log_probs.argmax(-1)
         guesses.append(guess)
         by_depth.append(log_probs)
         counts += going
         if min_confidence > 0 and confidence is None:  # once the guess is in, which tells nothing of the next one
             going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
-            if not bool(going.any()):
+            if ahead is None and not bool(going.any()):
                 break
     if not guesses:
         return Proposal.nothing(root)
@@ -133,9 +208,16 @@ def _lay_out(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[
     return parents, levels
 
 
-def _static(root: Tensor, log_probs: Tensor, step: Step, paths: Sequence[Sequence[int]], sample: bool) -> Proposal:
+def _static(
+    root: Tensor,
+    log_probs: Tensor,
+    step: Step,
+    layout: tuple[list[int], list[_Level]],
+    sample: bool,
+    noise: Iterator[Tensor | None],
+) -> Proposal:
     """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
-    parents, levels = _lay_out(tuple(map(tuple, _without_gaps(paths) if sample else paths)), root.device)
+    parents, levels = layout
     forest = Forest.empty(step, root)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
     above = torch.full_like(tokens, NO_PARENT)
@@ -146,13 +228,14 @@ def _static(root: Tensor, log_probs: Tensor, step: Step, paths: Sequence[Sequenc
             log_probs = forest.look_behind(tokens[:, level.nodes], level.above.expand(len(root), -1))
         if q is not None:
             q[:, level.nodes] = log_probs.exp()
-        ordered = (draw_distinct if sample else best)(log_probs, level.most)  # (batch, n, most)
+        drawn = draw_distinct(log_probs, level.most, next(noise)) if sample else None
+        ordered = best(log_probs, level.most) if drawn is None else drawn  # (batch, n, most)
         rank = level.rank.clamp(max=ordered.shape[2] - 1)  # a vocabulary may be tiny
         possible = (log_probs.gather(2, ordered) > -torch.inf)[:, level.place, rank] & (rank == level.rank)
         parent = level.nodes[level.place]
         tokens[:, level.children] = ordered[:, level.place, rank]
         above[:, level.children] = torch.where(possible & (above[:, parent] != ABSENT), parent, ABSENT)
-    return Proposal(tokens, above, max(map(len, paths)), q, shape=tuple(parents))
+    return Proposal(tokens, above, len(levels), q, shape=tuple(parents))
 
 
 def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:

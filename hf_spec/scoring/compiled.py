@@ -8,21 +8,18 @@ them makes another graph.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from .attention import folding_in_graphs
+from .graphs import Graphs, taking_turns
 from .runner import ModelRunner, Scores
 from .slots import Slots
 from .static import StaticSlotCache, StaticSlots, power_of_two
@@ -31,9 +28,7 @@ logger = logging.get_logger(__name__)
 
 # A block without compilation differs from itself with masks made outside by rounding only: a share of the spread.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-GRAPHS = 256  # shapes of one model that are compiled before torch gives up; its own limit of 8 is too small for us
 
-_taking_turns = threading.Lock()  # a compiled forward sees the hooks of every thread that looks into it
 _not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and why
 _masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
@@ -100,9 +95,13 @@ class StaticRunner(ModelRunner):
         self._sit([self.slots.seats[i] for i in kept])
 
     @property
+    def compiles(self) -> bool:
+        return self.compiled is not None
+
+    @property
     def compilation(self) -> tuple[int, float]:
         """Return how many graphs were compiled since the prefill, and in how many seconds."""
-        return (0, 0.0) if self.compiled is None else (self.compiled.graphs, self.compiled.seconds)
+        return (0, 0.0) if self.compiled is None else (self.compiled.graphs.made, self.compiled.graphs.seconds)
 
     def _save(self, rows: Iterable[int]) -> None:
         for i in rows:
@@ -135,7 +134,7 @@ class StaticRunner(ModelRunner):
         if (seats := self.slots.row_in_seat) is not None:
             tokens = tokens.index_select(0, seats)
             ancestors = None if ancestors is None else ancestors.to(seats.device).index_select(0, seats)
-        with contextlib.nullcontext() if self.compiled is None else _taking_turns:
+        with contextlib.nullcontext() if self.compiled is None else taking_turns:
             scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors)
         if count < width:
             scores = scores.each(lambda states: states[:, :count])
@@ -152,16 +151,11 @@ class StaticRunner(ModelRunner):
 
 
 class CompiledForward:
-    """Call a model compiled, as plain ``generate`` does, over masks that were made outside.
-
-    ``graphs`` were made so far, in ``seconds``.
-    """
+    """Call a model compiled, as plain ``generate`` does, over masks that were made outside."""
 
     def __init__(self, model: Any, config: CompileConfig | None) -> None:
         self._model, self._config = model, config
-        self.graphs, self.seconds = 0, 0.0
-        # Shapes are few and fixed, so none of them is to become a variable after its second value.
-        self._settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=GRAPHS)
+        self.graphs = Graphs()
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Return the outputs of a forward; without compilation, after one warning, if there is no way to compile."""
@@ -170,20 +164,15 @@ class CompiledForward:
         if reason := self._why_masks_differ(inputs, masks):
             return self._give_up(reason, inputs)
         try:
-            with self._settings, folding_in_graphs():
+            with self.graphs.counted():
                 return self._run(masks)
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return self._give_up(" ".join([f"{type(error).__name__}:", *lines[:2]]), inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
-        before, start = counters["stats"]["unique_graphs"], time.perf_counter()
         torch.compiler.cudagraph_mark_step_begin()
-        outputs = self._model.get_compiled_call(self._config)(**inputs)
-        if made := counters["stats"]["unique_graphs"] - before:
-            self.graphs += made
-            self.seconds += time.perf_counter() - start
-        return outputs
+        return self._model.get_compiled_call(self._config)(**inputs)
 
     def _mask(self, inputs: dict[str, Any]) -> Any:
         """Let the model make its masks: one (seats, 1, nodes, slots), or one for each type of layer."""

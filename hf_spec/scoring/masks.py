@@ -46,7 +46,23 @@ class Block:
 
     @cached_property
     def query(self) -> Tensor:
-        """The logical column of each new node, (batch, nodes).
+        """The logical column of each new node, (batch, nodes)."""
+        return self.columns_of_nodes()
+
+    @cached_property
+    def column(self) -> Tensor:
+        """The logical column of each slot, (batch, columns)."""
+        return self.columns_of_slots()
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """What each new node sees, (batch, nodes, columns) bool."""
+        return self.seen_from(self.query)
+
+    # The same without a memory, whose lock no graph can hold.
+
+    def columns_of_nodes(self) -> Tensor:
+        """Return the logical column of each new node, (batch, nodes).
 
         Where a row's text is longer than others', it has nodes that only pad it, some of which may stand behind all
         text. There the model need not have a position, so they share the last column that text may reach.
@@ -58,9 +74,8 @@ class Block:
         column = self.lengths[:, None] + behind
         return column if self.end is None or self.width <= self.end else column.clamp(max=self.end - 1)
 
-    @cached_property
-    def column(self) -> Tensor:
-        """The logical column of each slot: itself in the text and in a chain, the depth behind the text in a tree."""
+    def columns_of_slots(self) -> Tensor:
+        """Return the logical column of each slot: itself in text and chain, the depth behind the text in a tree."""
         slot = torch.arange(self.width, device=self.lengths.device)[None]
         if self.depth is None:
             return slot.expand(len(self.lengths), -1)
@@ -68,12 +83,14 @@ class Block:
         depth = self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
         return torch.where(node < 0, node, depth) + self.lengths[:, None]
 
-    @cached_property
-    def visible(self) -> Tensor:
-        """History, but for the left padding, and ancestors: (batch, nodes, columns) bool."""
+    def seen_from(self, query: Tensor) -> Tensor:
+        """Return who sees history, but for the left padding, and ancestors: (batch, nodes, columns) bool.
+
+        ``query`` (batch, nodes) are the logical columns of the new nodes.
+        """
         slot = torch.arange(self.width, device=self.lengths.device)
         if self.ancestors is None:
-            seen = slot <= self.query[:, :, None]
+            seen = slot <= query[:, :, None]
         else:
             node = (slot - self.lengths[:, None])[:, None].expand(-1, self.count, -1)
             forest = self.ancestors.gather(2, node.clamp(0, self.ancestors.shape[2] - 1))
@@ -81,7 +98,7 @@ class Block:
         if self.padding is not None:
             seen[:, :, : self.padding.shape[1]] &= self.padding[:, None, :]
         if self.window is not None:  # older columns are kept for other rows, and not every model's mask hides them
-            seen &= self.query[:, :, None] - self.column[:, None] < self.window
+            seen &= query[:, :, None] - self.columns_of_slots()[:, None] < self.window
         return seen
 
     def shown(self, first: int, count: int) -> tuple[Tensor, Tensor]:

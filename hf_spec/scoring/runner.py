@@ -334,6 +334,11 @@ class ModelRunner:
         return inputs
 
     @property
+    def compiles(self) -> bool:
+        """Tell, from the prefill on, whether plain ``generate`` would compile this call."""
+        return False
+
+    @property
     def compilation(self) -> tuple[int, float]:
         """Return how many graphs were compiled since the prefill, and in how many seconds."""
         return 0, 0.0

@@ -19,8 +19,9 @@ from transformers import initialization as init
 
 from ..base import Drafter, DraftOutput, Request, guess_log_probs
 from ..block_files import engines
-from ..blocks import BlockDrafter, BlockDraftModel
+from ..blocks import BlockDrafter, BlockDraftModel, BlockGrowth
 from ..files import Checkpoint
+from ..static import drafter_for
 from ..trees import at_depth
 from .configuration import DSparkSpeculatorConfig
 from .formats import FORMATS, write_deepspec
@@ -154,7 +155,7 @@ class DSparkDraftModel(BlockDraftModel):
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
-        return DSparkDrafter(self, request)
+        return drafter_for(DSparkDrafter, self, request)
 
     @classmethod
     def engines(
@@ -165,26 +166,30 @@ class DSparkDraftModel(BlockDraftModel):
         return engines(config, checkpoint, unserved, "deepspec")
 
 
-class DSparkDrafter(BlockDrafter):
+class MarkovGrowth(BlockGrowth):
     """Correct what the slots say by the guesses on the way to each node."""
 
-    _draft: DSparkDraftModel
-
-    def _open(self, root: Tensor, output: DraftOutput) -> Tensor:
+    def __init__(self, draft: DSparkDraftModel, request: Request, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
         assert output.hidden_states is not None
+        self._draft, self._request = draft, request
         unused = output.hidden_states.shape[1] - output.logits.shape[1]
         self._logits = output.logits  # (batch, guesses, draft vocabulary)
         self._hidden = output.hidden_states[:, unused:]  # (batch, guesses, hidden)
         self._states: list[Tensor] = []  # (batch, new, rank) of the Markov head behind the root, then each node
         state: Tensor | None = None
         if unused:  # training steps through the slot that guesses nothing, too
-            reading, _ = self._draft.read(root[:, None], output.hidden_states[:, :1])
+            reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
             state = None if reading is None else reading.state
-        return self._behind(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
+        self._first = self._behind(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
 
-    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        logits, hidden = (at_depth(one, parents, ancestors) for one in (self._logits, self._hidden))
+    @property
+    def first(self) -> Tensor:
+        return self._first
+
+    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        """Return the corrected log-probabilities behind new nodes."""
+        logits, hidden = (at_depth(one, tokens, parents, ancestors) for one in (self._logits, self._hidden))
         state: Tensor | None = None
         if self._states:
             known = torch.cat(self._states, dim=1)
@@ -201,5 +206,11 @@ class DSparkDrafter(BlockDrafter):
         return guess_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
 
     @property
-    def _confidence(self) -> Callable[[], Tensor] | None:
+    def confidence(self) -> Callable[[], Tensor] | None:
         return None if self._draft.confidence_head is None else lambda: self._trust
+
+
+class DSparkDrafter(BlockDrafter):
+    """Keep the context of one call, and let every block say what follows it, corrected guess by guess."""
+
+    growth = MarkovGrowth

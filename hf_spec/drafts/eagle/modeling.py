@@ -18,6 +18,7 @@ from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
 from ..layers import classes_of
 from ..modeling import DraftModel, only_one
+from ..static import drafter_for
 from .configuration import EagleSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved
 
@@ -63,7 +64,7 @@ class EagleDraftModel(DraftModel):
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
-        return FeedbackDrafter(self, request)
+        return drafter_for(FeedbackDrafter, self, request)
 
     @classmethod
     def engines(

@@ -8,6 +8,7 @@ from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
+from ..static import drafter_for
 from .configuration import Eagle3SpeculatorConfig
 from .engines import in_the_way, unserved
 from .formats import FORMATS, write_eagle3, write_sglang
@@ -30,7 +31,7 @@ class Eagle3DraftModel(FusingDraftModel):
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
-        return FeedbackDrafter(self, request)
+        return drafter_for(FeedbackDrafter, self, request)
 
     @classmethod
     def engines(

@@ -10,6 +10,7 @@ same state, so all heads speak at once, and none knows what the ones before it g
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,10 +20,11 @@ from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
 from ...proposal import Proposal
-from ..base import Drafter, DraftOutput, News, Request
+from ..base import Drafter, DraftOutput, News, Request, guess_log_probs
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
-from ..trees import at_depth, grow
+from ..static import StaticDrafter, Told, drafter_for
+from ..trees import Ahead, at_depth, grow
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
 
@@ -104,7 +106,7 @@ class MedusaDraftModel(DraftModel):
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
-        return MedusaDrafter(self, request)
+        return drafter_for(MedusaDrafter, self, request)
 
     @classmethod
     def engines(
@@ -134,26 +136,38 @@ class MedusaDraftModel(DraftModel):
         return len(self.heads)
 
 
-class MedusaDrafter(Drafter):
+class MedusaDrafter(StaticDrafter):
     """Look up the distribution of a node's depth: there is nothing to remember."""
 
-    def __init__(self, draft: MedusaDraftModel, request: Request) -> None:
+    attends = False
+
+    def __init__(self, draft: MedusaDraftModel, request: Request, static: bool = False) -> None:
         self._draft = draft
         self._request = request
-        self._log_probs: Tensor  # (batch, heads, vocabulary) behind a guess of depth 0, 1, ...
+        self.deepest = len(draft.heads)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._draft.layer_config.vocab_size or 0)
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Let all heads read the state before the root, then combine what they say."""
-        assert news.features is not None
-        rows = torch.arange(len(news.counts), device=news.features.device)
-        state = news.features[rows, news.counts.to(news.features.device) - 1]  # (batch, hidden)
-        logits = self._draft(features=state[:, None].to(self._draft.device, self._draft.dtype)).logits[:, 0]
-        self._log_probs = self._request.log_probs(self._draft.over_target(logits).to(news.tokens.device))
-        limit = min(limit, self._log_probs.shape[1])
-        return grow(news.root, self._log_probs[:, 0], self._step, self._request.config, limit, self._request.sample)
+        told = self.told(news.tokens, news.counts, news.features, news.amounts)
+        return self.guess(told, min(limit, len(self._draft.heads))).to(news.tokens.device)
 
-    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        return at_depth(self._log_probs, parents, ancestors)
+    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
+        assert told.features is not None
+        logits = self._draft(features=told.last(told.features)).logits[:, 0]
+        log_probs = guess_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
+        step = functools.partial(at_depth, log_probs)
+        config, sample = self._request.config, self._request.sample
+        return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
+
+    def read(self, told: Told) -> None:
+        """Read nothing: only the last state counts."""
+
+    def make_room(self, columns: int) -> None:
+        """Hold nothing."""
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only: nothing is kept of any."""

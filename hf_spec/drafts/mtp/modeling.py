@@ -15,6 +15,7 @@ from ..base import Drafter, DraftOutput, Request
 from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
+from ..static import drafter_for
 from .configuration import MTPSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved, why_not_native, write_native
 
@@ -93,7 +94,7 @@ class MTPDraftModel(DraftModel):
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
-        return FeedbackDrafter(self, request)
+        return drafter_for(FeedbackDrafter, self, request)
 
     @classmethod
     def engines(

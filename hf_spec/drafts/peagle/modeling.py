@@ -10,7 +10,8 @@ takes the place of features that are not known yet, so that no depth knows what 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from transformers import initialization as init
 
 from ...proposal import Proposal
 from ..base import Drafter, News, Request, guess_log_probs
-from ..feedback import Reader, pairs_of_prompt
+from ..feedback import pairs_of_prompt
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
-from ..trees import at_depth, grow
+from ..readers import Reader, StaticReader
+from ..static import StaticDrafter, Told, drafter_for
+from ..trees import Ahead, at_depth, grow
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
 
@@ -63,7 +66,7 @@ class PEagleDraftModel(FusingDraftModel):
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)
-        return PEagleDrafter(self, request)
+        return drafter_for(PEagleDrafter, self, request)
 
     @classmethod
     def engines(
@@ -75,37 +78,45 @@ class PEagleDraftModel(FusingDraftModel):
         sort_features(self)
 
 
-class PEagleDrafter(Drafter):
+class PEagleDrafter(StaticDrafter):
     """Keep what was read of one call's text, and ask for all depths behind it at once."""
 
-    def __init__(self, draft: PEagleDraftModel, request: Request) -> None:
+    def __init__(self, draft: PEagleDraftModel, request: Request, static: bool = False) -> None:
         self._draft = draft
         self._request = request
-        self._reader = Reader(draft, 0)
-        self._log_probs: Tensor  # (batch, depths, vocabulary)
+        self._reader = (StaticReader if static else Reader)(draft, 0)
         tokens, mask, features = pairs_of_prompt(request, draft.device)
         self._reader.read_prompt(tokens, mask, features=features.to(draft.dtype))
 
+    @property
+    def vocabulary(self) -> int:
+        return int(self._draft.layer_config.vocab_size or 0)
+
     def propose(self, news: News, limit: int) -> Proposal:
         """Read what became text, and the mask tokens behind it; then combine what they say."""
-        assert news.features is not None
-        device, more = self._draft.device, max(0, limit - 1)
-        tokens, counts = news.tokens.to(device), news.counts.to(device)
-        given = news.features.to(device, self._draft.dtype)
-        width = tokens.shape[1]
-        tokens, given = self._draft.with_masks(tokens, given, more)
-        seen = ancestors_behind(counts, width, more)
-        logits, _ = self._reader.read(tokens, counts.tolist(), seen if more else None, features=given)
-        later = torch.arange(width, width + more, device=device).expand(len(counts), -1)
-        speaking = torch.cat([counts[:, None] - 1, later], dim=1)  # (batch, depths)
-        logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
-        self._log_probs = guess_log_probs(self._draft, self._request, logits)
-        root, config = news.root.to(device), self._request.config
-        proposal = grow(root, self._log_probs[:, 0], self._step, config, limit, self._request.sample)
-        return proposal.to(news.tokens.device)
+        told = self.told(news.tokens, news.counts, news.features, news.amounts)
+        return self.guess(told, limit).to(news.tokens.device)
 
-    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        return at_depth(self._log_probs, parents, ancestors)
+    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
+        assert told.features is not None
+        width, more, device = told.tokens.shape[1], max(0, limit - 1), self._draft.device
+        tokens, given = self._draft.with_masks(told.tokens, told.features, more)
+        seen = ancestors_behind(told.counts, width, more) if more else None
+        logits, _ = self._reader.opened().read(tokens, told.amounts, seen, features=given)
+        later = torch.arange(width, width + more, device=device).expand(len(told.counts), -1)
+        speaking = torch.cat([told.counts[:, None] - 1, later], dim=1)  # (batch, depths)
+        logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
+        log_probs = guess_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
+        step = functools.partial(at_depth, log_probs)
+        config, sample = self._request.config, self._request.sample
+        return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
+
+    def read(self, told: Told) -> None:
+        assert told.features is not None
+        self._reader.opened().read(told.tokens, told.amounts, features=told.features)
+
+    def make_room(self, columns: int) -> None:
+        cast(StaticReader, self._reader).keys.make_room(columns)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""

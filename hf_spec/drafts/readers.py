@@ -1,0 +1,150 @@
+"""What reads pairs of a token and a hidden state and keeps them: in slots that grow, or in fixed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from ..scoring.cache import SlotCache
+from ..scoring.slots import Slots
+from .base import DraftOutput
+from .static import StaticKeys
+
+
+class Reader:
+    """Keep the slots of one reader, one pair of token and hidden state per slot."""
+
+    def __init__(self, draft: Any, number: int) -> None:
+        self._draft = draft
+        self._which = {"reader": number} if draft.num_readers > 1 else {}
+        self._slots: Slots
+        self._first_position: Tensor  # (batch, 1), of the first pair behind the prompt
+
+    def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
+        """Read pairs, padded where ``mask`` (batch, pairs) is 0, and return hidden states (batch, pairs, hidden).
+
+        Without any pair they are zeros, (batch, 1, hidden).
+        """
+        cache = DynamicCache(config=self._draft.layer_config)
+        hidden = torch.zeros(
+            (len(tokens), 1, self._draft.layer_config.hidden_size), dtype=self._draft.dtype, device=tokens.device
+        )
+        padding = None if bool(mask.all()) else mask
+        if tokens.shape[1]:
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            given = {"position_ids": positions, "attention_mask": padding, "past_key_values": cache}
+            output: DraftOutput = self._draft(tokens, **given, logits_to_keep=1, **self._which, **beside)
+            assert output.hidden_states is not None
+            hidden = output.hidden_states
+        self._hold(cache, mask)
+        return hidden
+
+    def _hold(self, cache: DynamicCache, mask: Tensor) -> None:
+        """Keep what was read of the prompt in slots."""
+        padding = None if bool(mask.all()) else mask
+        self._slots = Slots(SlotCache.adopt(cache, len(mask), mask.device), cache, padding)
+        self._first_position = mask.sum(1, keepdim=True)
+
+    def opened(self) -> Any:
+        """Return what reads the next news and the forest behind them: itself."""
+        return self
+
+    def read(
+        self, tokens: Tensor, counts: Any, ancestors: Tensor | None = None, **beside: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Forget the last forest and read what became text, ``counts[b]`` of ``tokens`` (batch, m).
+
+        What stands behind them, if ``ancestors`` say so, is read with them and forgotten.
+        """
+        self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
+        logits, hidden = self.run(tokens, ancestors, **beside)
+        self._slots.commit(tokens, counts, in_place=True)
+        return logits, hidden
+
+    def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden)."""
+        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config) as block:
+            output: DraftOutput = self._draft(
+                tokens,
+                position_ids=self._first_position + self._slots.advance(block),
+                attention_mask=self._slots.mask(block),
+                past_key_values=self._slots.cache,
+                **self._which,
+                **beside,
+            )
+        assert output.logits is not None
+        assert output.hidden_states is not None
+        return output.logits, output.hidden_states
+
+    def join(self, other: Reader) -> bool:
+        """Take over the rows of ``other`` behind one's own, and tell whether that is possible."""
+        if (shift := self._slots.join(other._slots)) is None:
+            return False
+        self._first_position = torch.cat([self._first_position, other._first_position + shift])
+        return True
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        self._slots.keep_rows(rows)
+        self._first_position = self._first_position.index_select(0, rows)
+
+
+class StaticReader(Reader):
+    """Keep the pairs of one reader in slots of fixed shape, so that what reads them can be one graph."""
+
+    keys: StaticKeys
+
+    def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
+        """Do as ``Reader``; where there is no pair, read one that counts as padding, to learn the shapes."""
+        if tokens.shape[1]:
+            return super().read_prompt(tokens, mask, **beside)
+        tokens = tokens.new_zeros((len(tokens), 1))
+        beside = {name: states.new_zeros((len(tokens), 1, states.shape[2])) for name, states in beside.items()}
+        hidden = super().read_prompt(tokens, torch.ones_like(tokens), **beside)
+        self.keys.known[:, 0] = False
+        self.keys.before.fill_(1)
+        return torch.zeros_like(hidden)
+
+    def _hold(self, cache: DynamicCache, mask: Tensor) -> None:
+        self.keys = StaticKeys.adopt(cache, mask)
+
+    def opened(self) -> Any:
+        """Return what reads the next news and the forest behind them."""
+        return OpenReader(self._draft, self._which, self.keys)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.keys.keep_rows(rows)
+
+
+class OpenReader:
+    """Read the news and the forest behind them over fixed slots, for one proposal: what ``Reader`` does."""
+
+    def __init__(self, draft: Any, which: dict[str, int], keys: StaticKeys) -> None:
+        self._draft, self._which = draft, which
+        self._keys = keys.opened()
+
+    def read(
+        self, tokens: Tensor, counts: Tensor, ancestors: Tensor | None = None, **beside: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Read what became text, ``counts`` (batch,) of ``tokens`` (batch, m), as ``Reader.read``."""
+        said = self.run(tokens, ancestors, **beside)
+        self._keys.commit(counts)
+        return said
+
+    def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
+        """Take one step, as ``Reader.run``."""
+        positions, masks = self._keys.begin(tokens.shape[1], ancestors, self._draft.layer_config, self._draft.dtype)
+        output: DraftOutput = self._draft(
+            tokens,
+            position_ids=positions,
+            attention_mask=masks,
+            past_key_values=self._keys,
+            **self._which,
+            **beside,
+        )
+        assert output.logits is not None
+        assert output.hidden_states is not None
+        return output.logits, output.hidden_states

@@ -1,0 +1,336 @@
+"""Draft a whole proposal in one function of tensors of fixed shape, which torch.compile makes one graph of.
+
+A ``StaticDrafter`` keeps what it has read in buffers that stay where they are. ``StaticKeys`` are those of a draft
+that attends: the text, and behind it the nodes that are looked behind while a proposal grows, as in ``SlotCache``. But
+the buffers are longer than both, and how long the text is is a tensor. So a graph holds no number that changes. There
+is one for each number of seats (1, 2, 4, ...) and of slots (powers of two); the depth is always the same.
+
+``CompiledDrafter`` stands around it: it fills rows up to seats and news up to the deepest path, draws the random
+numbers that the graph is given, and calls the compiled function.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging
+
+from ..proposal import Proposal
+from ..scoring.graphs import Compiler
+from ..scoring.masks import Block
+from ..scoring.static import SHORTEST, power_of_two
+from .base import Drafter, News, Request
+from .trees import Ahead, most_looked_behind
+
+KINDS = ("full_attention", "sliding_attention")  # of layers whose masks are known here
+ATTENTION = ("sdpa", "eager")  # implementations whose masks are
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became text, as ``News`` tell it: ``counts`` (batch,) of ``tokens`` (batch, m), beside ``features``.
+
+    ``amounts`` are the counts as slots take them: numbers, or a tensor in a graph.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    features: Tensor | None
+    amounts: Any
+
+    @property
+    def root(self) -> Tensor:
+        """Return the last token of each row, (batch,)."""
+        return self.last(self.tokens[:, :, None])[:, 0, 0]
+
+    def last(self, states: Tensor) -> Tensor:
+        """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
+        place = (self.counts - 1).clamp(min=0)[:, None, None]
+        return states.gather(1, place.expand(-1, -1, states.shape[-1]))
+
+
+class StaticDrafter(Drafter):
+    """Guess over slots that grow, as any ``Drafter``, or over fixed ones.
+
+    Over fixed ones ``guess`` and ``read`` are functions of tensors: shapes stay what they are, no number is asked of
+    the device, and what is kept is written where it stood.
+    """
+
+    _draft: Any  # with ``device`` and ``dtype``
+    attends: ClassVar[bool] = True  # and so needs masks
+    deepest: int | None = None  # guesses that it can make at most
+
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+        device: torch.device = self._draft.device
+        return device
+
+    @property
+    def name(self) -> str:
+        """Return what messages call it."""
+        return type(self._draft).__name__
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Return over how many tokens its distributions are."""
+
+    def told(self, tokens: Tensor, counts: Tensor, features: Tensor | None, amounts: list[int] | None = None) -> Told:
+        """Take over what became text, with its ``amounts`` where slots grow."""
+        if features is not None:
+            features = features.to(self.device, self._draft.dtype)
+        counts = counts.to(self.device)
+        return Told(tokens.to(self.device), counts, features, counts if amounts is None else amounts)
+
+    @abstractmethod
+    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
+        """Read what became text and guess what follows, as deep as ``limit``, with what was made ``ahead``."""
+
+    @abstractmethod
+    def read(self, told: Told) -> None:
+        """Read what became text, which may be nothing in some rows."""
+
+    @abstractmethod
+    def make_room(self, columns: int) -> None:
+        """Hold texts, with all that is read behind them, of so many ``columns`` in fixed slots."""
+
+
+class StaticKeys:
+    """Hold keys and values of a draft's layers in fixed slots, (seats, heads, slots, width) each.
+
+    ``lengths`` (seats,) count the columns that are text, ``known`` (seats, slots) is False at left padding, and
+    ``before`` (seats, 1) counts the padding.
+    """
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], lengths: Tensor, known: Tensor, before: Tensor) -> None:
+        self.layers, self.lengths, self.known, self.before = layers, lengths, known, before
+
+    @classmethod
+    def adopt(cls, cache: DynamicCache, mask: Tensor) -> StaticKeys:
+        """Take over what a prompt left in ``cache``; ``mask`` (batch, prompt) is 0 at padding."""
+        length = mask.shape[1]
+        size = max(SHORTEST, power_of_two(length + 1))
+        layers: list[tuple[Tensor, Tensor]] = []
+        for layer in cast(Any, cache.layers):
+            both = []
+            for states in (layer.keys, layer.values):  # a window keeps the last ones only
+                buffer = states.new_zeros((*states.shape[:2], size, states.shape[3]))
+                buffer[:, :, length - states.shape[2] : length] = states
+                both.append(_in_place(buffer))
+            layers.append((both[0], both[1]))
+        lengths = torch.full((len(mask),), length, device=mask.device)
+        known = mask.new_ones((len(mask), size), dtype=torch.bool)
+        known[:, :length] = mask.bool()
+        return cls(layers, _in_place(lengths), _in_place(known), _in_place((mask == 0).sum(1, keepdim=True)))
+
+    def make_room(self, columns: int) -> None:
+        """Have at least so many slots."""
+        size, here = power_of_two(columns), self.known.shape[1]
+        if size <= here:
+            return
+        more = size - here
+        pad = torch.nn.functional.pad
+        self.layers = [
+            (_in_place(pad(keys, (0, 0, 0, more))), _in_place(pad(values, (0, 0, 0, more))))
+            for keys, values in self.layers
+        ]
+        self.known = _in_place(pad(self.known, (0, more), value=True))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only, each of which may be there twice."""
+        self.layers = [(reseated(keys, rows), reseated(values, rows)) for keys, values in self.layers]
+        self.lengths, self.known = reseated(self.lengths, rows), reseated(self.known, rows)
+        self.before = reseated(self.before, rows)
+
+    def opened(self) -> OpenKeys:
+        """Return what layers are given as their cache while one proposal is made."""
+        return OpenKeys(self)
+
+
+class OpenKeys:
+    """Write behind the text what is read for one proposal, and say who sees whom.
+
+    It takes the place of a cache of transformers in the layers of a draft that is given positions and masks.
+    """
+
+    def __init__(self, keys: StaticKeys) -> None:
+        self._keys = keys
+        self.lengths = keys.lengths  # (seats,) columns that are text
+        self._open = 0  # nodes behind the text
+        self._depth: Tensor | None = None  # (seats, open nodes), of a tree
+        self._row: Tensor
+        self._column: Tensor
+
+    def begin(
+        self, count: int, ancestors: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Aim at ``count`` new nodes, and return their positions (seats, nodes) and the masks by kind of layer.
+
+        ``ancestors`` are those of ``Slots.scoring``.
+        """
+        keys, lengths, slots = self._keys, self.lengths, self._keys.known.shape[1]
+        depth = None if ancestors is None else self._with_depth_of(ancestors)
+        masks, column = {}, torch.zeros(0)
+        for kind, window in windows(config).items():
+            block = Block(lengths, self._open, count, slots, keys.known, depth, ancestors, window)
+            column = block.columns_of_nodes()
+            masks[kind] = as_mask(block.seen_from(column), config, dtype)
+        self.aim(count)
+        self._depth = depth
+        return column - keys.before, masks
+
+    def aim(self, count: int) -> Tensor:
+        """Aim at ``count`` new nodes, and return the columns (seats, nodes) where they will stand."""
+        device = self.lengths.device
+        self._row = torch.arange(len(self.lengths), device=device)[:, None]
+        self._column = self.lengths[:, None] + (self._open + torch.arange(count, device=device))
+        self._open += count
+        return self._column
+
+    def _with_depth_of(self, ancestors: Tensor) -> Tensor:
+        known = self._depth
+        if known is None:
+            known = torch.arange(self._open, device=ancestors.device).expand(len(ancestors), -1)
+        return torch.cat([known, ancestors.sum(-1) - 1], dim=1)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the states of the new nodes and return all slots."""
+        held = self._keys.layers[layer_idx]
+        for buffer, states in zip(held, (keys, values), strict=True):
+            buffer.transpose(1, 2).index_put_((self._row, self._column), states.transpose(1, 2).to(buffer.dtype))
+        return held
+
+    def commit(self, counts: Tensor) -> None:
+        """Make the first ``counts`` (seats,) of the nodes that stand there text, and forget the others."""
+        self.lengths = self._keys.lengths.add_(counts)
+        self._open, self._depth = 0, None
+
+
+def windows(config: Any) -> dict[str, int | None]:
+    """Return by kind of layer how many columns a query sees at most, itself included; ``None``: all."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
+
+
+def as_mask(seen: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
+    """Turn who sees whom, (batch, nodes, slots) bool, into the mask that attention takes: (batch, 1, nodes, slots)."""
+    if config._attn_implementation == "sdpa":
+        return seen[:, None]
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def why_not_static(config: Any) -> str | None:
+    """Say why no masks can be made here for layers of ``config``, or return ``None``."""
+    unknown = [kind for kind in getattr(config, "layer_types", None) or () if kind not in KINDS]
+    if config._attn_implementation not in ATTENTION:
+        return f"its attention is {config._attn_implementation!r}; there are masks for {' and '.join(ATTENTION)}"
+    return f"it has layers of kind {unknown[0]!r}" if unknown else None
+
+
+def reseated(buffer: Tensor, rows: Tensor) -> Tensor:
+    """Return ``buffer`` (seats, ...) with ``rows`` only, at the same place if there are as many."""
+    moved = buffer.index_select(0, rows.to(buffer.device))
+    return buffer.copy_(moved) if moved.shape == buffer.shape else _in_place(moved)
+
+
+def _in_place(buffer: Tensor) -> Tensor:
+    """Let graphs expect ``buffer`` where it is."""
+    torch._dynamo.mark_static_address(buffer)
+    return buffer
+
+
+class CompiledDrafter(Drafter):
+    """Let ``inner`` guess compiled: fixed shapes around it, and random numbers for it.
+
+    In an empty seat sits row 0 once more.
+    """
+
+    def __init__(self, inner: StaticDrafter, request: Request, compiler: Compiler) -> None:
+        self._inner, self._request, self._compiler = inner, request, compiler
+        self._depth = min(compiler.depth, inner.deepest or compiler.depth)
+        self._open = most_looked_behind(request.config, self._depth)
+        self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
+        self._row_in_seat: Tensor | None = None  # (seats,), where some are empty
+        self._sit(list(range(len(self._lengths))))
+
+    def _sit(self, rows: list[int]) -> None:
+        seats = power_of_two(len(rows))
+        device = self._request.input_ids.device
+        filled = rows + rows[:1] * (seats - len(rows))
+        if filled != list(range(len(filled))) or seats != len(self._lengths):
+            self._inner.keep_rows(torch.tensor(filled, device=device))
+        self._lengths = [self._lengths[row] for row in rows]
+        self._row_in_seat = None
+        if seats > len(rows):
+            self._row_in_seat = torch.tensor([*range(len(rows))] + [0] * (seats - len(rows)), device=device)
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        """Read what became text and guess: as deep as ever, of which ``limit`` is kept."""
+        width = self._compiler.depth + 1
+        amounts = news.amounts
+        self._lengths = [length + count for length, count in zip(self._lengths, amounts, strict=True)]
+        self._inner.make_room(max(self._lengths) + max(width, news.tokens.shape[1]) + self._open)
+        if news.tokens.shape[1] > width:
+            rest, news = _split(news, width)
+            self._inner.read(self._told(rest, rest.tokens.shape[1]))
+        told = self._told(news, width)
+        proposal = self._compiler(_guess, self._inner.name, self._inner, told, self._depth, self._ahead(limit))
+        return proposal.of_first(len(amounts)).shallower(limit).to(news.tokens.device)
+
+    def _ahead(self, limit: int) -> Ahead:
+        request, inner, rows = self._request, self._inner, len(self._lengths)
+        ahead = Ahead.of(request.config, self._depth, limit, rows, inner.vocabulary, request.sample, inner.device)
+        return ahead if self._row_in_seat is None else ahead.seated(self._row_in_seat.to(inner.device))
+
+    def _told(self, news: News, width: int) -> Told:
+        tokens, counts, features = news.tokens, news.counts, news.features
+        if (missing := width - tokens.shape[1]) > 0:
+            tokens = torch.nn.functional.pad(tokens, (0, missing))
+            features = None if features is None else torch.nn.functional.pad(features, (0, 0, 0, missing))
+        if self._row_in_seat is not None:
+            tokens, counts = tokens.index_select(0, self._row_in_seat), counts.index_select(0, self._row_in_seat)
+            features = None if features is None else features.index_select(0, self._row_in_seat.to(features.device))
+        return self._inner.told(tokens, counts, features)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        self._sit(rows.tolist())
+
+
+def _guess(inner: StaticDrafter, told: Told, limit: int, ahead: Ahead) -> Proposal:
+    return inner.guess(told, limit, ahead)
+
+
+def _split(news: News, width: int) -> tuple[News, News]:
+    """Split off what stands before the last ``width`` tokens of each row."""
+    first = [max(0, count - width) for count in news.amounts]
+    start = (news.counts - width).clamp(min=0)
+    column = start[:, None] + torch.arange(width, device=start.device)
+    column = column.clamp(max=news.tokens.shape[1] - 1)  # (batch, width)
+    features, last = news.features, None
+    if features is not None:
+        last = features.gather(1, column.to(features.device)[:, :, None].expand(-1, -1, features.shape[2]))
+        features = features[:, : max(first)]
+    rest = News(news.tokens[:, : max(first)], start, features, first)
+    amounts = [count - before for count, before in zip(news.amounts, first, strict=True)]
+    return rest, News(news.tokens.gather(1, column), news.counts - start, last, amounts)
+
+
+def drafter_for(kind: Any, draft: Any, request: Request) -> Drafter:
+    """Start a drafter of some ``kind`` for one call, compiled if the call is and the draft can be."""
+    reason = why_not_static(draft.layer_config) if kind.attends and request.compiler is not None else None
+    if reason is not None:
+        logger.warning_once(f"{type(draft).__name__} is not compiled, but run as it is: {reason}.")
+    if request.compiler is None or reason is not None:
+        plain: Drafter = kind(draft, request)
+        return plain
+    return CompiledDrafter(kind(draft, request, static=True), request, request.compiler)

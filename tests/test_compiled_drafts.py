@@ -1,0 +1,313 @@
+"""Drafting over fixed slots, compiled or not, guesses what drafting over slots that grow does.
+
+Most tests run the function that is to be compiled as it is: what a graph may not do is refused where one is made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import test_block_exactness as block_drafts
+import torch
+from architectures import prompts
+from test_block_exactness import LAYERS, MARKOV, WINDOW
+from test_static import Forwards, generate, on_any_device, warnings_of
+from torch import Tensor
+from twins import fitted, target
+
+from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig
+from hf_spec.drafts import static as static_drafts
+from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
+from hf_spec.drafts.dflash.modeling import DFlashDraftModel
+from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
+from hf_spec.drafts.dspark.modeling import DSparkDraftModel
+from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
+from hf_spec.drafts.eagle.modeling import EagleDraftModel
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.medusa.modeling import MedusaDraftModel
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
+from hf_spec.drafts.mtp.modeling import MTPDraftModel
+from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
+from hf_spec.drafts.peagle.modeling import PEagleDraftModel
+from hf_spec.drafts.static import CompiledDrafter
+from hf_spec.scoring import compiled, graphs
+from hf_spec.scoring.graphs import Compiler
+
+DEPTH = 3
+PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+SHAPES = {
+    "chain": SpeculationConfig(num_speculative_tokens=DEPTH),
+    "confident": SpeculationConfig(num_speculative_tokens=DEPTH, min_confidence=0.02),
+    "static": SpeculationConfig(num_speculative_tokens=DEPTH, tree=PATHS),
+    "dynamic": SpeculationConfig(num_speculative_tokens=DEPTH, tree="dynamic", tree_top_k=3, tree_nodes=7),
+    "sampled": SpeculationConfig(num_speculative_tokens=DEPTH, tree="sampled", tree_top_k=3, tree_nodes=7),
+}
+WINDOWS = block_drafts.WINDOW | {"num_hidden_layers": 2, "model_type": "qwen3"}
+MASKED = {"mask_token_id": 0, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+BLOCK = {"mask_token_id": 0, "aux_hidden_state_layer_ids": [1, 2], "block_size": 5}
+
+
+def new_draft(kind: str) -> Any:
+    config = target("llama").config
+    torch.manual_seed(1)
+    made: dict[str, Callable[[], Any]] = {
+        "eagle": lambda: EagleDraftModel(EagleSpeculatorConfig.for_target(config)),
+        "eagle3": lambda: Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(config, draft_vocab_size=60)),
+        "eagle3-window": lambda: Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(config, WINDOWS)),
+        "mtp": lambda: MTPDraftModel(MTPSpeculatorConfig.for_target(config, {"num_hidden_layers": 1})),
+        "medusa": lambda: MedusaDraftModel(MedusaSpeculatorConfig.for_target(config, num_heads=DEPTH)),
+        "peagle": lambda: PEagleDraftModel(PEagleSpeculatorConfig.for_target(config, block_drafts.PLAIN, **MASKED)),
+        "dflash": lambda: DFlashDraftModel(DFlashSpeculatorConfig.for_target(config, LAYERS | WINDOW, **BLOCK)),
+        "dspark": lambda: DSparkDraftModel(
+            DSparkSpeculatorConfig.for_target(config, LAYERS, **BLOCK | MARKOV | {"block_size": 4})
+        ),
+        "dspark-plain": lambda: DSparkDraftModel(
+            DSparkSpeculatorConfig.for_target(config, LAYERS, **BLOCK | {"block_size": 4})
+        ),
+    }
+    return made[kind]().eval()
+
+
+BLOCKS = ("dflash", "dspark", "dspark-plain")
+KINDS = ("eagle", "eagle3", "eagle3-window", "mtp", "medusa", "peagle", *BLOCKS)
+
+
+@functools.cache
+def draft_of(kind: str) -> Any:
+    """Return a draft of that kind which is right now and then about what the target writes."""
+    model, given = target("llama"), prompts(8, (13, 9, 5, 1))
+    text = model.generate(**given, max_new_tokens=24, do_sample=False)
+    mask = torch.nn.functional.pad(given["attention_mask"], (0, 24), value=1)
+    learn = block_drafts.fitted if kind in (*BLOCKS, "peagle") else fitted
+    return learn(new_draft(kind), model, text, mask, steps=60 if kind in BLOCKS else 25)
+
+
+@pytest.fixture(autouse=True)
+def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_drafts, "SHORTEST", 16)
+
+
+@pytest.fixture
+def as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile nothing, but run what would be."""
+    monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, name, *args: function(*args))
+    monkeypatch.setattr(compiled, "_not_compiled", dict.fromkeys([target("llama")], "a test"))
+
+
+@pytest.fixture
+def draft_graphs_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile drafts, but no target."""
+    torch._dynamo.reset()
+    graphs._compiled.clear()
+    monkeypatch.setattr(compiled, "_not_compiled", dict.fromkeys([target("llama")], "a test"))
+    yield
+    torch._dynamo.reset()
+
+
+# -- the same guesses -------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """Start the same call with two drafters, over slots that grow and over fixed ones, and tell both the same."""
+
+    def __init__(self, kind: str, config: SpeculationConfig, batch: int, sample: bool) -> None:
+        model, draft, given = target("llama"), draft_of(kind), prompts(batch, (9, 6, 1, 4))
+        self.vocabulary = int(model.config.vocab_size)
+        self.generator = torch.Generator().manual_seed(batch)
+        self.layers = draft.feature_layers(model)
+        with torch.no_grad():
+            states = model(**given, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer] for layer in self.layers], dim=-1)
+        self.width, self.rows = features.shape[2], batch
+        distribution = functools.partial(torch.log_softmax, dim=-1)
+        common = (model, given["input_ids"], given["attention_mask"], features, config, distribution, sample)
+        compiler = Compiler(on_any_device(), DEPTH)
+        self.compiler = compiler
+        self.drafters: list[Drafter] = [
+            draft.drafter(Request(*common)),
+            draft.drafter(Request(*common, compiler=compiler)),
+        ]
+        assert isinstance(self.drafters[1], CompiledDrafter)
+
+    def tell(self, counts: list[int], limit: int = DEPTH) -> list[Proposal]:
+        counts = counts[: self.rows]
+        shape = len(counts), max(counts)
+        tokens = torch.randint(self.vocabulary, shape, generator=self.generator)
+        features = torch.randn((*shape, self.width), generator=self.generator)
+        found = []
+        for drafter in self.drafters:
+            torch.manual_seed(3)
+            with torch.no_grad():
+                found.append(drafter.propose(News(tokens, torch.tensor(counts), features), limit))
+        return found
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows = len(rows)
+        for drafter in self.drafters:
+            drafter.keep_rows(torch.tensor(rows))
+
+
+def assert_same(eager: Proposal, static: Proposal) -> None:
+    """The trees of both, whose nodes may be padded, and what they were drawn from."""
+    nodes = eager.tokens.shape[1]
+    assert not static.present[:, nodes:].any()
+    assert torch.equal(eager.present, static.present[:, :nodes])
+    there = eager.present
+    assert torch.equal(eager.tokens[there], static.tokens[:, :nodes][there])
+    assert torch.equal(eager.parents[there], static.parents[:, :nodes][there])
+    assert (eager.q is None) == (static.q is None)
+    if eager.q is not None and static.q is not None:
+        asked = there[:, : eager.q.shape[1]]
+        torch.testing.assert_close(eager.q[asked], static.q[:, : eager.q.shape[1]][asked], atol=1e-5, rtol=1e-4)
+
+
+def same_guesses(call: Call) -> None:
+    """Several steps: rows that advance by different amounts, texts that outgrow the slots, and news after a pause."""
+    for counts in ([1] * 8, [1, 3, 2, 4, 1, 2, 4, 3], [4, 1, 2, 1, 3, 1, 1, 2], [2, 1, 1, 3, 1, 4, 2, 2]):
+        assert_same(*call.tell(counts))
+    if call.rows > 2:
+        call.keep([2, 0])
+        assert_same(*call.tell([2, 4]))
+        call.keep([1])
+    assert_same(*call.tell([11, 7, 9][: call.rows]))
+    assert_same(*call.tell([3, 1, 2][: call.rows]))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("sample", [False, True], ids=["best", "drawn"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fixed_slots_change_no_guess(kind: str, shape: str, sample: bool, batch: int, as_it_is: None) -> None:
+    same_guesses(Call(kind, SHAPES[shape], batch, sample))
+
+
+@pytest.mark.parametrize("shape", ["chain", "static"])
+def test_a_shallower_limit_leaves_out_the_deepest_guesses(shape: str, as_it_is: None) -> None:
+    for sample in (False, True):
+        call = Call("eagle3", SHAPES[shape], 3, sample)
+        call.tell([1, 1, 1])
+        for limit in (1, 2):
+            assert_same(*call.tell([1, 2, 3], limit))
+
+
+def test_other_random_numbers_give_other_guesses(as_it_is: None) -> None:
+    """Not each time: the test above must be able to fail."""
+    call = Call("eagle3", SHAPES["chain"], 8, sample=True)
+    first = call.tell([1] * 8)[0]
+    call.drafters[0], call.drafters[1] = call.drafters[1], call.drafters[0]
+    torch.rand(1)
+    seen = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        news = News(first.tokens[:, :1], torch.ones(8, dtype=torch.long), torch.zeros(8, 1, call.width))
+        with torch.no_grad():
+            seen.append(call.drafters[0].propose(news, DEPTH).tokens.tolist())
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("eagle3", "chain"), ("mtp", "dynamic")])
+@pytest.mark.parametrize("sample", [False, True], ids=["best", "drawn"])
+def test_a_graph_makes_the_same_guesses(
+    kind: str, shape: str, sample: bool, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph for each number of seats and slots, whatever the lengths of the texts."""
+    monkeypatch.setattr(static_drafts, "SHORTEST", 64)
+    call = Call(kind, SHAPES[shape], 3, sample)
+    same_guesses(call)
+    assert call.compiler.graphs.made == 3  # 4 seats, 2 and 1
+    assert call.compiler.graphs.seconds > 0
+    same_guesses(again := Call(kind, SHAPES[shape], 3, sample))
+    assert again.compiler.graphs.made == 0
+
+
+# -- the same text ----------------------------------------------------------------------------------------------------
+
+
+def text_and_out(kind: str, shape: str, batch: int, **options: Any) -> tuple[Tensor, Any]:
+    model = target("llama")
+    text = generate(model, batch)
+    ways = {"speculator": draft_of(kind), "speculation_config": SHAPES[shape], "cache_implementation": "static"}
+    ways |= {"compile_config": on_any_device(), "return_dict_in_generate": True}
+    return text, generate(model, batch, **ways | options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_text_as_plain_generate(kind: str, shape: str, as_it_is: None) -> None:
+    accepted = 0
+    for batch in (1, 3, 8):
+        text, out = text_and_out(kind, shape, batch)
+        assert torch.equal(out.sequences, text)
+        accepted += out.speculation.accepted
+    assert accepted > 0
+
+
+def test_rows_that_end_apart(as_it_is: None) -> None:
+    model = target("llama")
+    text = generate(model, 8)
+    ends = {"eos_token_id": [int(text[row, 16 + 2 * row]) for row in range(8)], "pad_token_id": 0}
+    expected = generate(model, 8, **ends)
+    _, out = text_and_out("eagle3", "dynamic", 8, **ends)
+    assert torch.equal(out.sequences, expected)
+
+
+def test_drafting_is_compiled_with_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    forwards = Forwards(monkeypatch)
+    for again in (False, True):
+        text, out = text_and_out("eagle3", "chain", 1)
+        assert torch.equal(out.sequences, text)
+        assert (out.speculation.graphs > len(forwards.compiled)) != again
+        forwards.compiled.clear()
+    assert out.speculation.compile_seconds == 0.0
+    torch._dynamo.reset()
+
+
+def test_the_same_seed_gives_the_same_text_compiled_or_not(as_it_is: None) -> None:
+    model = target("llama")
+    texts = []
+    for ways in ({}, {"cache_implementation": "static", "compile_config": on_any_device()}):
+        torch.manual_seed(7)
+        options = {"speculator": draft_of("eagle3"), "speculation_config": SHAPES["chain"], "do_sample": True}
+        texts.append(generate(model, 1, **options, **ways))
+    assert torch.equal(*texts)
+
+
+def test_one_warning_where_a_draft_cannot_be_compiled(
+    draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = Eagle3DraftModel.logits
+
+    def unforeseen(self: Any, hidden: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return logits(self, hidden)
+
+    monkeypatch.setattr(Eagle3DraftModel, "logits", unforeseen)
+    with warnings_of(target("llama")) as told:
+        for _ in range(2):
+            text, out = text_and_out("eagle3", "chain", 3)
+            assert torch.equal(out.sequences, text)
+    assert out.speculation.graphs == 0
+    assert ["Eagle3DraftModel is not compiled" in message for message in told if "not compiled" in message] == [True]
+
+
+@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
+def test_other_attention(attention: str, as_it_is: None) -> None:
+    """Where there are no masks for it, the draft runs over slots that grow."""
+    draft = draft_of("eagle3-window")
+    before = draft.config.layers._attn_implementation
+    draft.config.layers._attn_implementation = attention
+    try:
+        with warnings_of(target("llama")) as told:
+            text, out = text_and_out("eagle3-window", "dynamic", 3)
+    finally:
+        draft.config.layers._attn_implementation = before
+    assert torch.equal(out.sequences, text)
+    assert any("its attention is 'flex_attention'" in message for message in told) == (attention != "eager")
