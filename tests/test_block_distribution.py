@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_distribution_end_to_end import VANILLA, distribution, model, sample, small_buffers  # noqa: F401
 from test_verification import TOO_FAR, deviation
+from torch import Tensor
 
 from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
 from hf_spec.drafts.base import guess_log_probs

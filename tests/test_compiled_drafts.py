@@ -16,7 +16,7 @@ from architectures import prompts
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
 from torch import Tensor
-from twins import fitted, target
+from twins import fitted, noisy, target
 
 from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig
 from hf_spec.drafts import static as static_drafts
@@ -264,6 +264,7 @@ def test_drafting_is_compiled_with_the_target(
     for again in (False, True):
         text, out = text_and_out("eagle3", "chain", 1)
         assert torch.equal(out.sequences, text)
+        assert bool(forwards.compiled) != again
         assert (out.speculation.graphs > len(forwards.compiled)) != again
         forwards.compiled.clear()
     assert out.speculation.compile_seconds == 0.0
@@ -298,16 +299,30 @@ def test_one_warning_where_a_draft_cannot_be_compiled(
     assert ["Eagle3DraftModel is not compiled" in message for message in told if "not compiled" in message] == [True]
 
 
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
-def test_other_attention(attention: str, as_it_is: None) -> None:
-    """Where there are no masks for it, the draft runs over slots that grow."""
-    draft = draft_of("eagle3-window")
-    before = draft.config.layers._attn_implementation
-    draft.config.layers._attn_implementation = attention
+def test_other_attention(as_it_is: None) -> None:
+    config = draft_of("eagle3-window").layer_config
+    before = config._attn_implementation
+    config._attn_implementation = "eager"
     try:
-        with warnings_of(target("llama")) as told:
-            text, out = text_and_out("eagle3-window", "dynamic", 3)
+        text, out = text_and_out("eagle3-window", "dynamic", 3)
     finally:
-        draft.config.layers._attn_implementation = before
+        config._attn_implementation = before
     assert torch.equal(out.sequences, text)
-    assert any("its attention is 'flex_attention'" in message for message in told) == (attention != "eager")
+    assert out.speculation.accepted > 0
+
+
+def test_where_no_masks_are_known_slots_grow(as_it_is: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static_drafts, "ATTENTION", ("eager",))
+    monkeypatch.setattr(CompiledDrafter, "propose", None)  # not asked
+    with warnings_of(target("llama")) as told:
+        text, out = text_and_out("eagle3", "dynamic", 3)
+    assert torch.equal(out.sequences, text)
+    assert ["its attention is 'sdpa'" in message for message in told if "not compiled" in message] == [True]
+
+
+def test_a_language_model_as_draft_is_not_compiled(as_it_is: None) -> None:
+    model = target("llama")
+    with warnings_of(model) as told:
+        text, out = text_and_out("eagle3", "dynamic", 3, speculator=noisy(model))
+    assert torch.equal(out.sequences, text)
+    assert ["LlamaForCausalLM is not compiled" in message for message in told if "not compiled" in message] == [True]

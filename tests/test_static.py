@@ -313,12 +313,12 @@ class Forwards:
         run = CompiledForward._run
 
         def noted(forward: CompiledForward, inputs: dict[str, Any]) -> Any:
-            cache, before = inputs["past_key_values"], forward.graphs
+            cache, before = inputs["past_key_values"], forward.graphs.made
             shape = (*inputs["input_ids"].shape, *sorted(cache.rings))
             self.addresses.add(cache.layers[0].keys.data_ptr())
             outputs = run(forward, inputs)
             self.shapes.append(shape)
-            self.compiled += [shape] * (forward.graphs - before)
+            self.compiled += [shape] * (forward.graphs.made - before)
             return outputs
 
         monkeypatch.setattr(CompiledForward, "_run", noted)

@@ -389,8 +389,8 @@ class BlockDrafter(StaticDrafter):
             features = features.new_zeros((len(features), 1, features.shape[2]))
             mask = mask.new_zeros((len(mask), 1))
         context, cache = self._draft.fuse(features.to(self.device, self._draft.dtype)), DynamicCache()
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        self._draft.write_context(context, self._draft.rotary_emb(context, positions), cache)
+        rotary = self._draft.rotary_emb(context, (mask.cumsum(1) - 1).clamp(min=0))
+        self._draft.write_context(context, rotary, cache)
         return StaticKeys.adopt(cache, mask)
 
     def _remember(self, told: Told) -> Any:
@@ -402,8 +402,8 @@ class BlockDrafter(StaticDrafter):
             self._cache.commit(self._cache.rows.lengths[:, None], told.amounts, in_place=True)
             return self._cache
         keys = self._keys.opened()
-        positions = keys.aim(context.shape[1]) - self._keys.before
-        self._draft.write_context(context, self._draft.rotary_emb(context, positions), keys)
+        rotary = self._draft.rotary_emb(context, keys.aim(context.shape[1]) - self._keys.before)
+        self._draft.write_context(context, rotary, keys)
         keys.commit(told.counts)
         return keys
 
@@ -418,22 +418,21 @@ class BlockDrafter(StaticDrafter):
             return Proposal.nothing(told.root)
         positions, masks = None, self._padding
         if self._keys is not None:
-            positions, masks = self._block(cache, limit + (not self._draft.config.sample_from_anchor))
+            positions, masks = self._block(self._keys, cache, limit + (not self._draft.config.sample_from_anchor))
         given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
         output: DraftOutput = self._draft(told.root[:, None], **given, num_guesses=limit)
         said = self.growth(self._draft, self._request, told.root, output)
         config, sample = self._request.config, self._request.sample
         return grow(told.root, said.first, said.step, config, limit, sample, said.confidence, ahead)
 
-    def _block(self, keys: OpenKeys, slots: int) -> tuple[Tensor, Any]:
+    def _block(self, keys: StaticKeys, opened: OpenKeys, slots: int) -> tuple[Tensor, Any]:
         """Aim at a block; return the positions of the roots (batch, 1) and the masks by kind of layer."""
-        assert self._keys is not None
-        column = torch.arange(self._keys.known.shape[1], device=keys.lengths.device)
+        column = torch.arange(keys.known.shape[1], device=keys.lengths.device)
         masks = {}
         for kind in dict.fromkeys(self._draft.config.layer_kinds):
-            seen = self._draft.seen(keys.lengths, slots, column, kind) & self._keys.known[:, None]
+            seen = self._draft.seen(opened.lengths, slots, column, kind) & keys.known[:, None]
             masks[kind] = as_mask(seen, self._draft.layer_config, self._draft.dtype)
-        return keys.aim(slots)[:, :1] - self._keys.before, masks
+        return opened.aim(slots)[:, :1] - keys.before, masks
 
     def read(self, told: Told) -> None:
         self._remember(told)

@@ -325,11 +325,16 @@ def _split(news: News, width: int) -> tuple[News, News]:
     return rest, News(news.tokens.gather(1, column), news.counts - start, last, amounts)
 
 
+def not_compiled(draft: Any, reason: str) -> None:
+    """Warn once that a call is compiled and its ``draft`` is not."""
+    logger.warning_once(f"{type(draft).__name__} is not compiled for guessing, but run as it is: {reason}.")
+
+
 def drafter_for(kind: Any, draft: Any, request: Request) -> Drafter:
     """Start a drafter of some ``kind`` for one call, compiled if the call is and the draft can be."""
     reason = why_not_static(draft.layer_config) if kind.attends and request.compiler is not None else None
     if reason is not None:
-        logger.warning_once(f"{type(draft).__name__} is not compiled, but run as it is: {reason}.")
+        not_compiled(draft, reason)
     if request.compiler is None or reason is not None:
         plain: Drafter = kind(draft, request)
         return plain

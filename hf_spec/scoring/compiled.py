@@ -164,15 +164,15 @@ class CompiledForward:
         if reason := self._why_masks_differ(inputs, masks):
             return self._give_up(reason, inputs)
         try:
-            with self.graphs.counted():
-                return self._run(masks)
+            return self._run(masks)
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return self._give_up(" ".join([f"{type(error).__name__}:", *lines[:2]]), inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
-        torch.compiler.cudagraph_mark_step_begin()
-        return self._model.get_compiled_call(self._config)(**inputs)
+        with self.graphs.counted():
+            torch.compiler.cudagraph_mark_step_begin()
+            return self._model.get_compiled_call(self._config)(**inputs)
 
     def _mask(self, inputs: dict[str, Any]) -> Any:
         """Let the model make its masks: one (seats, 1, nodes, slots), or one for each type of layer."""

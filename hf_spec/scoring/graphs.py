@@ -71,7 +71,7 @@ class Compiler:
             self._works = False
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = " ".join([f"{type(error).__name__}:", *lines[:2]])
-            logger.warning_once(f"{name} is not compiled, but run as it is: {reason}.")
+            logger.warning_once(f"{name} is not compiled for guessing, but run as it is: {reason}.")
         return found
 
 

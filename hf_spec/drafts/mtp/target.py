@@ -29,6 +29,7 @@ from ...settings import SpeculationConfig
 from ..base import Drafter, DraftOutput, Request, Speculator
 from ..feedback import FeedbackDrafter
 from ..modeling import MASKS, next_positions, only_one
+from ..static import not_compiled
 
 # Families whose last layer feeds itself what it gives before its last norm (as vLLM 0.33 does); others, after it.
 FED_BEFORE_NORM = ("glm4_moe",)
@@ -160,6 +161,8 @@ class TargetMtp(MtpModel, Speculator):
         return (-1,)
 
     def drafter(self, request: Request) -> Drafter:
+        if request.compiler is not None:
+            not_compiled(self, "transformers makes the masks of a target's own MTP layers inside their forward")
         return FeedbackDrafter(self, request)
 
 

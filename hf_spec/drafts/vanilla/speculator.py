@@ -13,6 +13,7 @@ from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
 from ..base import Drafter, News, Request, Speculator
+from ..static import not_compiled
 from ..trees import grow
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
@@ -58,6 +59,8 @@ class VanillaSpeculator(Speculator):
 
     def drafter(self, request: Request) -> VanillaDrafter:
         """Read the prompt with the draft."""
+        if request.compiler is not None:
+            not_compiled(self.model, "drafts that are language models keep slots that grow")
         return VanillaDrafter(self.model, request)
 
 
