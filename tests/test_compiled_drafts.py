@@ -178,7 +178,7 @@ def same_guesses(call: Call) -> None:
     assert_same(*call.tell([3, 1, 2][: call.rows]))
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("sample", [False, True], ids=["best", "drawn"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,6 +210,7 @@ def test_other_random_numbers_give_other_guesses(as_it_is: None) -> None:
     assert seen[0] != seen[1] != seen[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), [("eagle3", "chain"), ("mtp", "dynamic")])
 @pytest.mark.parametrize("sample", [False, True], ids=["best", "drawn"])
 def test_a_graph_makes_the_same_guesses(
