@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..base import Drafter, DraftOutput, Request, guess_log_probs
+from ..block_drafting import BlockDrafter, BlockGrowth
 from ..block_files import engines
-from ..blocks import BlockDrafter, BlockDraftModel, BlockGrowth
+from ..blocks import BlockDraftModel
 from ..files import Checkpoint
 from ..static import drafter_for
 from ..trees import at_depth
