@@ -51,8 +51,11 @@ class Together(torch.optim.Optimizer):
 
     def __init__(self, draft: torch.nn.Module, learning_rate: float) -> None:
         learning = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
-        inside = [weight for name, weight in learning.items() if weight.dim() == 2 and "lm_head" not in name]
-        others = [weight for name, weight in learning.items() if weight.dim() != 2 or "lm_head" in name]
+        ends = {
+            name for name, weight in learning.items() if weight.dim() != 2 or "lm_head" in name or "markov_w" in name
+        }
+        inside = [weight for name, weight in learning.items() if name not in ends]
+        others = [weight for name, weight in learning.items() if name in ends]
         self.parts = [
             torch.optim.Muon(inside, lr=MUON_SCALE * learning_rate, weight_decay=0.05),
             torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),

@@ -3,7 +3,8 @@
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK
 
 DIR holds `*.jsonl.gz` files; a line has a "source" and either a "text" or "messages" of {"role", "content"}. WORK
-receives what examples/train_demo_family.py reads. docs/demo-family.md describes the data and what came out.
+receives what examples/train_demo_family.py reads. Drafts for a target that is there already need its tokenizer:
+`--tokenizer hf_spec/demo/target`. docs/demo-family.md describes the data and what came out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_spec.demo import mended
 
@@ -230,9 +231,11 @@ def prepare(args: argparse.Namespace) -> None:
     stories, validation = stories_of(rows, args.held_out)
     dialogues = [tidy_messages(messages) for s in ("self_dialogue", "taskmaster4") for messages in rows[s]]
     dialogues = [messages for messages in dialogues if len(messages) >= 2]
-    # Stories are outnumbered by dialogue; repeat them so that the merges serve both.
-    texts = stories * 2 + [message["content"] for messages in dialogues for message in messages]
-    tokenizer = train_tokenizer(texts, args.vocabulary)
+    if args.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    else:  # stories are outnumbered by dialogue; repeat them so that the merges serve both
+        texts = stories * 2 + [message["content"] for messages in dialogues for message in messages]
+        tokenizer = train_tokenizer(texts, args.vocabulary)
     args.work.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.work / "tokenizer")
 
@@ -259,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, required=True, help="directory of *.jsonl.gz files")
     parser.add_argument("--work", type=Path, required=True, help="directory for tokenizer and token ids")
+    parser.add_argument("--tokenizer", type=Path, help="take this one instead of training one")
     parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--held-out", type=int, default=150, help="stories kept away from training")
     parser.add_argument("--seed", type=int, default=0)

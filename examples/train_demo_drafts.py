@@ -1,6 +1,6 @@
-"""Train the demo family's EAGLE-3, Medusa and MTP drafts, in part on text that the target wrote itself.
+"""Train the demo family's EAGLE-3, Medusa, MTP and DSpark drafts, in part on text that the target wrote itself.
 
-    python examples/prepare_demo_corpus.py --corpus DIR --work WORK
+    python examples/prepare_demo_corpus.py --corpus DIR --work WORK --tokenizer hf_spec/demo/target
     python examples/train_demo_drafts.py --work WORK --output hf_spec/demo --kind eagle3
 
 The target continues the beginnings of stories and chats, greedily and by sampling; most of the text is read as it
@@ -21,6 +21,7 @@ from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec import demo
+from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
@@ -33,7 +34,7 @@ MIXTURE = [
     ("story", 400, 0.7),
     ("story_chat", 150, 0.7),
     ("dialogue", 150, 0.7),
-    ("story", 32, None),
+    ("story", 3200, None),
     ("story_chat", 700, None),
     ("dialogue", 500, None),
 ]
@@ -57,6 +58,18 @@ KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
         {"shared_with_target": ["embed_tokens", "lm_head"]},
         MuonTrainer,
         {"unroll_steps": 4, "num_train_epochs": 2, "learning_rate": 6e-3},
+    ),
+    "dspark": (
+        DSparkSpeculatorConfig,
+        {
+            "layers": {"num_hidden_layers": 2},
+            "block_size": 7,
+            "mask_token_id": 0,  # the padding token, which never occurs in text
+            "markov_head_type": "rnn",
+            "markov_rank": 48,
+        },
+        MuonTrainer,
+        {"num_anchors": 48, "normalizer": "guess", "num_train_epochs": 2.2, "learning_rate": 6e-3},
     ),
 }
 BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
@@ -105,6 +118,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(demo.path())
     target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    if (options.work / "tokenizer/tokenizer.json").read_bytes() != (demo.path() / "tokenizer.json").read_bytes():
+        parser.error(f"the tokens in {options.work} are not the target's: prepare them with --tokenizer {demo.path()}")
     cache = options.work / "draft_rows"
     if not cache.exists():
         rows = [row for part in MIXTURE for row in rows_of(target, options.work, part)]

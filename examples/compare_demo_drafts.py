@@ -1,0 +1,105 @@
+"""Compare how far the demo family's drafts over hidden states guess, on stories that training never saw.
+
+    python examples/prepare_demo_corpus.py --corpus DIR --work WORK
+    python examples/compare_demo_drafts.py --stories WORK/validation.jsonl
+
+Every seed draws its own stories, whose beginnings are the prompts, the same for all drafts. Figures are means over the
+seeds with their standard errors: τ, the tokens that a forward of the target emits, in chains and trees, greedily and
+at temperature 1; and how long a proposal takes, of one row, which says something on a quiet machine only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import hf_spec
+from hf_spec import demo
+
+SHAPES = {"chains": {"tree": None}, "trees": {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12}}
+TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
+BATCH = 16
+
+
+def prompts(stories: list[str], tokenizer: Any, options: argparse.Namespace, seed: int) -> torch.Tensor:
+    """Return the beginnings of some stories, (stories, prompt length)."""
+    drawn = random.Random(seed).sample(stories, min(options.count, len(stories)))
+    return torch.stack(
+        [tokenizer(story, return_tensors="pt").input_ids[0, : options.prompt_length] for story in drawn]
+    )
+
+
+def measured(target: Any, draft: Any, ids: torch.Tensor, options: argparse.Namespace, **call: Any) -> Any:
+    """Return the statistics of generating behind ``ids`` (prompts, length)."""
+    config = draft.defaults().merge(num_speculative_tokens=options.guesses, **call.pop("shape"))
+    temperature = call["temperature"]
+    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    calls = [
+        target.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=options.new_tokens,
+            speculator=draft,
+            speculation_config=config,
+            return_dict_in_generate=True,
+            **how,
+        ).speculation
+        for batch in ids.split(call["batch"])
+    ]
+    return hf_spec.SpeculationStats.merge(calls)
+
+
+def compare(name: str, target: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the figures of one draft, one for each seed."""
+    path = demo.path(name) if name in demo.MODELS else name
+    draft = AutoModel.from_pretrained(path, dtype=torch.float32)
+    stories = [json.loads(line)["text"] for line in options.stories.read_text(encoding="utf-8").splitlines()]
+    figures: dict[str, list[float]] = {}
+    for seed in range(options.seeds):
+        torch.manual_seed(seed)
+        ids = prompts(stories, tokenizer, options, seed)
+        for shape, given in SHAPES.items():
+            for how, temperature in TEMPERATURES.items():
+                stats = measured(target, draft, ids, options, shape=given, temperature=temperature, batch=BATCH)
+                figures.setdefault(f"{shape}, {how}", []).append(stats.mean_accepted_length)
+        alone = measured(target, draft, ids[:4], options, shape=SHAPES["chains"], temperature=0.0, batch=1)
+        figures.setdefault("ms per proposal", []).append(1000 * alone.propose_seconds / alone.steps)
+    return figures
+
+
+def cell(values: list[float]) -> str:
+    """Write mean and standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {error:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stories", type=Path, required=True, help="a text in each line")
+    parser.add_argument("--drafts", nargs="+", default=list(demo.MODELS[2:]), help="of the family, or directories")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=32, help="stories of each seed")
+    parser.add_argument("--prompt-length", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--guesses", type=int, default=7, help="depth of chains and trees; Medusa has four heads")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    for number, name in enumerate(options.drafts):
+        figures = compare(name, target, tokenizer, options)
+        if not number:
+            print("| |", " | ".join(figures), "|\n|" + "---|" * (1 + len(figures)))
+        print(f"| `{name}` |", " | ".join(map(cell, figures.values())), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
