@@ -101,7 +101,7 @@ def test_the_site_builds_and_explains_every_public_name(tmp_path: Path) -> None:
 
 def test_demo_family_is_small(wheel: ZipFile) -> None:
     sizes = [file.file_size for file in wheel.infolist() if file.filename.startswith("hf_spec/demo/")]
-    assert sum(sizes) <= 10 * 10**6
+    assert sum(sizes) <= 11.5 * 10**6
 
 
 def test_commands_exist(wheel: ZipFile) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-MODELS = ("target", "draft-vanilla", "draft-eagle3", "draft-medusa", "draft-mtp")
+MODELS = ("target", "draft-vanilla", "draft-eagle3", "draft-medusa", "draft-mtp", "draft-dspark")
 
 
 def path(name: str = "target") -> Path:
