@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from twins import fitted, noisy
 
 from hf_spec import Drafter, News, Request, SpeculationConfig, SpeculationStats, Speculator
+from hf_spec.batching.engine import _Processor
 from hf_spec.batching.speculation import Speculation
 from hf_spec.checkpoints.resolve import as_speculator
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
@@ -102,6 +103,37 @@ def test_greedy_text_is_plain_generates(layers: str, kind: str) -> None:
     stats = SpeculationStats.merge([output.speculation for output in found])
     assert 0 < stats.accepted < stats.proposed
     assert manager.speculation.draft_slots == 0
+
+
+TREES = {
+    "dynamic": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8),
+    "static": SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+}
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize(("layers", "kind"), [("full", "n-gram"), ("mixed", "vanilla"), ("sinks", "n-gram")])
+def test_trees(layers: str, kind: str, shape: str) -> None:
+    name = MODELS[layers]
+    found, manager = serve(model(name), PROMPTS, 4, speculator=draft(kind, name), speculation_config=TREES[shape])
+    assert [output.generated_tokens for output in found] == texts(name)
+    counts = manager.speculation.counts
+    assert 0 < counts.accepted < counts.proposed
+    assert manager.speculation.draft_slots == 0
+
+
+@pytest.mark.parametrize("method", ["_lay_out_trees", "_move_keys"])
+def test_trees_need_their_own_places(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without masks and positions, or without moving what was accepted, the text is another."""
+    monkeypatch.setattr(_Processor, method, lambda *args: None)
+    found, _ = serve(
+        model("gemma3_text"),
+        PROMPTS,
+        4,
+        speculator=draft("vanilla", "gemma3_text"),
+        speculation_config=TREES["static"],
+    )
+    assert [output.generated_tokens for output in found] != texts("gemma3_text")
 
 
 def test_mtp_layers_of_the_target() -> None:

@@ -29,6 +29,11 @@ class Guess:
     chosen: list[bool] | None = None
 
     @property
+    def size(self) -> int:
+        """Count the guesses."""
+        return sum(parent >= 0 for parent in self.parents)
+
+    @property
     def depth(self) -> int:
         """Return the length of the longest path."""
         if self.is_chain:

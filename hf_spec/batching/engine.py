@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cache_allocators import (
     SLIDING_ATTENTION,
+    FullAttentionCacheAllocator,
     SlidingAttentionCacheAllocator,
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
@@ -38,7 +39,8 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 from transformers.generation.continuous_batching.utils import stream_context
 
 from ..metrics import SpeculationStats
-from .drafting import Guess
+from ..proposal import Proposal
+from .drafting import Guess, proposal_of
 from .speculation import Emitted, Scored, Speculation
 
 T = TypeVar("T")
@@ -186,6 +188,7 @@ class _Processor(ContinuousBatchProcessor):
             self._keep_features_of_prompts(futures, features)
             with speculation.timed("choose", rows):
                 self._emitted = speculation.choose(self._scored, logits, self._warp, self.return_logprobs)
+                self._move_keys()
         read = [_at(features, place, new.path) for place, new in zip(places, self._emitted, strict=True)]
         speculation.became_text(self._scored, self._emitted, read, alone=len(rows) == len(futures))
         self._hand_over(io.output_ids)
@@ -202,6 +205,7 @@ class _Processor(ContinuousBatchProcessor):
         the features of all tokens, (1, tokens, widths)."""
         io, features = self._io, self.speculation.features
         kwargs: Any = io.get_model_kwargs()
+        self._lay_out_trees(kwargs)
         index = torch.tensor([place for row in places for place in row] or [0], device=self.model_device)
         kwargs["logits_indices"] = index
         if self.model_runner.supports_logits_to_keep(model):
@@ -218,6 +222,45 @@ class _Processor(ContinuousBatchProcessor):
             filled = [[min(first + node, last) for node in range(width)] for first, last in nodes]
             logits = logits[torch.tensor(filled, device=logits.device)]
         return logits.view(-1, width, logits.shape[-1]), features.joined(outputs, caught)
+
+    def _lay_out_trees(self, kwargs: Any) -> None:
+        """Give the nodes of trees the positions they would have as text, and hide other branches from them."""
+        trees = {one.row.name: one.guess for one in self._scored if not one.guess.is_chain}
+        for allocator in self.cache.cache_allocators.values() if trees else ():
+            masks = kwargs["attention_mask"]
+            mask = masks[allocator.layer_type] if isinstance(masks, dict) else masks  # (1, 1, tokens, keys)
+            query = key = 0
+            for future in self._io.requests_in_batch:
+                state, count = future.state, future.query_length
+                past = state.position_offset - count
+                keys = allocator.get_seqlen_k(past, count)
+                if (tree := trees.get(state.request_id)) is not None:
+                    proposal = proposal_of([tree], mask.device)
+                    window = allocator.window if isinstance(allocator, _Ring) else None
+                    block = mask[0, 0, query : query + count, key : key + keys]
+                    block.fill_(torch.finfo(mask.dtype).min).masked_fill_(_seen(proposal, keys - count, window), 0)
+                    kwargs["position_ids"][0, query : query + count] = past + proposal.depth[0]
+                query, key = query + count, key + keys
+
+    def _move_keys(self) -> None:
+        """Put the keys and values of accepted paths where those of text are."""
+        moves = [
+            (one.row, len(one.guess.tokens), new.path)
+            for one, new in zip(self._scored, self._emitted, strict=True)
+            if new.path[-1] >= len(new.path)
+        ]
+        for allocator in self.cache.cache_allocators.values() if moves else ():
+            sources: list[int] = []
+            targets: list[int] = []
+            for row, count, path in moves:
+                past = row.request.position_offset - count
+                written = allocator.get_write_indices(row.name, past, count)
+                sources += [written[node] for node in path]
+                targets += written[: len(path)]
+            source, target = torch.tensor([sources, targets], device=self.model_device)
+            for views in cast(FullAttentionCacheAllocator, allocator)._kv_token_views.values():
+                for states in views:  # keys, values
+                    states.index_copy_(0, target, states.index_select(0, source))
 
     def _keep_features_of_prompts(self, futures: list[FutureRequestState], features: Tensor | None) -> None:
         """Keep what was read of prompts, which may come in several parts, until a drafter wants it."""
@@ -291,6 +334,17 @@ class _Processor(ContinuousBatchProcessor):
 
 
 ROOT = Guess([0], [-1], is_chain=True)  # of a request that guessed nothing; its token is not looked at
+
+
+def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
+    """Tell what each node of a tree sees of ``history`` keys of text and of the nodes: (nodes, keys) bool."""
+    nodes, depth = proposal.ancestors[0], proposal.depth[0]
+    before = torch.ones((len(depth), history), dtype=torch.bool, device=depth.device)
+    seen = torch.cat([before, nodes], dim=1)
+    if window is not None:
+        places = torch.cat([torch.arange(-history, 0, device=depth.device), depth])
+        seen &= depth[:, None] - places < window
+    return seen
 
 
 def _room(state: RequestState) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.utils import logging
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..decoding.processors import MEMORYLESS
 from ..decoding.refusals import Refusal
@@ -30,8 +31,12 @@ def refuse_batch(model: Any, generation_config: GenerationConfig, config: Specul
     """Raise a Refusal if this model, these options or this kind of guess cannot be batched continuously."""
     if (reason := why_not_batched(model)) is not None:
         raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
-    if config.tree is not None:
-        raise _refusal(f"tree={config.tree!r}: requests are packed one behind the other; use a chain (tree=None)")
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if config.tree is not None and is_flash_attention_requested(requested_attention_implementation=implementation):
+        raise _refusal(
+            f"tree={config.tree!r}: {implementation} takes no mask, which other branches are hidden by; load the "
+            "model with attn_implementation='sdpa', or use a chain (tree=None)"
+        )
     if (generation_config.num_beams or 1) > 1:
         raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request; use 1")
     for processor in model._get_logits_processor(generation_config):

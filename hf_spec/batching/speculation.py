@@ -18,7 +18,7 @@ from ..decoding.ranks import Ranks
 from ..decoding.verification import Verdict, follow, match, rule_for
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..metrics import Counts, Part, SpeculationStats
-from ..proposal import Proposal
+from ..proposal import Proposal, tree_from_paths
 from ..sampling import draw
 from ..scoring.features import Features
 from ..settings import SpeculationConfig
@@ -91,7 +91,10 @@ class Speculation:
     @property
     def most_guesses(self) -> int:
         """Return how many guesses a request has at most."""
-        return self.pace.deepest if self.pace.adapts else self.pace.first
+        tree = self.config.tree
+        if tree is None:
+            return self.pace.deepest if self.pace.adapts else self.pace.first
+        return self.config.tree_nodes if isinstance(tree, str) else len(tree_from_paths(tree)[0])
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -200,7 +203,7 @@ class Speculation:
             if not row.stats.time_to_first_token:
                 row.stats.prefilled(new.tokens)
                 continue
-            guesses, depth = len(one.guess.tokens) - 1, one.guess.depth
+            guesses, depth = one.guess.size, one.guess.depth
             row.stats.step([0], [guesses], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
             reached = [1] * new.accepted + [0] * (depth - new.accepted)
             self.counts.add(Counts(1, guesses, new.accepted, len(new.tokens), [1] * depth, reached))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,11 @@ def make_manager(
     if kept is not None and (speculator, config) != guesses_of(kept):
         forget_manager(model)
         kept = None
-    manager = plain(model, generation_config, batching_config, workload_hints)
+    given = batching_config
+    if found.tree is not None:  # flash attention, which transformers would switch to, takes no mask
+        given = copy.copy(batching_config or ContinuousBatchingConfig())
+        given.auto_switch_to_flash = False
+    manager = plain(model, generation_config, given, workload_hints)
     if kept is not None:
         return manager
     speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
