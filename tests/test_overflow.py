@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from batches import greedy, plain_texts, prompts_of, serve
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import CHAIN, TREE
 
-from hf_spec import Drafter, News, Proposal, Request, Speculator
+from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, Speculator
 from hf_spec.decoding.verification import reject, traverse
 
 NEW_TOKENS = 14
@@ -162,3 +163,16 @@ def test_nan_is_accepted_by_no_rule(rule: Any) -> None:
     for _ in range(20):
         verdict = rule(Proposal.chain(torch.tensor([3]), guesses, q=q), p)
         assert int(verdict.counts) == 1
+
+
+def test_a_batch_of_requests_is_scored_again() -> None:
+    """Packed tokens are spoilt for all requests at once; prompts are read in parts beside them."""
+    model, options = poisoned("llama"), greedy(suppress_tokens=[POISON])
+    asked = [[11 if token == POISON else token for token in prompt] for prompt in prompts_of(9, 99)]
+    texts = plain_texts(model, asked, options)
+    corpus = [[POISON if place % 4 == 3 else token for place, token in enumerate(text)] for text in texts]
+    found, manager = serve(
+        model, asked, 4, generation_config=options, speculator=NgramSpeculator(corpus=corpus), num_speculative_tokens=4
+    )
+    assert [output.generated_tokens for output in found] == texts
+    assert manager.speculation.counts.accepted

@@ -163,7 +163,7 @@ class _Processor(ContinuousBatchProcessor):
 
     speculation: Speculation
     _scored: list[Scored]
-    _emitted: list[Emitted]
+    _emitted: list[Emitted] | None  # None where a guess has spoilt the scores
 
     @property
     def _io(self) -> ContinuousBatchingIOs:
@@ -176,22 +176,51 @@ class _Processor(ContinuousBatchProcessor):
 
     @torch.no_grad()
     def _generation_step(self, model: nn.Module) -> None:
-        io, speculation = self._io, self.speculation
-        futures = io.requests_in_batch
-        self._scored = [self._what_is_scored(future) for future in futures if future.has_new_token]
-        self._emitted = []
-        rows = [one.row for one in self._scored]
-        places = _places(futures, self._scored)
+        io = self._io
         with stream_context(io.compute_stream):
-            with speculation.timed("verify", rows):
-                logits, features = self._forward(model, places)
-            self._keep_features_of_prompts(futures, features)
-            with speculation.timed("choose", rows):
-                self._emitted = speculation.choose(self._scored, logits, self._warp, self.return_logprobs)
-                self._move_keys()
-        read = [_at(features, place, new.path) for place, new in zip(places, self._emitted, strict=True)]
-        speculation.became_text(self._scored, self._emitted, read, alone=len(rows) == len(futures))
-        self._hand_over(io.output_ids)
+            features = self._verify(model)
+            if self._emitted is None:
+                self._take_back_guesses()
+                features = self._verify(model)
+            emitted = cast(list[Emitted], self._emitted)
+            self._keep_features_of_prompts(features)
+            read = [_at(features, place, new.path) for place, new in zip(self._places, emitted, strict=True)]
+            alone = len(emitted) == len(io.requests_in_batch)
+            self.speculation.became_text(self._scored, emitted, read, alone)
+            self._move_keys(emitted)
+            self._hand_over(emitted)
+
+    def _verify(self, model: nn.Module) -> Tensor | None:
+        """Choose what each request of the batch emits; return the features of all packed tokens."""
+        futures, speculation = self._io.requests_in_batch, self.speculation
+        self._scored = [self._what_is_scored(future) for future in futures if future.has_new_token]
+        rows = [one.row for one in self._scored]
+        with speculation.timed("verify", rows):
+            logits, features = self._forward(model)
+        with speculation.timed("choose", rows):
+            self._emitted = speculation.choose(self._scored, logits, self._warp, self.return_logprobs)
+        return features
+
+    def _take_back_guesses(self) -> None:
+        """Prepare the batch anew without guesses, one of which has spoilt the scores of all that is packed with it."""
+        io = self._io
+        packed = io.input_ids[: io.num_q_tokens].tolist()
+        for future in io.requests_in_batch:
+            tokens, packed = packed[: future.query_length], packed[future.query_length :]
+            row = self.speculation.row(future.state.request_id, future.state)
+            future.state.position_offset -= future.query_length
+            future.state.tokens_to_process = tokens if row.guess is None else tokens[:1]
+            future.query_length, row.guess = len(future.state.tokens_to_process), None
+        count = sum(future.query_length for future in io.requests_in_batch)
+        io.prepare_batch_tensors(io.requests_in_batch, self.logit_processor, False, count, io.max_kv_read, False)
+
+    @property
+    def _places(self) -> list[range]:
+        """Tell where in the packed tokens the nodes stand that are scored: the last ones of their request."""
+        futures = self._io.requests_in_batch
+        ends = itertools.accumulate(future.query_length for future in futures)
+        scoring = [end for future, end in zip(futures, ends, strict=True) if future.has_new_token]
+        return [range(end - len(one.guess.tokens), end) for end, one in zip(scoring, self._scored, strict=True)]
 
     def _what_is_scored(self, future: FutureRequestState) -> Scored:
         """Tell how much of a request's guess the scheduler has found room for."""
@@ -200,10 +229,10 @@ class _Processor(ContinuousBatchProcessor):
         guess = ROOT if row.guess is None else row.guess.first(future.query_length)
         return Scored(row, guess, _room(state), state._eos_token_ids)
 
-    def _forward(self, model: nn.Module, places: list[range]) -> tuple[Tensor, Tensor | None]:
-        """Return logits (rows, nodes, vocabulary) at ``places`` in the packed tokens, the shorter rows filled up, and
-        the features of all tokens, (1, tokens, widths)."""
-        io, features = self._io, self.speculation.features
+    def _forward(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Return logits (rows, nodes, vocabulary), the shorter rows filled up with their last node, and the features
+        of all packed tokens, (1, tokens, widths)."""
+        io, features, places = self._io, self.speculation.features, self._places
         kwargs: Any = io.get_model_kwargs()
         self._lay_out_trees(kwargs)
         index = torch.tensor([place for row in places for place in row] or [0], device=self.model_device)
@@ -242,11 +271,11 @@ class _Processor(ContinuousBatchProcessor):
                     kwargs["position_ids"][0, query : query + count] = past + proposal.depth[0]
                 query, key = query + count, key + keys
 
-    def _move_keys(self) -> None:
+    def _move_keys(self, emitted: list[Emitted]) -> None:
         """Put the keys and values of accepted paths where those of text are."""
         moves = [
             (one.row, len(one.guess.tokens), new.path)
-            for one, new in zip(self._scored, self._emitted, strict=True)
+            for one, new in zip(self._scored, emitted, strict=True)
             if new.path[-1] >= len(new.path)
         ]
         for allocator in self.cache.cache_allocators.values() if moves else ():
@@ -262,10 +291,10 @@ class _Processor(ContinuousBatchProcessor):
                 for states in views:  # keys, values
                     states.index_copy_(0, target, states.index_select(0, source))
 
-    def _keep_features_of_prompts(self, futures: list[FutureRequestState], features: Tensor | None) -> None:
+    def _keep_features_of_prompts(self, features: Tensor | None) -> None:
         """Keep what was read of prompts, which may come in several parts, until a drafter wants it."""
         end = 0
-        for future in futures:
+        for future in self._io.requests_in_batch:
             end += future.query_length
             state = future.state
             if features is not None and state.generated_len() == 0:
@@ -292,18 +321,19 @@ class _Processor(ContinuousBatchProcessor):
         no_ids = torch.empty((len(flat), 0), dtype=torch.long, device=logits.device)
         return processors(cast(torch.LongTensor, no_ids), flat, each).view(logits.shape)
 
-    def _hand_over(self, output_ids: Tensor) -> None:
+    def _hand_over(self, emitted: list[Emitted]) -> None:
         """Put the last token of each request where transformers looks for its one."""
-        last = [new.tokens[-1] for new in self._emitted]
+        output_ids = self._io.output_ids
+        last = [new.tokens[-1] for new in emitted]
         output_ids[0, : len(last)] = torch.tensor(last, dtype=output_ids.dtype, device=output_ids.device)
         if self.return_logprobs:
-            likelihoods = torch.tensor([(new.log_probs or [0.0])[-1] for new in self._emitted])
+            likelihoods = torch.tensor([(new.log_probs or [0.0])[-1] for new in emitted])
             output_ids[1, : len(last)] = likelihoods.view(output_ids.dtype).to(output_ids.device)
 
     @torch.no_grad()
     def update_batch(self) -> None:
         futures = [future for future in self._io.requests_in_batch if future.has_new_token]
-        for future, one, new in zip(futures, self._scored, self._emitted, strict=True):
+        for future, one, new in zip(futures, self._scored, self._emitted or [], strict=True):
             self._make_text(future, one, new)
         super().update_batch()
         self._pass_features_to_forks()
@@ -350,13 +380,6 @@ def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
 def _room(state: RequestState) -> int:
     """Count the guesses that can become text, where one more token follows the last one."""
     return max(0, state._new_tokens_limit - state.generated_len() - 1)
-
-
-def _places(futures: Sequence[FutureRequestState], scored: Sequence[Scored]) -> list[range]:
-    """Tell where in the packed tokens the nodes stand that are scored: the last ones of their request."""
-    ends = itertools.accumulate(future.query_length for future in futures)
-    scoring = [end for future, end in zip(futures, ends, strict=True) if future.has_new_token]
-    return [range(end - len(one.guess.tokens), end) for end, one in zip(scoring, scored, strict=True)]
 
 
 def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor | None:

@@ -142,9 +142,16 @@ class Speculation:
 
     # -- verify -------------------------------------------------------------------------------------------------------
 
-    def choose(self, scored: Sequence[Scored], logits: Tensor, warp: Warp, log_probs: bool) -> list[Emitted]:
-        """Choose what becomes text of each request, at least one token, from ``logits`` (rows, nodes, vocabulary)."""
+    def choose(self, scored: Sequence[Scored], logits: Tensor, warp: Warp, log_probs: bool) -> list[Emitted] | None:
+        """Choose what becomes text of each request, at least one token, from ``logits`` (rows, nodes, vocabulary).
+
+        ``None``: a guess may have spoilt them. One whose forward overflows does, for attention gives it no weight, but
+        0 * nan is nan.
+        """
         self._warp = warp
+        guessed = any(len(one.guess.tokens) > 1 for one in scored)
+        if guessed and not bool((logits.amax(-1) < torch.inf).all()):
+            return None
         emitted: list[Emitted | None] = [None] * len(scored)
         drawn = [one.guess.q is not None for one in scored]
         for kind in sorted(set(drawn)):  # looked-up guesses may stand beside drawn ones, and are verified otherwise
@@ -233,6 +240,8 @@ class Speculation:
             if limit > 0:
                 ask = functools.partial(self._ask, dict(zip(rows, rooms, strict=True)))
                 late = self._drafters.propose(rows, limit, ask)
+                for row in rows:
+                    row.guess = row.guess and row.guess.first(1 + self.most_guesses)
         self._asked_for = None if late else (len(rows), start)
 
     def _ask(self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], news: News, limit: int) -> Proposal:
