@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,6 +204,19 @@ def test_what_a_batch_would_drop_is_refused(batched, options, named):
         batched.complete(PROMPTS[0], 5, **options)
 
 
+def test_a_text_ends_where_the_paged_cache_does(batched):
+    room = batched.server._generation_state._cb_manager._scheduler.cache.max_tokens_read
+    with pytest.raises(BadRequestError, match=f"the prompt has {room + 1} tokens.* room for {room}"):
+        batched.complete(" a" * room, 5)  # and one that the tokenizer adds
+    small = {"continuous_batching": True, "cb_num_blocks": 1, "cb_max_batch_tokens": 64}
+    with serving(**small) as client:
+        prompt = " a" * 240
+        answer = client.openai.completions.create(model=TARGET, prompt=prompt, max_tokens=60, temperature=0)
+        assert answer.usage.total_tokens == 256 and answer.choices[0].finish_reason == "length"
+        assert answer.choices[0].text == plain(prompt, 60 - 45)
+        assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
+
+
 def test_trees_are_refused_where_requests_are_batched():
     with pytest.raises(ValueError, match="use a chain"), serving(config=SpeculationConfig(tree="dynamic"), **BATCHES):
         pass
@@ -289,3 +304,16 @@ def test_the_command_serves_until_it_is_interrupted():
         assert process.wait(60) in (0, 130), process.stderr.read()
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--one-by-one", "--speculator", "ngram"]])
+def test_the_soak_finds_nothing(options, monkeypatch, capsys):
+    names = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "soak_server.py"))
+    main = names["main"]
+    # It is short, so that caches and pools are still getting warm, and texts are few.
+    shorter = {"PROMPTS": names["PROMPTS"][:2], "LENGTHS": (1, 5, 20), "MOST_GROWTH": 2.0}
+    monkeypatch.setattr("sys.argv", ["soak_server.py", "--minutes", "0.1", "--clients", "6", *options])
+    for name, value in shorter.items():
+        monkeypatch.setitem(main.__globals__, name, value)
+    assert main() == 0, capsys.readouterr().out

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import time
 from typing import Any, cast
 
 import torch
@@ -31,11 +32,14 @@ class Batched(CBGenerateManager):
         self.meter = meter
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
-        """Start the engine if this is the first request; ValueError for what the engine cannot do for a single one."""
+        """Start the engine, the first time; ValueError for what the engine cannot do for a single request."""
         refuse_options(model, gen_config)
         if self._cb is None:
             super().init_cb(model, _of_all(gen_config))
             self._engine.output_router.output_queue = _Nowhere()
+            while self._scheduler is None and self.is_alive():
+                time.sleep(0.01)
+            self._check_alive("the first one")
 
     @property
     def _engine(self) -> Any:
@@ -120,6 +124,14 @@ class _Text:
         manager._check_alive(request_id)
         self.manager, self.engine, self.config, self.request_id = manager, manager._engine, config, request_id
         self.prompt: list[int] = list(inputs["input_ids"])
+        size = manager._scheduler.cache.max_tokens_read
+        room = size - len(self.prompt)
+        if room < 1:  # the engine would end, with all requests
+            raise ValueError(
+                f"the prompt has {len(self.prompt)} tokens, and the paged cache has room for {size}; shorten it, or "
+                "start the server with more --cb-num-blocks"
+            )
+        config.max_new_tokens = min(config.max_new_tokens or room, room)  # as where a model's context ends
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)

@@ -18,7 +18,7 @@ from ..drafts.base import Speculator
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .app import add_to_app
-from .batched import Batched, refuse_options
+from .batched import Batched
 from .meter import Meter
 from .requests import refuse_request
 from .sequential import OneByOne
@@ -54,10 +54,10 @@ class Server(Serve):
     def start_server(self) -> None:
         """Add what is ours to the server that transformers has built, and start it."""
         models: Any = self._model_manager
-        for timed in models.loaded_models.values():
-            self._let_guess(timed.model)
-        models._load_model = _then(self._let_guess, models._load_model)  # they may be loaded anew, by POST /reset
-        self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]))
+        (loaded,) = models.loaded_models.values()
+        self._let_guess(loaded.model)
+        models._load_model = _then(self._let_guess, models._load_model)  # it may be loaded anew, after POST /reset
+        self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)
         handlers: dict[str, Any] = {
             "messages": self._chat_handler,
             "prompt": self._completion_handler,
@@ -72,12 +72,13 @@ class Server(Serve):
         else:
             self._run()
 
-    def _add_manager(self, name: str) -> None:
-        """Let the texts of the model ``name`` be generated, and counted, our way."""
+    def _add_manager(self, name: str, model: PreTrainedModel) -> None:
+        """Let the texts of ``model`` be generated, and counted, our way."""
         state, meter = self._generation_state, self.meter
         manager: OneByOne | Batched
         if state._continuous_batching:
             manager = state._cb_manager = Batched(meter, state._cb_config)
+            manager.init_cb(model, model.generation_config)
             state._cb_model_id = name
             meter.gauge("cache_used", "Share of the paged cache that is taken.", manager.cache_used)
             meter.gauge("draft_slots", "Requests that the draft keeps something of.", manager.draft_slots)
@@ -101,7 +102,6 @@ class Server(Serve):
         if self._generation_state._continuous_batching:
             config = _of_batches(speculator, config)
             refuse_batch(model, model.generation_config, config)
-            refuse_options(model, model.generation_config)
         set_speculator(model, speculator, config)
 
 
