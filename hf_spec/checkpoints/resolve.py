@@ -30,6 +30,7 @@ from .known import cached, known_drafts
 
 # Tokenizers of one family differ in a few tokens that were added.
 MOST_IN_COMMON = 0.9
+REMEMBERED = 100_000  # tokens of earlier calls, in which "auto" looks where there is no draft
 
 logger = logging.get_logger(__name__)
 
@@ -41,8 +42,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     """Turn a draft model, a causal language model, a word, or a path or Hub id into a ``Speculator``.
 
     The words are ``"ngram"``, ``"mtp"`` and ``"auto"``, which is the target's own prediction layers if it has some,
-    else the first of ``known_drafts(target)`` that lies in the Hub's local cache, else n-grams. ``"auto"`` is decided
-    once for a target; ``"mtp"`` and paths are read anew each time, so keep ``as_speculator("mtp", target)`` for many
+    else the first of ``known_drafts(target)`` that lies in the Hub's local cache, else n-grams with a memory of
+    earlier calls. ``"auto"`` is decided once for a target; ``"mtp"`` and paths are read anew each time, so keep ``as_speculator("mtp", target)`` for many
     calls.
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
@@ -120,7 +121,7 @@ def _best_at_hand(target: PreTrainedModel) -> Speculator:
             found.check(target, found.settings(None))
             logger.info(f"speculator='auto' is {place} for {target.config.name_or_path or type(target).__name__}")
             return found
-    return NgramSpeculator()
+    return NgramSpeculator(remember=REMEMBERED)
 
 
 def _own_layers(target: PreTrainedModel) -> Speculator:
