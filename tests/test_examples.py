@@ -117,3 +117,14 @@ def check(draft: Any) -> None:
     inputs = AutoTokenizer.from_pretrained(demo.path())("Once upon a time", return_tensors="pt")
     call = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(target.generate(**inputs, **call, speculator=draft), target.generate(**inputs, **call))
+
+
+def test_costs_of_steps_are_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = ["--hidden", "64", "--layers", "1", "--steps", "2", "--most", "64", "--dtypes", "float32"]
+    files = ["--json", str(tmp_path / "costs.json"), "--png", str(tmp_path / "costs.png")]
+    monkeypatch.setattr("sys.argv", ["step_costs.py", *small, "--curves", "nodes", "prompt", *files])
+    runpy.run_path(str(ROOT / "examples" / "step_costs.py"), run_name="__main__")
+    found = json.loads((tmp_path / "costs.json").read_text(encoding="utf-8"))["float32"]
+    assert list(found["nodes"]["nodes"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
+    assert set(found["prompt"]) == {"0", "1", "6", "16"} and list(found["prompt"]["6"]) == ["64"]
+    assert (tmp_path / "costs.png").read_bytes()[:4] == b"\x89PNG"

@@ -43,8 +43,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 
     The words are ``"ngram"``, ``"mtp"`` and ``"auto"``, which is the target's own prediction layers if it has some,
     else the first of ``known_drafts(target)`` that lies in the Hub's local cache, else n-grams with a memory of
-    earlier calls. ``"auto"`` is decided once for a target; ``"mtp"`` and paths are read anew each time, so keep ``as_speculator("mtp", target)`` for many
-    calls.
+    earlier calls. ``"auto"`` is decided once for a target; ``"mtp"`` and paths are read anew each time, so keep
+    ``as_speculator("mtp", target)`` for many calls.
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """

@@ -1,0 +1,180 @@
+"""Measure what a step costs as it gets wider: with more guesses, rows, text before it, and words to choose from.
+
+    python examples/step_costs.py --json costs.json --png docs/step-costs.png
+    python examples/step_costs.py --hidden 4096 --layers 32 --dtypes bfloat16 --device cuda
+
+The target is a llama of random weights, which cost what trained ones do. Guesses are random, too: none is accepted, so
+that each step verifies as many nodes as asked and emits one token. Times are medians over steps, each divided
+by that of a step of plain ``generate`` at the first place of its curve, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
+
+# What is varied, where, and how many nodes a step verifies there; 0 is plain generate.
+CURVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "nodes": ((1, 2, 4, 8, 16, 32, 64, 128), ()),
+    "rows": ((1, 2, 4, 8, 16, 32), (0, 1, 6, 16)),
+    "prompt": ((64, 256, 1024, 4096, 8192), (0, 1, 6, 16)),
+    "vocabulary": ((2_000, 8_000, 32_000, 128_000), (0, 1, 6, 16)),
+}
+USUAL = {"rows": 1, "prompt": 64, "vocabulary": 8_000}
+
+
+class Clock(StoppingCriteria):
+    """Note when each token of plain ``generate`` was there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+class Noise(Speculator, Drafter):
+    """Guess chains of random tokens, and note when each step began."""
+
+    def __init__(self, vocabulary: int, guesses: int) -> None:
+        self.vocabulary, self.guesses = vocabulary, guesses
+        self.times: list[float] = []
+
+    def drafter(self, request: Request) -> Drafter:
+        return self
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        self.times.append(time.perf_counter())
+        if not self.guesses:
+            return Proposal.nothing(news.root)
+        shape = (len(news.root), min(self.guesses, limit))
+        return Proposal.chain(news.root, torch.randint(self.vocabulary, shape, device=news.root.device))
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        return None
+
+
+def model_of(args: argparse.Namespace, vocabulary: int, dtype: torch.dtype) -> Any:
+    """Return a llama of random weights with two heads to a key head, as many models have."""
+    torch.manual_seed(0)
+    heads = max(2, args.hidden // 64)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        max_position_embeddings=16_384,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.device(args.device):
+        return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def step_seconds(model: Any, rows: int, prompt: int, nodes: int, steps: int) -> float:
+    """Return the median over ``steps`` steps that verify ``nodes`` nodes for ``rows`` rows; 0 nodes: plain steps."""
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(vocabulary, (rows, prompt), device=model.device)
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    if nodes == 0:
+        clock = Clock()
+        model.generate(ids, **options, max_new_tokens=steps + 1, stopping_criteria=StoppingCriteriaList([clock]))
+        times = clock.times
+    else:
+        noise = Noise(vocabulary, nodes - 1)
+        config = SpeculationConfig(num_speculative_tokens=max(1, nodes - 1), self_check=False)
+        length = {"max_new_tokens": steps + nodes + 1}  # guesses do not reach beyond the end
+        model.generate(ids, **options, **length, speculator=noise, speculation_config=config)
+        times = noise.times[: steps + 1]
+    return median(after - before for before, after in pairwise(times))
+
+
+def places(curve: str) -> Iterator[tuple[int, int, dict[str, int]]]:
+    """Yield the value that is varied, the nodes, and everything that is set."""
+    values, widths = CURVES[curve]
+    for value in values:
+        for nodes in widths or (value,):
+            yield value, nodes, USUAL | ({} if curve == "nodes" else {curve: value})
+
+
+def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
+    """Return for each curve and number of nodes, by the value that is varied, the cost in plain steps."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for curve in args.curves:
+        model, one = None, 0.0
+        for value, nodes, setting in places(curve):
+            if setting["prompt"] > args.most:
+                continue
+            if model is None or model.config.vocab_size != setting["vocabulary"]:
+                model = model_of(args, setting["vocabulary"], dtype)
+                step_seconds(model, 1, 64, 6, 3)  # warms up, and checks the target
+            if not one:
+                one = step_seconds(model, 1, USUAL["prompt"], 0, args.steps)
+            seconds = step_seconds(model, setting["rows"], setting["prompt"], nodes, args.steps)
+            found.setdefault(curve, {}).setdefault("nodes" if curve == "nodes" else str(nodes), {})[str(value)] = (
+                seconds / one
+            )
+        print(f"{dtype} {curve}: {json.dumps(found[curve])}", flush=True)
+    return found
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Write a picture with a row for each dtype and a column for each curve."""
+    from matplotlib import pyplot
+
+    curves = list(next(iter(found.values())))
+    picture, axes = pyplot.subplots(
+        len(found), len(curves), figsize=(4 * len(curves), 3.2 * len(found)), squeeze=False, layout="constrained"
+    )
+    for line, (dtype, measured) in zip(axes, found.items(), strict=True):
+        for place, (curve, lines) in zip(line, measured.items(), strict=True):
+            for nodes, points in lines.items():
+                label = {"0": "plain", "1": "1 node"}.get(nodes, f"{nodes} nodes")
+                place.plot([int(x) for x in points], list(points.values()), marker="o", label=label)
+            place.set(xscale="log", xlabel=curve, ylabel="plain steps", title=dtype.removeprefix("torch."))
+            place.set_ylim(bottom=0)
+            place.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+            place.set_xticks([int(x) for x in next(iter(lines.values()))])
+            place.minorticks_off()
+            if curve != "nodes":
+                place.legend()
+    picture.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=576)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--most", type=int, default=8192, help="tokens of a prompt (%(default)s)")
+    parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES))
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found = {name: measure(args, getattr(torch, name)) for name in args.dtypes}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if args.png:
+        draw(found, args.png)
+
+
+if __name__ == "__main__":
+    main()
