@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 from twins import fitted, noisy
 
 from hf_spec import Drafter, News, Request, SpeculationConfig, SpeculationStats, Speculator
-from hf_spec.batching.engine import _Processor
-from hf_spec.batching.speculation import Speculation
+from hf_spec.batching.engine import _Processor, _Ring
 from hf_spec.checkpoints.resolve import as_speculator
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
@@ -149,7 +148,8 @@ def test_mtp_layers_of_the_target() -> None:
 
 def test_a_ring_needs_room_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, rejected guesses push keys out of the window, and the text is another."""
-    monkeypatch.setattr(Speculation, "most_guesses", 0)
+    take_over = _Ring.take_over
+    monkeypatch.setattr(_Ring, "take_over", lambda allocator, spare: take_over(allocator, 0))
     found, _ = serve(model("mistral"), PROMPTS, 4, speculator=draft("vanilla", "mistral"), speculation_config=CHAIN)
     assert [output.generated_tokens for output in found] != texts("mistral")
 
