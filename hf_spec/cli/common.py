@@ -90,6 +90,16 @@ def temperature_of(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 or a number above")
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Read keys and values from the command line."""
+    try:
+        if isinstance(found := json.loads(text), dict):
+            return found
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
+
+
 def length_of(text: str) -> int | str:
     """Read a number of guesses, or ``auto``."""
     if text == "auto" or (text.isdecimal() and int(text) > 0):

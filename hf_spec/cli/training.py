@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .common import TEMPERATURE_HELP, add_device_options, at_least, command, sampling, temperature_of
+from .common import (
+    TEMPERATURE_HELP,
+    add_device_options,
+    at_least,
+    command,
+    json_object,
+    sampling,
+    temperature_of,
+)
 
 RECIPE_HELP = """\
 RECIPE.yaml says at least
@@ -48,6 +56,9 @@ def add_prepare(commands: Any) -> None:
     add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="of a new answer (%(default)s)")
     add("--cut-answers", choices=("keep", "drop"), default="keep", help="what becomes of answers that were cut off by "
         "--max-new-tokens: they are trained on without an end, or left out (%(default)s)")  # fmt: skip
+    add("--template-arguments", type=json_object, metavar="JSON", help="what the chat template is given, such as "
+        '\'{"enable_thinking": false}\'')  # fmt: skip
+    add("--end-of-text", action="store_true", help="put an end-of-sequence token behind documents of plain text")
     add("--temperature", type=temperature_of, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
     add(
         "--batch-size",
@@ -83,10 +94,10 @@ def _prepare(args: argparse.Namespace) -> None:
     data = load_raw(args.data, args.split)
     if args.regenerate:
         data = load_raw(_regenerated(data, args))
-    names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc".split()
+    names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     config = AutoConfig.from_pretrained(args.target)
-    options = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in (*names.split(), "template_arguments", "end_of_text")}
     splits = prepared(data, tokenizer, positions=max_positions(config), **options)
     if args.features:
         from .loading import load_target
@@ -115,6 +126,7 @@ def _regenerated(data: Any, args: argparse.Namespace) -> str:
         args.target, drafts, args.dtype, args.device, lambda draft: [draft.defaults()]
     )
     options = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
+    options["template_arguments"] = args.template_arguments
     if args.speculator:
         options["speculator"] = speculators[args.speculator]
     return str(regenerate(asked, target, tokenizer, args.regenerate, **options))

@@ -6,10 +6,19 @@ conversation up to each answer and comparing.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 CUT = "cut"  # the key of messages whose end the target did not say, see regenerate
+
+
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+PAIRS = (("prompt", "completion"), ("instruction", "output"))  # a question and its answer
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Unusable(Exception):
@@ -36,6 +45,42 @@ def messages_of(conversation: Any) -> list[dict[str, Any]]:
     return messages
 
 
+def chat_columns(names: Collection[str]) -> tuple[str, ...]:
+    """Return the column of conversations among ``names``, or the two of questions and answers; () if there is none."""
+    single = [(name,) for name in CHAT_COLUMNS]
+    return next((found for found in (*single, *PAIRS) if {*found} <= {*names}), ())
+
+
+def conversation_of(example: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
+    """Return the conversation in the ``columns`` of an example, or one made of a question and an answer.
+
+    These are texts or messages; an ``input`` beside an ``instruction`` stands below it, as in Alpaca.
+    """
+    if len(columns) == 1:
+        return example[columns[0]]
+    question, answer = (example[name] for name in columns)
+    if columns[0] == "instruction" and isinstance(question, str) and example.get("input"):
+        question = f"{question}\n\n{example['input']}"
+    said: list[Any] = []
+    for role, content in (("user", question), ("assistant", answer)):
+        if not isinstance(content, str | list) or not content:
+            raise Unusable
+        said += [{"role": role, "content": content}] if isinstance(content, str) else content
+    return said
+
+
+def template_arguments_of(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an example says to the chat template: ``tools`` and ``chat_template_kwargs``, JSON or not."""
+    found = {}
+    for name in TEMPLATE_COLUMNS:
+        value = example.get(name)
+        try:
+            found[name] = _said(json.loads(value) if isinstance(value, str) and value else value)
+        except ValueError as error:
+            raise Unusable from error
+    return {**({"tools": found["tools"]} if found["tools"] else {}), **(found["chat_template_kwargs"] or {})}
+
+
 def _said(value: Any) -> Any:
     """Leave out each None: Arrow fills it in where a dict has no such key, but those of other examples have."""
     if isinstance(value, dict):
@@ -44,17 +89,23 @@ def _said(value: Any) -> Any:
 
 
 def tokenize_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool = False
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    last_turn_only: bool = False,
+    arguments: Mapping[str, Any] = NONE,
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and a mask of the assistant's tokens, its end token included."""
+    """Return token ids and a mask of the assistant's tokens, its end token included.
+
+    ``arguments`` are for the chat template, such as ``tools`` or ``enable_thinking``.
+    """
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if last is None:
         raise Unusable("unanswered" if messages else "broken")
     messages = messages[: last + 1]
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
-        ids, answers = _by_markers(tokenizer, messages)
+        ids, answers = _by_markers(tokenizer, messages, arguments)
     else:
-        ids, answers = _by_rendering(tokenizer, messages, last_turn_only)
+        ids, answers = _by_rendering(tokenizer, messages, last_turn_only, arguments)
     if last_turn_only:
         start = next(reversed(_runs(answers)), (0, 0))[0]
         answers = [0] * start + answers[start:]
@@ -67,18 +118,20 @@ def _runs(answers: list[int]) -> list[tuple[int, int]]:
     return [(start, next((i for i in range(start, len(answers)) if not answers[i]), len(answers))) for start in starts]
 
 
-def _by_markers(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+def _by_markers(
+    tokenizer: Any, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
+) -> tuple[list[int], list[int]]:
     shown = _shown(messages)
     try:
         encoded = tokenizer.apply_chat_template(
-            shown, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            shown, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
         )
     except Exception as error:  # templates raise what they like
         raise Unusable from error
     ids, answers = list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
     if not any(message.get(CUT) for message in messages):
         return ids, answers
-    text, runs = render(tokenizer, messages), _runs(answers)
+    text, runs = render(tokenizer, messages, arguments=arguments), _runs(answers)
     places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     said = [message for message in messages if message["role"] == "assistant"]
     if len(said) != len(runs) or len(places) != len(ids):
@@ -101,10 +154,16 @@ def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) ->
     return place + len(last) if place >= 0 else start
 
 
-def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool) -> tuple[list[int], list[int]]:
+def _by_rendering(
+    tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool, arguments: Mapping[str, Any]
+) -> tuple[list[int], list[int]]:
     """Find each answer between what the template renders before it and with it."""
-    text, earlier = render(tokenizer, messages), messages[:-1]
-    prompt = render(tokenizer, earlier, prompt=True)
+
+    def shown(said: list[dict[str, Any]], prompt: bool = False) -> str:
+        return render(tokenizer, said, prompt, arguments)
+
+    text, earlier = shown(messages), messages[:-1]
+    prompt = shown(earlier, prompt=True)
     if not text.startswith(prompt):
         text = _as_said(prompt, text, messages[-1].get("content"))
     spans = []
@@ -113,7 +172,7 @@ def _by_rendering(tokenizer: Any, messages: list[dict[str, Any]], last_turn_only
     for i, message in enumerate(earlier):
         if message["role"] != "assistant" or last_turn_only:
             continue
-        before, after = render(tokenizer, messages[:i], prompt=True), render(tokenizer, messages[: i + 1])
+        before, after = shown(messages[:i], prompt=True), shown(messages[: i + 1])
         # A template may render an answer otherwise once it is history, without its reasoning for example: then what
         # stands in the text is not what the target said, and only the last one counts.
         if text.startswith(before) and text.startswith(after.rstrip()):
@@ -142,14 +201,19 @@ def _as_said(prompt: str, rendered: str, answer: Any) -> str:
     return prompt + said[begun:].rstrip() + rendered.rpartition(lines[-1])[2]
 
 
-def render(tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+def render(
+    tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False, arguments: Mapping[str, Any] = NONE
+) -> str:
     """Return the text that the chat template makes, with ``prompt`` up to where the next answer begins."""
     if not messages:
         return ""
     try:
-        return str(tokenizer.apply_chat_template(_shown(messages), tokenize=False, add_generation_prompt=prompt))
+        text = tokenizer.apply_chat_template(
+            _shown(messages), tokenize=False, add_generation_prompt=prompt, **arguments
+        )
     except Exception as error:  # templates raise what they like
         raise Unusable from error
+    return str(text)
 
 
 def _shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

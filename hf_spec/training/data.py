@@ -21,14 +21,23 @@ from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .chat import CUT, Unusable, messages_of, tokenize_chat
+from .chat import (
+    CHAT_COLUMNS,
+    CUT,
+    PAIRS,
+    Unusable,
+    chat_columns,
+    conversation_of,
+    messages_of,
+    template_arguments_of,
+    tokenize_chat,
+)
 from .origin import record_tokenizer
 
 logger = logging.get_logger(__name__)
 
 MAX_LENGTH = 2048
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
-CHAT_COLUMNS = ("messages", "conversations", "conversation")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 REASONS = {
     "short": "have no two answer tokens one after the other, so that nothing is guessed in them",
@@ -52,20 +61,27 @@ def prepare_dataset(
     text_column: str = "text",
     num_proc: int | None = None,
     cut_answers: Literal["keep", "drop"] = "keep",
+    template_arguments: dict[str, Any] | None = None,
+    end_of_text: bool = False,
 ) -> datasets.Dataset:
     """Turn conversations or plain text into examples for ``DraftTrainer``.
 
     ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
-    conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too) or
-    of text, which is an answer throughout. ``tokenizer`` is the target's. Examples get ``input_ids`` and
+    conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too),
+    a column of text, which is an answer throughout, or questions and answers (``prompt`` and ``completion``, or
+    ``instruction``, ``input`` and ``output``). Questions and answers that are texts go through the chat template;
+    where the tokenizer has none, one follows the other. ``tokenizer`` is the target's. Examples get ``input_ids`` and
     ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
     ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only, for models
     whose template drops the reasoning of earlier ones. Examples without anything to guess are left out, counted by
     reason in a log message. Answers that ``regenerate`` says were cut off are trained on without the end that the
     template gives them, or left out with their conversations (``cut_answers="drop"``).
+    The chat template is given ``template_arguments``, such as ``{"enable_thinking": False}``, and what an example has
+    in columns ``tools`` and ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token behind documents
+    that go through no template, so that a draft learns where they end.
 
     Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
-    without a chat template or without offsets, and if no example is left.
+    without a chat template, offsets or an end-of-sequence token where they are needed, and if no example is left.
     """
     if max_length < 3:
         raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
@@ -80,17 +96,11 @@ def prepare_dataset(
             f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
             'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(examples)'
         )
-    if not len(dataset):
-        raise ValueError("the dataset is empty")
-    chat = next((name for name in CHAT_COLUMNS if name in dataset.column_names), None)
-    if chat is None and text_column not in dataset.column_names:
-        raise ValueError(
-            f"no column of {list(CHAT_COLUMNS)} and no {text_column!r}, but {dataset.column_names}; rename one, or "
-            "name the text with text_column="
-        )
-    if chat is not None:
-        _check_tokenizer(tokenizer)
-    tokenize = _Tokenize(tokenizer, chat, text_column, max_length, too_long, last_turn_only, cut_answers)
+    chat, templated = _columns(dataset, tokenizer, text_column)
+    if end_of_text and tokenizer.eos_token_id is None:
+        raise ValueError("end_of_text=True needs an end-of-sequence token, and the tokenizer has none: set eos_token")
+    choices = (max_length, too_long, last_turn_only, cut_answers, template_arguments or {}, end_of_text)
+    tokenize = _Tokenize(tokenizer, chat, templated, text_column, *choices)
     examples = dataset.map(tokenize, remove_columns=dataset.column_names, num_proc=num_proc, desc="Tokenizing")
     kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped", desc="Filtering")
     _report(examples["skipped"], len(kept), sum(kept["cut"]))
@@ -99,6 +109,26 @@ def prepare_dataset(
         kept = kept.map(_Pack(max_length), batched=True, desc="Packing")
     record_tokenizer(kept, tokenizer)
     return kept
+
+
+def _columns(
+    dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str
+) -> tuple[tuple[str, ...], bool]:
+    """Return the columns that conversations are in, () for text, and whether they go through the chat template."""
+    if not len(dataset):
+        raise ValueError("the dataset is empty")
+    chat = chat_columns(dataset.column_names)
+    if chat in PAIRS and text_column in dataset.column_names:
+        chat = ()
+    if not chat and text_column not in dataset.column_names:
+        raise ValueError(
+            f"no column of {[*CHAT_COLUMNS, *map(' and '.join, PAIRS)]} and no {text_column!r}, but "
+            f"{dataset.column_names}; rename one, or name the text with text_column="
+        )
+    templated = len(chat) == 1 or bool(chat and tokenizer.chat_template)
+    if templated:
+        _check_tokenizer(tokenizer)
+    return chat, templated
 
 
 def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
@@ -163,17 +193,20 @@ class _Tokenize:
     """Turn one example into ids and a mask; a class, because worker processes and fingerprints pickle it."""
 
     tokenizer: Any
-    chat: str | None
+    chat: tuple[str, ...]  # columns of conversations; () for text
+    templated: bool  # conversations go through the chat template
     text_column: str
     max_length: int
     too_long: str
     last_turn_only: bool
     cut_answers: str
+    arguments: dict[str, Any]
+    end_of_text: bool
 
     def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
         nothing: dict[str, Any] = {"input_ids": [], "loss_mask": [], "cut": False}
         try:
-            messages = [] if self.chat is None else messages_of(example[self.chat])
+            messages = messages_of(conversation_of(example, self.chat)) if self.templated else []
             cut = any(message.get(CUT) for message in messages)
             if cut and self.cut_answers == "drop":
                 raise Unusable("cut")
@@ -188,12 +221,22 @@ class _Tokenize:
         return {"input_ids": ids, "loss_mask": answers, "cut": cut, "skipped": ""}
 
     def _ids(self, example: dict[str, Any], messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        if self.chat is None:
-            if not isinstance(text := example[self.text_column], str):
-                raise Unusable
-            ids = self.tokenizer(text)["input_ids"]
-            return ids, [1] * len(ids)
-        return tokenize_chat(self.tokenizer, messages, self.last_turn_only)
+        if self.templated:
+            arguments = self.arguments | template_arguments_of(example)
+            return tokenize_chat(self.tokenizer, messages, self.last_turn_only, arguments)
+        asked, said = [], self._plain(example[self.text_column]) if not self.chat else []
+        if self.chat:
+            question, answer = (one.get("content") for one in conversation_of(example, self.chat))
+            asked, said = self._plain(question), self._plain(answer, special=False)
+        end = self.tokenizer.eos_token_id
+        if self.end_of_text and said[-1:] != [end]:  # some tokenizers have put it there
+            said.append(end)
+        return asked + said, [0] * len(asked) + [1] * len(said)
+
+    def _plain(self, text: Any, special: bool = True) -> list[int]:
+        if not isinstance(text, str):
+            raise Unusable
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 @dataclass(frozen=True)

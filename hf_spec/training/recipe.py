@@ -137,7 +137,9 @@ def _section(given: Any, known: Collection[str], name: str) -> dict[str, Any]:
 def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    return hint is Any or type(value) in (get_args(hint) or (hint,))  # True is no int
+    if hint is Any:
+        return True
+    return type(value) in [get_origin(one) or one for one in get_args(hint) or (hint,)]  # True is no int
 
 
 def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dict[str, float]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,31 @@ from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
 from ..scoring.plain import input_device
-from .chat import CUT, Unusable, messages_of, render
+from .chat import (
+    CUT,
+    TEMPLATE_COLUMNS,
+    Unusable,
+    chat_columns,
+    conversation_of,
+    messages_of,
+    render,
+    template_arguments_of,
+)
 from .data import check_ids
 
 logger = logging.get_logger(__name__)
 
 Turn = list[dict[str, Any]]  # messages
 Turns = list[Turn]
+
+
+@dataclass
+class _Asked:
+    """What is said before each answer of a conversation, and what is said to the chat template besides."""
+
+    turns: Turns
+    arguments: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)  # columns that are written again, as JSON
 
 
 def regenerate(
@@ -33,17 +52,20 @@ def regenerate(
     batch_size: int = 8,
     max_new_tokens: int = 512,
     progress: bool = True,
+    template_arguments: dict[str, Any] | None = None,
     **generate_kwargs: Any,
 ) -> Path:
     """Write ``conversations`` to the jsonl file ``output`` with every answer replaced by ``target``'s own.
 
-    A conversation is a list of messages; those of the assistant are replaced in turn, each after the new ones before
-    it. What stands after the last answer is left out, and of what is no conversation for the chat template nothing is
-    left, which ``prepare_dataset`` skips. Conversations that are in ``output`` already are not answered again, so that
-    an interrupted call can be repeated; one whose line was written by half is. A file beside ``output``, its name with
-    ``.made_from.json``, says what the answers were made with. ``generate_kwargs`` go to ``generate``: sampling, a
-    speculator. An answer without an end-of-sequence token, which ``max_new_tokens`` cut off, is marked by
-    ``"cut": true``, so that no draft learns to end it there.
+    A conversation is a list of messages, or a dict with one of the columns that ``prepare_dataset`` reads and with
+    ``tools`` or ``chat_template_kwargs``, which the chat template is given beside ``template_arguments``. Messages of
+    the assistant are replaced in turn, each after the new ones before it. What stands after the last answer is left
+    out, and of what is no conversation for the chat template nothing is left, which ``prepare_dataset`` skips.
+    Conversations that are in ``output`` already are not answered again, so that an interrupted call can be repeated;
+    one whose line was written by half is. A file beside ``output``, its name with ``.made_from.json``, says what the
+    answers were made with. ``generate_kwargs`` go to ``generate``: sampling, a speculator. An answer without an
+    end-of-sequence token, which ``max_new_tokens`` cut off, is marked by ``"cut": true``, so that no draft learns to
+    end it there.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
     ``output`` holds something else than answers to ``conversations``, or answers of another target, tokenizer or way
@@ -56,16 +78,19 @@ def regenerate(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; set at least 1")
     path = Path(output)
-    rest = (_turns(conversation) for conversation in conversations)
+    rest = (_asked(conversation, template_arguments or {}) for conversation in conversations)
     done = _skip_done(path, rest)
     path.touch()  # where it cannot be written, nothing is run
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
-    made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer)}
+    made_from: dict[str, Any] = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer)}
+    if template_arguments:
+        made_from["template_arguments"] = template_arguments
     _check_made_from(path, done, made_from | generation_settings(target, options))
     bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     with bar:
         while batch := list(islice(rest, batch_size)):
-            _append(path, _answered(batch, target, tokenizer, options))
+            answered = _answered(batch, target, tokenizer, options)
+            _append(path, [{"messages": said, **one.beside} for one, said in zip(batch, answered, strict=True)])
             bar.update(len(batch))
     _tell_cut(path)
     return path
@@ -103,18 +128,18 @@ def _tell_cut(path: Path) -> None:
         )
 
 
-def _append(path: Path, answered: list[Turn]) -> None:
+def _append(path: Path, lines: list[dict[str, Any]]) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
-            for messages in answered:
-                file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            for line in lines:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:
         raise OSError(
             error.errno, f"{error.strerror}: {path}. The answers in it are kept: make room and repeat the call"
         ) from error
 
 
-def _skip_done(path: Path, rest: Iterator[Turns]) -> int:
+def _skip_done(path: Path, rest: Iterator[_Asked]) -> int:
     """Advance ``rest`` behind the conversations in the file and count them; a line cut off by a kill is removed."""
     if not path.exists():
         return 0
@@ -132,24 +157,24 @@ def _skip_done(path: Path, rest: Iterator[Turns]) -> int:
     return len(lines)
 
 
-def _answers(line: bytes, turns: Turns | None) -> bool:
-    """Tell whether a written line answers what is asked in ``turns``; one that is left empty may."""
+def _answers(line: bytes, asked: _Asked | None) -> bool:
+    """Tell whether a written line answers what is ``asked``; one that is left empty may."""
     try:
         written = json.loads(line)["messages"]
     except (ValueError, LookupError, TypeError):
         return False
-    return turns is not None and (written == [] or _turns(written) == turns)
+    return asked is not None and (written == [] or _turns(written) == asked.turns)
 
 
-def _answered(batch: list[Turns], target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> list[Turn]:
+def _answered(batch: list[_Asked], target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]) -> list[Turn]:
     """Answer all conversations of a batch, turn by turn."""
     written: list[Turn] = [[] for _ in batch]
-    turns = list(batch)
+    turns = [one.turns for one in batch]
     for turn in range(max(len(one) for one in turns)):
         prompts = {}
         for row in [row for row, one in enumerate(turns) if len(one) > turn]:
             try:
-                prompts[row] = render(tokenizer, written[row] + turns[row][turn], prompt=True)
+                prompts[row] = render(tokenizer, written[row] + turns[row][turn], True, batch[row].arguments)
                 written[row] += turns[row][turn]
             except Unusable:
                 turns[row], written[row] = [], []
@@ -157,6 +182,19 @@ def _answered(batch: list[Turns], target: PreTrainedModel, tokenizer: Any, optio
         for row, (answer, cut) in zip(prompts, answers, strict=True):
             written[row].append({"role": "assistant", "content": answer} | ({CUT: True} if cut else {}))
     return written
+
+
+def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
+    if not isinstance(given, Mapping):
+        return _Asked(_turns(given), arguments)
+    try:
+        conversation = conversation_of(given, chat_columns(given.keys()))
+        own = template_arguments_of(given)
+    except (Unusable, ValueError):
+        return _Asked([])
+    beside = {name: given[name] for name in TEMPLATE_COLUMNS if given.get(name)}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in beside.items()}
+    return _Asked(_turns(conversation), arguments | own, texts)
 
 
 def _turns(conversation: Any) -> Turns:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
-from .data import CHAT_COLUMNS, FILES, MAX_LENGTH, prepare_dataset, read_file
+from .chat import CHAT_COLUMNS, PAIRS, TEMPLATE_COLUMNS, chat_columns
+from .data import FILES, MAX_LENGTH, prepare_dataset, read_file
 from .features import FeatureCache, cache_features
 from .vocabulary import count_tokens, most_frequent
 
@@ -40,13 +41,14 @@ def is_prepared(name: str) -> bool:
 
 
 def conversations(data: datasets.Dataset) -> Any:
-    """Return the column of conversations. Errors: a ValueError if there is none."""
-    column = next((name for name in CHAT_COLUMNS if name in data.column_names), None)
-    if column is None:
+    """Return what ``regenerate`` reads of ``data``. Errors: a ValueError if there are no conversations."""
+    columns = chat_columns(data.column_names)
+    if not columns:
         raise ValueError(
-            f"only conversations can be answered anew, a column of {CHAT_COLUMNS}, not {data.column_names}"
+            f"only conversations can be answered anew, a column of {[*CHAT_COLUMNS, *map(' and '.join, PAIRS)]}, not "
+            f"{data.column_names}"
         )
-    return data[column]
+    return data if len(columns) > 1 or {*TEMPLATE_COLUMNS} & {*data.column_names} else data[columns[0]]
 
 
 def prepared(

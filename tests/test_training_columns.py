@@ -1,0 +1,152 @@
+"""The shapes in which data come: questions and answers, tools, arguments of the template, plain documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from golden import tiny_target
+from test_training_data import CHAT, MARKED, PLAIN, answers, tokenizer
+
+from hf_spec.cli import main
+from hf_spec.training import prepare_dataset, regenerate
+from hf_spec.training.recipe import read_recipe
+from hf_spec.training.sources import conversations
+
+TOOLS = "{% for tool in tools or [] %}<system> {{ tool.name }} {{ tool.says }} <end>\n{% endfor %}"
+DRY = "{% if thinking is defined and not thinking %}think {% endif %}"
+SAID = [{"name": "seven", "says": "eight"}]
+
+
+def with_tools(template: str) -> str:
+    """Show tools first, and thinking that is switched off where an answer begins, as Qwen3's template does."""
+    begun = template.replace("%}<assistant> {%", "%}<assistant> " + DRY + "{%")
+    shown = "<{{ m.role }}> {% if m.role == 'assistant' %}" + DRY + "{% endif %}"
+    return TOOLS + begun.replace("<{{ m.role }}> ", shown)
+
+
+def text(row: dict[str, Any]) -> str:
+    return str(tokenizer().decode(row["input_ids"]))
+
+
+def prepared(columns: dict[str, list[Any]], template: str | None = PLAIN, **options: Any) -> list[dict[str, Any]]:
+    return list(prepare_dataset(datasets.Dataset.from_dict(columns), tokenizer(template), **options))
+
+
+QUESTION = [{"role": "user", "content": "one two"}]
+ANSWER = [{"role": "assistant", "content": "three four"}]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": ["one two"], "completion": ["three four"]},
+        {"prompt": [QUESTION], "completion": [ANSWER]},
+        {"instruction": ["one two"], "output": ["three four"]},
+        {"instruction": ["one"], "input": ["two"], "output": ["three four"]},
+        {"instruction": ["one two"], "input": [""], "output": ["three four"]},
+    ],
+)
+def test_questions_and_answers_are_conversations(columns: dict[str, list[Any]], template: str) -> None:
+    (row,) = prepared(columns, template)
+    (same,) = prepared({"messages": [QUESTION + ANSWER]}, template)
+    assert row == same
+    assert answers(row) == "three four <end>"
+
+
+def test_without_a_template_an_answer_follows_its_question() -> None:
+    (row,) = prepared({"prompt": ["one two"], "completion": ["three four five"]}, None)
+    assert (text(row), answers(row)) == ("one two three four five", "three four five")
+    with pytest.raises(ValueError, match="no chat template"):
+        prepared({"messages": [CHAT]}, None)
+
+
+def test_pairs_that_are_none_are_left_out_and_text_goes_first(caplog: pytest.LogCaptureFixture) -> None:
+    columns = {"prompt": ["one two", None, "one"], "completion": ["three four", "five six", ""]}
+    (row,) = prepared(columns)
+    assert answers(row) == "three four <end>"
+    (row,) = prepared({"text": ["one two three"], "prompt": ["one"], "completion": ["two three"]})
+    assert answers(row) == "one two three"  # as it was before pairs were known
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_template_is_told_of_tools_and_arguments(template: str, as_json: bool) -> None:
+    tools = [json.dumps(SAID) if as_json else SAID, "" if as_json else None]
+    columns = {"messages": [CHAT, CHAT], "tools": tools}
+    told, untold = prepared(columns, with_tools(template))
+    assert text(told) == "<system> seven eight <end> " + text(untold)
+    assert answers(told) == answers(untold) == "three four <end> six seven eight <end>"
+    (dry,) = prepared({"messages": [CHAT]}, with_tools(template), template_arguments={"thinking": False})
+    assert "<assistant> think six" in text(dry)
+    assert template != PLAIN or answers(dry) == answers(untold)  # what the prompt begins is no answer
+    arguments = [{"thinking": True}, None]
+    wet, dry_too = prepared(
+        {"messages": [CHAT, CHAT], "chat_template_kwargs": arguments}, with_tools(template),
+        template_arguments={"thinking": False},
+    )  # fmt: skip
+    assert (text(wet), text(dry_too)) == (text(untold), text(dry))  # an example's own go first
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_documents_of_plain_text_are_ended(packing: bool) -> None:
+    ending = tokenizer(None)
+    ending.eos_token = "<end>"
+    data = datasets.Dataset.from_dict({"text": ["one two three", "four five <end>"]})
+    rows = prepare_dataset(data, ending, end_of_text=True, packing=packing, max_length=16)
+    shown = " ".join(answers(row) for row in rows)
+    assert sorted(one.strip() for one in shown.split("<end>")) == ["", "four five", "one two three"]
+    pair = datasets.Dataset.from_dict({"prompt": ["one"], "completion": ["two three"]})
+    (row,) = prepare_dataset(pair, ending, end_of_text=True)
+    assert answers(row) == "two three <end>"
+    (row,) = prepare_dataset(pair, ending)
+    assert answers(row) == "two three"
+    with pytest.raises(ValueError, match="set eos_token"):
+        prepare_dataset(data, tokenizer(None), end_of_text=True)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_answers_are_given_with_tools_and_written_beside_them(tmp_path: Path) -> None:
+    target, ask = tiny_target(), tokenizer(with_tools(PLAIN))
+    data = datasets.Dataset.from_dict(
+        {"prompt": ["one two", "one two"], "completion": ["three", "four"], "tools": [None, json.dumps(SAID)]}
+    )
+    options = {"max_new_tokens": 4, "do_sample": False, "progress": False}
+    path = regenerate(conversations(data), target, ask, tmp_path / "new.jsonl", **options)
+    without, told = read(path)
+    assert json.loads(told["tools"]) == SAID and "tools" not in without
+    assert [line["messages"][0] for line in (without, told)] == QUESTION * 2
+    shown = ask(
+        ask.apply_chat_template(QUESTION, tools=SAID, tokenize=False, add_generation_prompt=True), return_tensors="pt"
+    )
+    expected = target.generate(shown.input_ids, max_new_tokens=4, do_sample=False)[0, shown.input_ids.shape[1] :]
+    assert told["messages"][1]["content"] == ask.decode(expected, skip_special_tokens=True).strip()
+    written = path.read_bytes()
+    regenerate(conversations(data), target, ask, path, **options)  # goes on behind the last one: nothing is left
+    assert path.read_bytes() == written
+    with pytest.raises(ValueError, match="template_arguments was None"):
+        regenerate(conversations(data), target, ask, path, template_arguments={"thinking": False}, **options)
+    rows = prepare_dataset(path, ask)
+    assert len({text(row).split(" <user>")[0] for row in rows}) == len(rows)
+
+
+def test_the_command_and_recipes_take_arguments_of_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    lines = "target: a/b\ndraft: {kind: eagle3}\ndata: x.jsonl\nprepare:\n  end_of_text: true\n  template_arguments: "
+    recipe.write_text(lines + "{enable_thinking: false}\n")
+    assert read_recipe(recipe)["prepare"] == {"end_of_text": True, "template_arguments": {"enable_thinking": False}}
+    recipe.write_text(lines + "thinking\n")
+    with pytest.raises(ValueError, match="template_arguments is 'thinking'; it takes dict"):
+        read_recipe(recipe)
+    with pytest.raises(SystemExit):
+        main(["prepare", "x.jsonl", "out", "--target", "a/b", "--template-arguments", "thinking"])
+    assert "is no JSON object" in capsys.readouterr().err
