@@ -23,6 +23,7 @@ from twins import fitted, noisy
 from hf_spec import Drafter, News, Request, SpeculationConfig, SpeculationStats, Speculator
 from hf_spec.batching.engine import _Processor, _Ring
 from hf_spec.checkpoints.resolve import as_speculator
+from hf_spec.decoding.pace import Pace
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
@@ -219,3 +220,26 @@ def test_joined_drafters_guess_as_each_alone(kind: str) -> None:
             nodes = expected.tokens.shape[1]
             assert proposal.tokens[place, :nodes].tolist() == expected.tokens[0].tolist()
             assert not proposal.present[place, nodes:].any()
+
+
+# --- Depth -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["n-gram", "vanilla", "eagle3", "dflash"])
+def test_drafts_catch_up_after_ordinary_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps guess nothing no draft is asked; the next one is told all that became text since."""
+    depths = itertools.cycle([0, 0, 3, 0, 2, 4])
+    monkeypatch.setattr(Pace, "_choose", lambda pace, rows: next(depths))
+    found, manager = serve(model("llama"), PROMPTS, 4, speculator=draft(kind, "llama"))
+    assert [output.generated_tokens for output in found] == texts("llama")
+    assert manager.speculation.counts.accepted
+
+
+@pytest.mark.clock
+def test_depth_adapts_by_the_clock() -> None:
+    found, manager = serve(model("llama"), PROMPTS, 4, speculator=draft("vanilla", "llama"))
+    assert [output.generated_tokens for output in found] == texts("llama")
+    pace = manager.speculation.pace
+    assert pace.adapts and "by the clock" in found[-1].speculation.pace
+    times = pace._experience.times(4)
+    assert 0 in times and any(times)
