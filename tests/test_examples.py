@@ -100,6 +100,25 @@ def test_time_and_memory_of_a_training_step_are_measured(
     assert seconds > 0 and megabytes >= 0
 
 
+def test_drafts_of_the_demo_family_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stories = tmp_path / "stories.jsonl"
+    story = "Once upon a time, there was a little dog named Max. Max loved to play with his toys."
+    stories.write_text("\n".join(json.dumps({"text": f"{story} {i}"}) for i in range(3)), encoding="utf-8")
+    options = ["--count", "2", "--seeds", "2", "--prompt-length", "12", "--new-tokens", "16"]
+    drafts = ["--drafts", "draft-dspark", "draft-medusa"]
+    monkeypatch.setattr("sys.argv", ["compare", "--stories", str(stories), *drafts, *options])
+    runpy.run_path(str(ROOT / "examples" / "compare_demo_drafts.py"), run_name="__main__")
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    names = ["chains, greedy", "chains, temperature 1", "trees, greedy", "trees, temperature 1", "ms per proposal"]
+    assert [name.strip() for name in header.split("|")[2:-1]] == names
+    assert [row.split("`")[1] for row in rows] == ["draft-dspark", "draft-medusa"]
+    for row in rows:
+        figures = [float(cell.split("±")[0]) for cell in row.split("|")[2:-1]]
+        assert min(figures[:4]) > 1 and figures[4] > 0
+
+
 def run(script: str, options: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a script of the examples on a few short stories."""
     _, *stories = (ROOT / "tests/fixtures/stories_excerpt.txt").read_text(encoding="utf-8").split("\n----\n")
