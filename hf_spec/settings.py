@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeGuard, get_args
 
-TreeKind = Literal["dynamic", "sampled"]
+TreeKind = Literal["dynamic", "sampled", "auto"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
 AcceptanceRule = Literal["lossless", "typical", "near_best"]
 
@@ -23,8 +23,9 @@ class SpeculationConfig:
             draft's own number; when sampling that number in every step, so that a seed gives the same text again.
         tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858), or when
             sampling for one drawn without replacement, with most guesses where the draft is surest; ``"sampled"`` for
-            such a tree of fixed shape; or a static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa,
-            arXiv 2401.10774), drawn when sampling.
+            such a tree of fixed shape; ``"auto"`` for the faster one of chain and dynamic tree in earlier calls; or a
+            static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774), drawn when
+            sampling.
         tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
         tree_nodes: guesses in a dynamic or sampled tree.
         draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the

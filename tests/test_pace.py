@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from architectures import prompts
 from golden import load_draft, load_target
 from twins import draft, target
 
-from hf_spec import News, SpeculationConfig
-from hf_spec.decoding.pace import DEEPEST, Experience, Pace
+from hf_spec import News, SpeculationConfig, as_speculator
+from hf_spec.decoding import loop
+from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
 
 pytestmark = pytest.mark.clock
 
@@ -222,3 +224,58 @@ def test_a_number_asked_for_is_kept_and_the_statistics_say_so() -> None:
     )
     assert "by the clock" in out.speculation.pace
     assert out.speculation.pace in repr(out.speculation)
+
+
+CHAIN = SpeculationConfig(num_speculative_tokens=4)
+
+
+def told(model: object, speculator: object, tree: str | None, seconds: float, accepted: int) -> None:
+    """Let steps of one shape take ``seconds`` and accept so many guesses."""
+    experience = experience_of(model, speculator, CHAIN.merge(tree=tree))
+    for _ in range(20):
+        experience.measured(1, 4, seconds)
+        experience.accepted([4], [accepted])
+
+
+@pytest.mark.parametrize(
+    ("tree_seconds", "tree_accepts", "best"), [(1.1, 3, "dynamic"), (3.0, 3, None), (1.0, 1, None)]
+)
+def test_the_faster_shape_is_taken_and_the_other_looked_at_again(
+    tree_seconds: float, tree_accepts: int, best: str | None
+) -> None:
+    model = copy.deepcopy(target())  # of which nothing is known
+    guesser = as_speculator(draft(), model)
+    assert faster(model, guesser, CHAIN, 1).tree is None
+    told(model, guesser, None, 1.0, 1)
+    assert faster(model, guesser, CHAIN, 1).tree == "dynamic"  # of the tree nothing
+    told(model, guesser, "dynamic", tree_seconds, tree_accepts)
+    taken = [faster(model, guesser, CHAIN, 1).tree for _ in range(2 * LOOK_AT_SHAPES)]
+    assert taken.count(best) == 2 * LOOK_AT_SHAPES - 2
+    assert faster(model, guesser, CHAIN, 8).tree is None  # of such batches nothing is known
+
+
+def test_whatever_shape_is_taken_the_text_is_plain_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shapes = copy.deepcopy(target()), []
+    monkeypatch.setattr(loop, "faster", lambda *args: shapes.append(faster(*args)) or shapes[-1])
+    inputs = prompts(3, (9, 6, 3), vocab_size=60)
+    expected = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    config = SpeculationConfig(tree="auto", tree_nodes=8, tree_top_k=2)
+    for _ in range(3):
+        out = model.generate(
+            **inputs, max_new_tokens=24, do_sample=False, speculator=draft(), speculation_config=config
+        )
+        assert torch.equal(out, expected)
+    assert [shape.tree for shape in shapes[:2]] == [None, "dynamic"]
+
+
+def test_a_call_that_takes_no_trees_takes_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = target(), prompts(1)
+    monkeypatch.setattr(loop, "faster", lambda *args: pytest.fail("there is nothing to choose"))
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+    config = SpeculationConfig(tree="auto")
+    out = model.generate(**inputs, **options, speculator=draft(), speculation_config=config)
+    assert torch.equal(out, model.generate(**inputs, **options))
+    monkeypatch.setattr("hf_spec.decoding.refusals.why_no_trees", lambda model: "this one takes none")
+    options.pop("cache_implementation")
+    out = model.generate(**inputs, **options, speculator=draft(), speculation_config=config)
+    assert torch.equal(out, model.generate(**inputs, **options))

@@ -33,7 +33,8 @@ def make_manager(
     """
     settings = generation_config or model.generation_config
     found = speculator.settings(config)
-    if config is None and found.tree is not None:  # the draft's own wish, which a chain serves, too
+    own_wish = config is None and found.tree is not None
+    if own_wish or found.tree == "auto":  # which a chain serves, too
         found = speculator.settings(found, tree=None)
     with refusing():
         refuse_batch(model, settings, found)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..settings import SpeculationConfig
 
 TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"
-TREE_HELP = "chain, dynamic, sampled, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
+TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -25,7 +25,7 @@ from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..settings import SpeculationConfig
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
-from .pace import Pace
+from .pace import Pace, faster
 from .processors import Processors
 from .ranks import Ranks
 from .refusals import refuse_call, refusing
@@ -78,10 +78,16 @@ class SpeculativeDecoding:
         config = speculator.settings(self.config)
         ranks = Ranks(model)
         text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
+        is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
+        if config.tree == "auto":
+            config = chain = config.merge(tree=None)
+            # Over a static cache each shape is compiled anew: a chain it is.
+            if not is_static and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text):
+                sample = bool(generation_config.do_sample)
+                config = ranks.agree(faster(model, speculator, chain, len(text.rows), sample))
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
-            is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
             if config.self_check:
                 check_target(model, trees=config.tree is not None, static=is_static)
         if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
@@ -331,6 +337,26 @@ class Call:
                 f"{type(self.speculator).__name__}: in {NEVER_RIGHT} or more steps not one guess was accepted. They "
                 "only cost time: was it made for another target, or with another tokenizer of the same size?"
             )
+
+
+def _takes_trees(
+    model: PreTrainedModel,
+    speculator: Speculator,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    chain: SpeculationConfig,
+    text: Text,
+) -> bool:
+    """Tell whether this call could guess trees."""
+    tree = chain.merge(tree="dynamic")
+    try:
+        refuse_call(model, generation_config, model_kwargs, tree, text)
+        speculator.check(model, tree)
+        if chain.self_check:
+            check_target(model, trees=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _prompt_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

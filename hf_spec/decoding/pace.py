@@ -27,6 +27,7 @@ FADE = 0.97  # what a step's acceptance weighs after one more step
 CARRIED = 8.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
 LOOK_AGAIN = 32  # steps until another depth is tried; four times as many after a try in vain
+LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
 MARGIN = 1.02  # how much faster another depth must promise to be
 
 
@@ -42,6 +43,7 @@ class Experience:
         self.seconds: dict[int, dict[int, deque[float]]] = {}
         self.offered = [0.0] * DEEPEST
         self.reached = [0.0] * DEEPEST
+        self.calls = 0  # that might have guessed in another shape
 
     def carry_over(self) -> None:
         """Begin another call: what was accepted in earlier ones is a hint, no more."""
@@ -83,6 +85,11 @@ class Experience:
         samples = self.seconds.get(_size(rows), {})
         return {depth: median(seconds) for depth, seconds in sorted(samples.items()) if seconds}
 
+    def seen(self, rows: int) -> list[float]:
+        """Return the tokens per second of a row at each of the measured depths."""
+        tokens = self.tokens()
+        return [tokens[min(depth, DEEPEST)] / seconds for depth, seconds in self.times(rows).items()]
+
     def speeds(self, rows: int, deepest: int) -> dict[int, float]:
         """Return the tokens per second of a row that each depth promises; nothing before two depths were measured."""
         times = self.times(rows)
@@ -94,6 +101,35 @@ class Experience:
 
 # By target; then by draft, shape of the guesses, and whatever else changes what steps take or what is accepted.
 _experiences: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Experience]] = WeakKeyDictionary()
+
+
+def experience_of(
+    target: PreTrainedModel, speculator: Speculator, config: SpeculationConfig, *way: Hashable
+) -> Experience:
+    """Return what was found of this ``target`` and draft, decoded the same ``way``."""
+    weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
+    draft = type(speculator).__name__, None if weights is None else id(weights)
+    shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
+    return _experiences.setdefault(target, {}).setdefault((*draft, *shape, *way), Experience())
+
+
+def faster(
+    target: PreTrainedModel, speculator: Speculator, chain: SpeculationConfig, rows: int, *way: Hashable
+) -> SpeculationConfig:
+    """Choose between ``chain`` and a dynamic tree for a call of ``rows`` rows, by the speeds that each promises.
+
+    What was not measured yet is tried first. From time to time the slower one is looked at again.
+    """
+    shapes = chain, chain.merge(tree="dynamic")
+    known = [experience_of(target, speculator, shape, *way) for shape in shapes]
+    best = [max(one.seen(rows), default=None) for one in known]
+    known[0].calls += 1
+    for shape, speed in zip(shapes, best, strict=True):
+        if speed is None:
+            return shape
+    tree_is_faster = (best[1] or 0.0) > MARGIN * (best[0] or 0.0)
+    looks_again = known[0].calls % LOOK_AT_SHAPES == 0
+    return shapes[tree_is_faster != looks_again]
 
 
 class Pace:
@@ -128,11 +164,7 @@ class Pace:
         asked, own = config.num_speculative_tokens, speculator.defaults().num_speculative_tokens
         usual = max(paths, default=own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
         first = asked if isinstance(asked, int) else usual
-        weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
-        draft = type(speculator).__name__, None if weights is None else id(weights)
-        shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
-        experience = _experiences.setdefault(target, {}).setdefault((*draft, *shape, *way), Experience())
-        return cls(experience, first, max(paths, default=DEEPEST), adapts)
+        return cls(experience_of(target, speculator, config, *way), first, max(paths, default=DEEPEST), adapts)
 
     def most_nodes(self, config: SpeculationConfig) -> int | None:
         """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
