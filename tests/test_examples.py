@@ -30,6 +30,28 @@ def test_a_text_is_written_with_guesses(name: str, capsys: pytest.CaptureFixture
     assert lengths and all(float(length) > 1 for length in lengths)
 
 
+def test_a_memory_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "memory.json"
+    script, few = str(ROOT / "examples" / "memory.py"), ["--limit", "3", "--max-new-tokens", "16"]
+    options = [*few, "--sets", "stories", "--ways", "n-gram", "memory", "hybrid"]
+    monkeypatch.setattr("sys.argv", [script, *options, "--json", str(file)])
+    runpy.run_path(script, run_name="__main__")
+    report = json.loads(file.read_text(encoding="utf-8"))
+    lengths = [report["stories"][way]["mean_accepted_length"] for way in ("n-gram", "memory", "hybrid")]
+    assert lengths == sorted(lengths)
+    assert report["costs"]["bytes per token"] < 110
+    capsys.readouterr()
+    monkeypatch.setattr("sys.argv", [script, *few, "--write-texts", str(file)])
+    runpy.run_path(script, run_name="__main__")
+    monkeypatch.setattr("sys.argv", [script, "--texts", str(file)])
+    runpy.run_path(script, run_name="__main__")
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("stories"))
+    replayed = dict(re.findall(r"(n-gram|memory) ([0-9.]+) \(", told))
+    assert [float(replayed[way]) for way in ("n-gram", "memory")] == [round(length, 2) for length in lengths[:2]]
+
+
 def test_the_notebook_runs() -> None:
     """In a kernel of its own, as a user has it, but trained for a few steps only."""
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)

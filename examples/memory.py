@@ -1,0 +1,260 @@
+"""Measure what a memory of earlier calls is worth: tokens per forward of the target, with and without it.
+
+    python examples/memory.py                                    # the demo family, offline
+    python examples/memory.py --target DIR --draft DIR --prompts prompts.jsonl --json memory.json
+
+Every set is a series of calls, one prompt each, in which a memory grows from nothing. The sets that ship are an
+agent's: ten small changes to one function, shown or only described; a support chat; ten beginnings of one story. A
+file of JSON lines, as for ``hf-spec bench``, adds one per category. Lengths of guesses are fixed, so that no clock
+decides and another run finds the same figures.
+
+    python examples/memory.py --target DIR --prompts prompts.jsonl --write-texts texts.json    # plain generate, once
+    python examples/memory.py --texts texts.json --min-chance 0.05 0.1 0.2 0.3                 # no model
+
+Greedy text is the same whatever guesses, so what is looked up can be judged over texts that are there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+
+from hf_spec import (
+    HybridSpeculator,
+    News,
+    NgramSpeculator,
+    Request,
+    SpeculationConfig,
+    SpeculationStats,
+    as_speculator,
+    demo,
+)
+from hf_spec.bench.prompts import Prompt, read_prompts
+
+FUNCTION = '''\
+def mean_of_column(path, column):
+    """Return the mean of a column of a CSV file."""
+    total = 0.0
+    count = 0
+    with open(path) as file:
+        header = file.readline().strip().split(",")
+        index = header.index(column)
+        for line in file:
+            fields = line.strip().split(",")
+            total += float(fields[index])
+            count += 1
+    return total / count
+'''
+TASK = "Write a Python function mean_of_column(path, column) that reads a CSV file and returns the mean of one column."
+CHANGES = (
+    "Rename it to average_of_column.",
+    "Skip empty lines.",
+    "Take the separator as a parameter.",
+    "Return 0.0 for an empty file.",
+    "Add type annotations.",
+    "Skip lines that are not numbers.",
+    "Raise a KeyError for an unknown column.",
+    "Return the number of lines as well.",
+    "Take the encoding as a parameter.",
+    "Write a longer docstring.",
+)
+GREETING = "Thank you for your message. Please be polite, and end with 'I hope this helps. Have a nice day!'"
+THINGS = ("dog", "garden", "red ball", "birthday", "old house", "boat", "school", "new friend", "cake", "bicycle")
+FIXED = {
+    "edits": [f"Here is a Python function:\n\n{FUNCTION}\nRewrite the whole function. {change}" for change in CHANGES],
+    "rewrites": [f"{TASK} {change}" for change in CHANGES],
+    "chat": [f"{GREETING} Tell me something about a {thing}." for thing in THINGS],
+    "stories": [f"Tell a story about a girl named Lily and her {thing}. They play in the park." for thing in THINGS],
+}
+
+
+def main() -> None:
+    options = arguments()
+    if options.texts:
+        with open(options.texts, encoding="utf-8") as file:
+            texts = json.load(file)
+        for name, pairs in texts.items():
+            found = {way: replay(pairs, *one) for way, one in ways(None, options.min_chance).items()}
+            print_table(name, found)
+        return
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).eval()
+    draft = noisy(target, options.noise) if options.noise else as_speculator(options.draft, target)
+    sets = {name: [Prompt((text,), name) for text in texts] for name, texts in FIXED.items()}
+    for prompt in read_prompts(options.prompts) if options.prompts else ():
+        sets.setdefault(prompt.category, []).append(prompt)
+    if options.write_texts:
+        write_texts(target, tokenizer, sets, options)
+        return
+    report: dict[str, Any] = {}
+    for name in options.sets or sets:
+        prompts, report[name] = sets[name][: options.limit], {}
+        for way, (speculator, config) in ways(draft, options.min_chance).items():
+            if options.ways and way not in options.ways:
+                continue
+            set_seed(0)
+            stats = [decode(target, tokenizer, one, speculator, config, options) for one in prompts]
+            found = SpeculationStats.merge(stats).to_dict()
+            report[name][way] = {key: value for key, value in found.items() if key != "per_row"}
+        print_table(name, report[name])
+    report["costs"] = costs()
+    print(json.dumps(report["costs"], indent=1))
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(demo.path()))
+    parser.add_argument("--draft", default=str(demo.path("draft-eagle3")))
+    parser.add_argument(
+        "--noise", type=float, help="instead of a draft, a copy of the target with noise in its weights"
+    )
+    parser.add_argument("--prompts", help="JSON lines, see docs/benchmarking.md")
+    parser.add_argument("--sets", nargs="+", help="some of the sets, by name or category")
+    parser.add_argument("--ways", nargs="+", help="some of the columns, by name")
+    parser.add_argument("--limit", type=int, help="prompts of each set")
+    parser.add_argument("--max-length", type=int, default=700, help="leave out longer prompts")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--min-chance", type=float, nargs="+", default=[0.1], help="several: measure the threshold")
+    parser.add_argument("--write-texts", help="only write plain greedy texts to this file")
+    parser.add_argument("--texts", help="judge what is looked up over the texts in this file")
+    parser.add_argument("--json")
+    return parser.parse_args()
+
+
+def noisy(target: PreTrainedModel, noise: float) -> PreTrainedModel:
+    """Stand in for a draft where there is none: how often its guesses are right depends on ``noise`` alone."""
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.ndim > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+    return draft
+
+
+def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, SpeculationConfig]]:
+    """Return what guesses in each column, beginning with an empty memory."""
+
+    def chain(count: int) -> SpeculationConfig:
+        return SpeculationConfig(num_speculative_tokens=count)
+
+    found: dict[str, tuple[Any, SpeculationConfig]] = {
+        "n-gram": (NgramSpeculator(), chain(5)),
+        "n-gram, 16": (NgramSpeculator(), chain(16)),
+    }
+    for chance in chances:
+        name = "memory" if len(chances) == 1 else f"memory {chance}"
+        found[name] = (NgramSpeculator(remember=100_000, min_chance=chance), chain(16))
+    if draft is None:
+        return found
+    tree = SpeculationConfig(num_speculative_tokens=5, tree="dynamic", tree_top_k=4, tree_nodes=12)
+    return found | {
+        "draft": (draft, chain(5)),
+        "hybrid": (HybridSpeculator(draft, draft_tokens=5), chain(16)),
+        "draft, tree": (draft, tree),
+        "hybrid, tree": (HybridSpeculator(draft, draft_tokens=5), tree.merge(num_speculative_tokens=16)),
+    }
+
+
+def decode(
+    target: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    speculator: Any,
+    config: SpeculationConfig,
+    options: argparse.Namespace,
+) -> SpeculationStats:
+    ids = prompt.render([], tokenizer)
+    if len(ids) > options.max_length:
+        return SpeculationStats(1)
+    sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+    out = target.generate(
+        torch.tensor([ids]),
+        max_new_tokens=options.max_new_tokens,
+        speculator=speculator,
+        speculation_config=config,
+        return_dict_in_generate=True,
+        **sampling,
+    )
+    stats: SpeculationStats = out.speculation
+    return stats
+
+
+def write_texts(target: Any, tokenizer: Any, sets: dict[str, list[Prompt]], options: argparse.Namespace) -> None:
+    """Write the tokens of prompts and greedy answers, by set."""
+    texts: dict[str, list[Any]] = {name: [] for name in sets}
+    for name, prompts in sets.items():
+        for prompt in prompts[: options.limit]:
+            ids = prompt.render([], tokenizer)
+            out = target.generate(torch.tensor([ids]), max_new_tokens=options.max_new_tokens, do_sample=False)
+            texts[name].append([ids, out[0, len(ids) :].tolist()])
+    with open(options.write_texts, "w", encoding="utf-8") as file:
+        json.dump(texts, file)
+
+
+def replay(pairs: Any, speculator: NgramSpeculator, config: SpeculationConfig) -> dict[str, Any]:
+    """Let ``speculator`` guess chains along prompts and answers, as ``generate`` would ask it."""
+    counts = {"row_steps": 0, "proposed": 0, "emitted": 0}
+    for prompt, answer in pairs:
+        ids = torch.tensor([prompt[:-1]])  # the first guesses are read together with the prompt
+        request: Any = (None, ids, torch.ones_like(ids), None, speculator.settings(config), None, False)
+        drafter, new, at = speculator.drafter(Request(*request)), prompt[-1:], 0
+        while at < len(answer):
+            news = News(torch.tensor([new]), torch.tensor([len(new)]))
+            room = min(len(answer) - at - 1, config.num_speculative_tokens)  # type: ignore[type-var]
+            proposal = drafter.propose(news, room)
+            guesses = proposal.tokens[0, 1:][proposal.present[0, 1:]].tolist()
+            right = [guess == token for guess, token in zip(guesses, answer[at:], strict=False)]
+            new = answer[at : at + [*right, False].index(False) + 1]
+            at += len(new)
+            counts["row_steps"] += 1
+            counts["proposed"] += len(guesses)
+            counts["emitted"] += len(new)
+        speculator.learn([[*prompt, *answer]])
+    return counts | {"mean_accepted_length": counts["emitted"] / counts["row_steps"]}
+
+
+def print_table(name: str, figures: dict[str, dict[str, Any]]) -> None:
+    cells = (
+        f"{way} {one['mean_accepted_length']:.2f} ({one['proposed'] / one['row_steps']:.1f})"
+        for way, one in figures.items()
+    )
+    print(f"{name}: tokens (guesses) per step: {', '.join(cells)}", flush=True)
+
+
+def costs(tokens: int = 100_000) -> dict[str, float]:
+    """Fill a memory with all but random text, and return its bytes and microseconds per token."""
+    generator = torch.Generator().manual_seed(0)
+    texts = (torch.rand(tokens // 500, 500, generator=generator) ** 3 * 5_000).long().tolist()
+    speculator = NgramSpeculator(remember=tokens)
+    start = time.perf_counter()
+    speculator.learn(texts)
+    learnt = time.perf_counter() - start
+    assert speculator.memory is not None
+    memory, text = speculator.memory, texts[7]
+    start = time.perf_counter()
+    for end in range(8, 408):
+        for size in (8, 4, 2, 1):
+            memory.find(text[:end], size, 16)
+    found = (time.perf_counter() - start) / 400
+    return {
+        "bytes per token": memory.nbytes / tokens,
+        "microseconds to remember a token": 1e6 * learnt / tokens,
+        "microseconds to look up the end of a text, all four lengths": 1e6 * found,
+    }
+
+
+if __name__ == "__main__":
+    main()
