@@ -265,6 +265,21 @@ def test_a_block_in_training_is_that_of_drafting(kind: str) -> None:
             torch.testing.assert_close(made.head(step, laid[row, root - 1]), alone[step], **CLOSE)
 
 
+@torch.no_grad()
+def test_all_depths_in_training_are_those_of_drafting() -> None:
+    target = tiny_target()
+    draft = new_draft("peagle", target).eval()
+    draft.bind(target)
+    torch.manual_seed(2)
+    ids, features = torch.randint(96, (1, 20)), torch.randn(1, 20, 64)
+    made = draft.unroll(UnrollInput(ids, None, features), 5)
+    for place in (0, 6, 13):  # beside the root, which is the next token
+        tokens, beside = draft.with_masks(ids[:, 1 : place + 2], features[:, : place + 1], 4)
+        alone = draft(tokens, features=beside).logits[0, -5:]
+        for depth, laid in enumerate(made.states):
+            torch.testing.assert_close(made.head(depth, laid[0, place]), alone[depth], **CLOSE)
+
+
 def examples(target: Any, count: int = 4, length: int = 24) -> list[dict[str, list[int]]]:
     """Let the target write texts, of which all but the first tokens are answers."""
     torch.manual_seed(0)
