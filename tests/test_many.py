@@ -55,13 +55,18 @@ def frequent(model: Any) -> int:
 # -- the same text ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("engine", ["generate", "generate_batch"])
 @pytest.mark.parametrize("speculator", [None, "ngram", "chain", "tree"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe"])
-def test_each_prompt_gets_its_own_text(name: str, speculator: str | None) -> None:
+def test_each_prompt_gets_its_own_text(name: str, speculator: str | None, engine: str) -> None:
     model = target(name)
-    options: dict[str, Any] = {"speculator": speculator}
+    options: dict[str, Any] = {"speculator": speculator, "engine": engine}
     if speculator in SHAPES:
-        options = {"speculator": draft(name), "speculation_config": SHAPES[speculator]}
+        options |= {"speculator": draft(name), "speculation_config": SHAPES[speculator]}
+    if engine == "generate_batch" and name == "gemma2":
+        with pytest.raises(ValueError, match=r"generate_batch cannot answer these prompts: .*window"):
+            many(model, texts(), **options)
+        return
     assert many(model, texts(), **options) == alone(model, texts())
 
 
@@ -188,11 +193,15 @@ def test_images() -> None:
 
 
 def test_the_distribution_is_the_targets() -> None:
-    """Two sampled tokens of the three best, of prompts of two lengths in one batch, against exact probabilities."""
-    model, prompts, rounds = target(), texts((3, 6)), 1000
-    options = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "speculator": draft(), "batch_size": 500}
     torch.manual_seed(0)
-    found = many(model, prompts * rounds, **options)
+    check_distribution("generate", 1000)
+
+
+def check_distribution(engine: str, rounds: int) -> None:
+    """Sample two tokens of the three best, of prompts of two lengths at a time, against exact probabilities."""
+    model, prompts = target(), texts((3, 6))
+    options = {"do_sample": True, "top_k": 3, "max_new_tokens": 3, "speculator": draft(), "batch_size": 500}
+    found = many(model, prompts * rounds, engine=engine, **options)
     for which, ids in enumerate(prompts):
         seen: dict[tuple[int, ...], int] = {}
         for tokens in found[which::2]:
@@ -207,6 +216,60 @@ def test_the_distribution_is_the_targets() -> None:
 def best(model: PreTrainedModel, ids: list[int]) -> dict[int, float]:
     scores, tokens = model(torch.tensor([ids])).logits[0, -1].topk(3)
     return dict(zip(tokens.tolist(), scores.softmax(0).tolist(), strict=True))
+
+
+# -- transformers' engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_engine_takes_windows_of_a_stream(ordered: bool) -> None:
+    """Texts end early or late; the model's own options stand beside those of the call and of a generation config."""
+    model = build("llama", num_hidden_layers=2)
+    model.generation_config.eos_token_id = end = frequent(model)
+    plain = alone(model, texts(), eos_token_id=end)
+    given = {"engine": "generate_batch", "look_ahead": 4, "ordered": ordered, "generation_config": GenerationConfig()}
+    found = list(generate_many(model, iter(texts()), speculator=draft(), **given, **QUIET, **GREEDY))
+    assert [one.tokens for one in sorted(found, key=lambda one: one.index)] == plain
+    for one in found:
+        assert one.speculation.batch_size == 1 and one.speculation.per_row[0].tokens == one.tokens
+    assert [one.index for one in found] == list(range(10)) or not ordered
+    assert sorted(one.index for one in found[:4]) == [0, 1, 2, 3]
+    next(generate_many(model, iter(texts()), speculator="ngram", **given, **QUIET, **GREEDY))  # and no more is read
+
+
+@pytest.mark.slow
+def test_the_engine_samples_from_the_targets_distribution() -> None:
+    torch.manual_seed(0)
+    check_distribution("generate_batch", 300)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor has to see the text"),
+        ({"stop_strings": ["a"], "tokenizer": tokenizer()}, "stop_strings: the engine ends requests"),
+        ({"logits_processor": LogitsProcessorList([Shifting()])}, "it takes no logits_processor"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "it takes no prefix_allowed_tokens_fn"),
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"cache_implementation": "static"}, "no cache_implementation"),
+    ],
+)
+def test_what_the_engine_would_drop_is_decoded_in_batches(given: dict[str, Any], problem: str) -> None:
+    for speculator in (None, "ngram"):
+        with pytest.raises(ValueError, match=problem):
+            generate_many(target(), texts(), speculator=speculator, engine="generate_batch", **QUIET, **GREEDY | given)
+    generate_many(target(), texts(), speculator="ngram", **QUIET, **GREEDY | given)
+
+
+def test_models_that_the_engine_does_not_take() -> None:
+    for name in ("mamba", "jamba"):
+        with pytest.raises(ValueError, match="generate_batch cannot answer"):
+            generate_many(build(name), texts(), engine="generate_batch", **QUIET, **GREEDY)
+    images = [{"input_ids": [[5, 6]], "pixel_values": torch.zeros(1, 3, 4, 4)}]
+    with pytest.raises(ValueError, match="prompt 0 has more than token ids"):
+        list(generate_many(target(), images, engine="generate_batch", **QUIET, **GREEDY))
+    with pytest.raises(ValueError, match="engine is 'fast'"):
+        generate_many(target(), texts(), engine="fast", **QUIET, **GREEDY)
 
 
 # -- an iterator ------------------------------------------------------------------------------------------------------

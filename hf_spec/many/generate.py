@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoints.resolve import as_speculator, base_model
 from ..defaults import option
 from ..metrics import Counts
+from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .batches import Batches
+from .engine import Engine, why_not_engine
 from .processes import Processes
 from .prompts import Completion, Pending, pending
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
 
+EngineChoice = Literal["auto", "generate", "generate_batch"]
+
 BATCHES_AHEAD = 16
+logger = logging.get_logger(__name__)
 # What generate_many sets or returns itself, and what to do instead.
 NOT_FOR_MANY = {
     "inputs": "pass prompts",
@@ -51,6 +57,7 @@ def generate_many(
     batch_size: int = 8,
     look_ahead: int | None = None,
     ordered: bool = False,
+    engine: EngineChoice = "auto",
     accelerator: Accelerator | PartialState | None = None,
     progress: bool = True,
     **generate_kwargs: Any,
@@ -64,6 +71,10 @@ def generate_many(
     Args:
         speculator, speculation_config, num_speculative_tokens: as in ``generate``.
         ordered: yield in the order of the prompts; else as they are done, with ``index`` to tell whose they are.
+        engine: what decodes them: ``"generate"``, in batches, or ``"generate_batch"``, transformers' continuous
+            batching, where the next prompt takes the place of one that is done, with ``continuous_batching_config``.
+            ``"auto"``: that one on an accelerator, where it takes the model and all options, else batches. The text
+            is the same.
         accelerator: share the prompts among its processes, which all call this with the same prompts, read all
             completions, and have a copy of the model each.
         progress: draw a bar, with the tokens that a verification step emits (τ).
@@ -77,14 +88,16 @@ def generate_many(
     """
     ahead = BATCHES_AHEAD * batch_size if look_ahead is None else look_ahead
     _check(model, prompts, batch_size, ahead, generate_kwargs)
+    if speculator is not None and speculator is not False:
+        speculator = as_speculator(speculator, base_model(model))  # once: a path would be read for every batch
     given = (speculator, speculation_config, num_speculative_tokens)
     names = ("speculator", "speculation_config", "num_speculative_tokens")
     options = generate_kwargs | {name: value for name, value in zip(names, given, strict=True) if value is not None}
     if tokenizer is not None and option(model, options, "stop_strings"):
         options["tokenizer"] = getattr(tokenizer, "tokenizer", tokenizer)
     processes = Processes(accelerator)
-    batches = Batches(model, batch_size, options)
-    completions = _completions(prompts, tokenizer, ahead * processes.count, batches, processes)
+    decoder = _decoder(model, batch_size, options, engine)
+    completions = _completions(prompts, tokenizer, ahead * processes.count, decoder, processes)
     if ordered:
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -107,8 +120,24 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
         raise ValueError("generate_many needs max_new_tokens, the length of the longest answer: pass it")
 
 
+def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoice) -> Batches | Engine:
+    """Choose what decodes. Errors: a ValueError if the engine is asked for and does not take the call."""
+    if engine not in get_args(EngineChoice):
+        raise ValueError(f"engine is {engine!r}; choose one of {get_args(EngineChoice)}")
+    reason = None if engine == "generate" else why_not_engine(model, options)
+    if engine == "auto" and reason is None and input_device(model).type == "cpu":
+        reason = "on a CPU they take less time"
+    if engine == "generate" or (engine == "auto" and reason is not None):
+        logger.info(f"generate_many decodes in batches of generate{f': {reason}' if reason else ''}")
+        options.pop("continuous_batching_config", None)
+        return Batches(model, size, options)
+    if reason is not None:
+        raise ValueError(f"generate_batch cannot answer these prompts: {reason}. Leave engine at 'auto'")
+    return Engine(model, size, options)
+
+
 def _completions(
-    prompts: Iterable[Any], tokenizer: Any, ahead: int, batches: Batches, processes: Processes
+    prompts: Iterable[Any], tokenizer: Any, ahead: int, decoder: Batches | Engine, processes: Processes
 ) -> Iterator[Completion]:
     """Read ``ahead`` prompts at a time and answer them; with several processes, each a part, and all get all."""
     numbered = zip(count(), prompts, strict=False)
@@ -118,9 +147,9 @@ def _completions(
 
     while window := processes.same(read):
         if processes.count == 1:
-            yield from batches.answer(window)
+            yield from decoder.answer(window)
             continue
-        for part in processes.together(lambda: list(batches.answer(processes.mine(window)))):
+        for part in processes.together(lambda: list(decoder.answer(processes.mine(window)))):
             yield from part
 
 
