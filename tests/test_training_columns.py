@@ -10,11 +10,15 @@ import datasets
 import pytest
 from golden import tiny_target
 from test_training_data import CHAT, MARKED, PLAIN, answers, tokenizer
+from transformers import AutoTokenizer
 
+from hf_spec import demo
 from hf_spec.cli import main
 from hf_spec.training import prepare_dataset, regenerate
+from hf_spec.training.origin import check_tokenizer
 from hf_spec.training.recipe import read_recipe
-from hf_spec.training.sources import conversations
+from hf_spec.training.sources import conversations, load_raw
+from hf_spec.training.sources import prepared as prepared_splits
 
 TOOLS = "{% for tool in tools or [] %}<system> {{ tool.name }} {{ tool.says }} <end>\n{% endfor %}"
 DRY = "{% if thinking is defined and not thinking %}think {% endif %}"
@@ -150,3 +154,46 @@ def test_the_command_and_recipes_take_arguments_of_the_template(
     with pytest.raises(SystemExit):
         main(["prepare", "x.jsonl", "out", "--target", "a/b", "--template-arguments", "thinking"])
     assert "is no JSON object" in capsys.readouterr().err
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    return str(path)
+
+
+NUMBERS = "one two three four five six seven eight".split()
+
+
+def test_several_files_are_mixed_by_weight_and_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+    pairs = [{"prompt": "one two", "completion": f"{one} nine"} for one in NUMBERS]
+    chats = [{"messages": [*QUESTION, {"role": "assistant", "content": f"{one} think"}]} for one in NUMBERS]
+    names = write(tmp_path / "a.jsonl", *pairs), write(tmp_path / "b.jsonl", *chats)
+    for weights in ((2, 1), (1.5, 0.5)):
+        data = [(load_raw(name), weight) for name, weight in zip(names, weights, strict=True)]
+        splits = prepared_splits(data, tokenizer(), held_out=4)
+        rows = {name: [answers(row) for row in split] for name, split in splits.items()}
+        assert len(set(rows["test"])) == len(rows["test"]) == 4
+        assert not {*rows["train"]} & {*rows["test"]}
+        for ending, weight in zip(("nine", "think"), weights, strict=True):
+            counts = [rows["train"].count(one) for one in {*rows["train"]} if one.split()[1] == ending]
+            assert {*counts} <= {int(weight), int(weight + 0.5)}
+            assert weight % 1 == 0 or weight < 1 or len({*counts}) == 2  # some once, some twice
+        check_tokenizer(splits["train"], tokenizer())
+        with pytest.raises(ValueError, match="another tokenizer"):
+            check_tokenizer(splits["train"], AutoTokenizer.from_pretrained(demo.path()))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("{a.jsonl: 0}", "a.jsonl has the weight 0; set a number above 0"),
+        ("{a.jsonl: true}", "the weight True"),
+        ("[[a.jsonl]]", "a list of names, or names with weights"),
+        ("3", "data is 3"),
+    ],
+)
+def test_senseless_weights_are_refused(tmp_path: Path, data: str, said: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"target: a/b\ndraft: {{kind: eagle3}}\ndata: {data}\n")
+    with pytest.raises(ValueError, match=said):
+        read_recipe(recipe)

@@ -232,7 +232,7 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
         ({"prepare": ["packing"]}, "prepare is ['packing']; write keys and values"),
         ({"features": {"dtype": "bfloat16"}}, "features needs a directory"),
         ({"draft": {"kind": "eagle3", "layers": [1]}}, "draft.layers is [1]; write keys and values"),
-        ({"data": 5}, "the recipe: data is 5; it takes str"),
+        ({"data": 5}, "data is 5; write a name, a list of names"),
         ({"target": {"name": "t", "dtype": "flaot32"}}, "target.dtype is 'flaot32'; name one of torch"),
         ({"prepare": {"max_length": "long"}}, "prepare: max_length is 'long'; it takes int"),
         ({"prepare": {"held_out": True}}, "prepare: held_out is True; it takes int | None"),

@@ -34,13 +34,13 @@ from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
 from .resuming import check_output_dir
-from .sources import cache_splits, is_prepared, load_raw, prepared
+from .sources import cache_splits, is_prepared, load_raw, prepared, weights_of
 from .teacher import bare
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
 # What may stand in each section, and what values it takes.
-SECTIONS = {"data": str, **dict.fromkeys(("target", "draft", "prepare", "features", "trainer", "peft"), Any)}
+SECTIONS = {**dict.fromkeys(("data", "target", "draft", "prepare", "features", "trainer", "peft"), Any)}
 TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revision"), str) | {"device_map": Any}
 PREPARE = {"split": str, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
@@ -89,7 +89,10 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
     for section in ("target", "features"):
         _check_dtype(recipe[section].get("dtype"), section)
     recipe["trainer"] = _section(recipe.get("trainer"), _fields(DraftTrainingArguments), "trainer")
-    if recipe["prepare"] and is_prepared(recipe["data"]):
+    for name in weights_of(recipe["data"]):
+        if not isinstance(recipe["data"], str) and is_prepared(name):
+            raise ValueError(f"{name} is prepared already, and has no weight: name it alone, or what it was made of")
+    if recipe["prepare"] and isinstance(recipe["data"], str) and is_prepared(recipe["data"]):
         raise ValueError(f"{recipe['data']} is prepared already: leave out the section prepare")
     return recipe
 
@@ -149,7 +152,8 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     numbers; what preparing, loading and training raise.
     """
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
-    args.data_name = args.data_name or hub_name(recipe["data"])
+    names = [hub_name(name) for name in weights_of(recipe["data"])]
+    args.data_name = args.data_name or ", ".join(name for name in names if name) or None
     if not args.resume_from_checkpoint:
         check_output_dir(str(args.output_dir), RESULTS)
     features = dict(recipe["features"])
@@ -206,10 +210,11 @@ def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> Dr
 
 
 def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
-    if is_prepared(recipe["data"]):
+    if isinstance(recipe["data"], str) and is_prepared(recipe["data"]):
         return load_from_disk(recipe["data"])
     options = dict(recipe["prepare"])
-    data = load_raw(recipe["data"], options.pop("split", "train"))
+    split = options.pop("split", "train")
+    data = [(load_raw(name, split), weight) for name, weight in weights_of(recipe["data"]).items()]
     return prepared(data, tokenizer, positions=positions, **options)
 
 

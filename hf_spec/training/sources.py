@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .chat import CHAT_COLUMNS, PAIRS, TEMPLATE_COLUMNS, chat_columns
 from .data import FILES, MAX_LENGTH, prepare_dataset, read_file
 from .features import FeatureCache, cache_features
+from .origin import record_tokenizer
 from .vocabulary import count_tokens, most_frequent
 
 logger = logging.get_logger(__name__)
@@ -51,11 +53,29 @@ def conversations(data: datasets.Dataset) -> Any:
     return data if len(columns) > 1 or {*TEMPLATE_COLUMNS} & {*data.column_names} else data[columns[0]]
 
 
-def prepared(
-    data: datasets.Dataset, tokenizer: Any, held_out: int | None = None, positions: int = 0, **options: Any
-) -> Any:
+def weights_of(data: Any) -> dict[str, float]:
+    """Return the weight of each file or dataset that ``data`` of a recipe names: one, a list, or names with weights.
+
+    Errors: a ValueError for anything else, and for a weight that is not above 0.
+    """
+    named = {data: 1.0} if isinstance(data, str) else data
+    if isinstance(named, list):
+        named = dict.fromkeys(named, 1.0) if all(isinstance(name, str) for name in named) else None
+    if not isinstance(named, dict) or not named:
+        raise ValueError(
+            f"data is {data!r}; write a name, a list of names, or names with weights, such as {{a.jsonl: 2}}"
+        )
+    for name, weight in named.items():
+        if not isinstance(name, str) or type(weight) not in (int, float) or not 0 < weight < float("inf"):
+            raise ValueError(f"data: {name} has the weight {weight!r}; set a number above 0")
+    return named
+
+
+def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: int = 0, **options: Any) -> Any:
     """Prepare ``data`` as ``prepare_dataset`` does, and split them into ``"train"`` and ``"test"``.
 
+    ``data`` may be several datasets, pairs of each one and its weight: an example of weight 2 stands twice among those
+    to train on, and of those of weight 0.5 every other one, chosen at random. Examples held out are left as they are.
     ``positions`` are how many the target is made for, if it says so: a greater ``max_length`` is cut to that.
     ``held_out`` examples are for evaluation, by default a tenth, but none of a single one.
 
@@ -64,7 +84,10 @@ def prepared(
     if (length := options.get("max_length", MAX_LENGTH)) > positions > 0:
         logger.warning(f"max_length is {length}, but the target has {positions} positions: it is cut to that")
         options["max_length"] = positions
-    examples = prepare_dataset(data, tokenizer, **options)
+    parts = data if isinstance(data, list) else [(data, 1.0)]
+    made = [prepare_dataset(part, tokenizer, **options) for part, _ in parts]
+    examples = datasets.concatenate_datasets(made)
+    weights = [weight for part, (_, weight) in zip(made, parts, strict=True) for _ in range(len(part))]
     if held_out is None:
         held_out = min(HELD_OUT, len(examples) // 10 or 1, len(examples) - 1)
         if not held_out:
@@ -74,9 +97,18 @@ def prepared(
             f"held_out is {held_out}, but there are only {len(examples)} examples: keep fewer, or, if packing has put "
             "all documents into these, set a smaller max_length"
         )
-    if not held_out:
-        return datasets.DatasetDict(train=examples)
-    return examples.train_test_split(test_size=held_out, seed=0)
+    kept, rest = range(len(examples)), {}
+    if held_out:
+        split = datasets.Dataset.from_dict({"row": list(kept)}).train_test_split(test_size=held_out, seed=0)
+        kept, rest = split["train"]["row"], {"test": examples.select(split["test"]["row"])}
+    rng = random.Random(0)
+    times = [(row, int(weights[row]) + (rng.random() < weights[row] % 1)) for row in kept]
+    if not (drawn := [row for row, count in times for _ in range(count)]):
+        raise ValueError("no example is left to train on: set greater weights")
+    splits = datasets.DatasetDict(train=examples.select(drawn), **rest)
+    for one in splits.values():
+        record_tokenizer(one, tokenizer)
+    return splits
 
 
 def sizes(examples: Any) -> tuple[int, int]:
