@@ -279,3 +279,16 @@ def test_a_call_that_takes_no_trees_takes_a_chain(monkeypatch: pytest.MonkeyPatc
     options.pop("cache_implementation")
     out = model.generate(**inputs, **options, speculator=draft(), speculation_config=config)
     assert torch.equal(out, model.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("guess", [0.05, 5.0], ids=["cheap", "dear"])
+def test_compiled_steps_have_two_depths(guess: float) -> None:
+    """Each depth is compiled anew."""
+    pace, seconds = Pace(Experience(), 5, compiled=True), {0: 1.0, 5: 1.0 + 5 * guess}
+    chosen = []
+    for _ in range(200):
+        chosen.append(depth := pace.depth(1))
+        pace.stepped(1, depth, seconds[depth], [depth], [depth // 2])
+    assert set(chosen) == {0, 5}
+    assert chosen.count(5 if guess < 1 else 0) > 150
+    assert pace.most_nodes(SpeculationConfig()) == 6

@@ -500,7 +500,7 @@ torch.set_num_threads(1)
 model, config = build("llama", num_hidden_layers=1), CompileConfig(mode="default", fullgraph=True)
 config._compile_all_devices = True
 options = {"max_new_tokens": 24, "do_sample": False}
-ways = {"speculator": "ngram", "cache_implementation": "static", "compile_config": config}
+ways = {"speculator": "ngram", "num_speculative_tokens": 5, "cache_implementation": "static", "compile_config": config}
 text = model.generate(**prompts(3), **options)
 assert torch.equal(model.generate(**prompts(3), **options, **ways), text)
 print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])

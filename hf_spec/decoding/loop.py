@@ -97,12 +97,12 @@ class SpeculativeDecoding:
             ranks.share_random_numbers(input_ids.device)
         samples = bool(generation_config.do_sample)
         # Unasked, the clock decides only here. Where random numbers are drawn, a step takes as many as it is deep, and
-        # the same seed would not give the same text; over a static cache, each depth is compiled anew.
+        # the same seed would not give the same text.
         unasked = self.config is None or self.config.num_speculative_tokens is None
-        adapts = config.num_speculative_tokens == "auto" or (unasked and not samples and not is_static)
+        adapts = config.num_speculative_tokens == "auto" or (unasked and not samples)
         if unasked and adapts and speculator.defaults().num_speculative_tokens is None:
             config = config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave a number
-        pace = Pace.of(model, speculator, config, adapts, samples)
+        pace = Pace.of(model, speculator, config, adapts, is_static, samples)
         call = Call(
             model,
             speculator,
@@ -235,7 +235,7 @@ class Call:
 
     def _step(self, news: News, score: Callable[[Proposal], Scores], take_back: Callable[[], None]) -> Choice:
         """Propose, score, choose and commit; ``take_back`` guesses that have spoilt the scores, and score without."""
-        start, usual = time.perf_counter(), self.stats.steps > 0
+        start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
             limit = min(self.ranks.agree(self.pace.depth(len(self.rows))), max(room))
@@ -258,7 +258,8 @@ class Call:
             self.block = None
             rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             self.stats.step(self.rows, *rows)
-            seconds = time.perf_counter() - start if usual and not self.drafter.caught_up else None
+            usual = usual and not self.drafter.caught_up and self.stats.graphs == graphs
+            seconds = time.perf_counter() - start if usual else None
             self.pace.stepped(len(self.rows), proposal.max_depth, seconds, choice.deepest, choice.accepted)
         self.features = scores.features
         return choice

@@ -135,11 +135,21 @@ def faster(
 class Pace:
     """Choose the depth of each step of a call, or keep to ``first`` where ``adapts`` is not set.
 
-    ``deepest`` bounds it. ``experience`` is shared by calls; a call begins with what the last ones found.
+    ``deepest`` bounds it. ``experience`` is shared by calls; a call begins with what the last ones found. ``compiled``
+    steps are either ordinary or ``first`` deep: every further depth would cost a graph of the target for each number
+    of rows and slots, tens of seconds, and a graph of the draft; and where launches cost nothing, what a shallower
+    proposal saves is small.
     """
 
-    def __init__(self, experience: Experience, first: int, deepest: int = DEEPEST, adapts: bool = True) -> None:
-        self.first, self.deepest, self.adapts = first, deepest, adapts
+    def __init__(
+        self,
+        experience: Experience,
+        first: int,
+        deepest: int = DEEPEST,
+        adapts: bool = True,
+        compiled: bool = False,
+    ) -> None:
+        self.first, self.deepest, self.adapts, self._compiled = first, deepest, adapts, compiled
         self._experience = experience
         self._chosen: Counter[int] = Counter()
         self._best: int | None = None
@@ -147,6 +157,7 @@ class Pace:
         self._patience = LOOK_AGAIN
         self._tries = itertools.cycle(("deeper", "shallower", "none"))
         self._trying = False
+        self._in_a_row = 0  # tries
         if adapts:
             experience.carry_over()
 
@@ -157,6 +168,7 @@ class Pace:
         speculator: Speculator,
         config: SpeculationConfig,
         adapts: bool,
+        compiled: bool,
         *way: Hashable,
     ) -> Pace:
         """Begin a call with what earlier ones of this ``target`` and draft found, decoded the same ``way``."""
@@ -164,11 +176,13 @@ class Pace:
         asked, own = config.num_speculative_tokens, speculator.defaults().num_speculative_tokens
         usual = max(paths, default=own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
         first = asked if isinstance(asked, int) else usual
-        return cls(experience_of(target, speculator, config, *way), first, max(paths, default=DEEPEST), adapts)
+        way = (*way, "compiled") if compiled else way
+        experience = experience_of(target, speculator, config, *way)
+        return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled)
 
     def most_nodes(self, config: SpeculationConfig) -> int | None:
         """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
-        if self.adapts:
+        if self.adapts and not self._compiled:
             return None
         if config.tree is None:
             return 1 + self.first
@@ -190,6 +204,8 @@ class Pace:
         if 0 not in times:
             return 0
         speeds = self._experience.speeds(rows, self.deepest)
+        if self._compiled:
+            speeds = {depth: speed for depth, speed in speeds.items() if depth in (0, self.first)}
         best = max(speeds, key=speeds.__getitem__)
         if self._best in speeds and speeds[best] < MARGIN * speeds[self._best]:
             best = self._best
@@ -208,6 +224,8 @@ class Pace:
         if best == 0:
             guessing = {depth: speed for depth, speed in speeds.items() if depth}
             return max(guessing, key=guessing.__getitem__, default=0)
+        if self._compiled:
+            return 0
         other = {"deeper": best + 1, "shallower": best - 1, "none": 0}[next(self._tries)]
         return min(other, self.deepest)
 
@@ -224,6 +242,9 @@ class Pace:
             self._experience.accepted(offered, reached)
         # As long as tries from ordinary steps are accepted, they go on: one alone says little.
         self._trying = self._best == 0 and 2 * sum(reached) > len(reached)
+        self._in_a_row = self._in_a_row + 1 if self._trying else 0
+        if self._compiled and self._in_a_row > SAMPLES:  # where there is no cheaper guess, enough is known by then
+            self._trying, self._in_a_row = False, 0
 
     def __str__(self) -> str:
         total = sum(self._chosen.values())
