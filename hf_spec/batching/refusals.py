@@ -24,6 +24,13 @@ SWITCHED_OFF: dict[str, tuple[Any, str]] = {
     "cpu_offload_space": (0.0, "a request that is put aside would come back with its guesses as text"),
 }
 
+# Keys and values of several widths, or attention beside transformers' interface: found by comparing plain
+# ``generate_batch`` with ``generate`` on tiny models of all architectures. So are models with latent keys (MLA).
+MISREAD = frozenset(
+    """diffllama doge gemma4 gemma4_text gemma4_unified gemma4_unified_text hrm_text jetmoe mimo_v2_flash moshi
+    nemotron paligemma""".split()
+)
+
 logger = logging.get_logger(__name__)
 
 
@@ -66,6 +73,9 @@ def why_not_batched(model: Any) -> str | None:
         group_layers_by_attn_type(config.get_text_config(decoder=True))
     except ValueError as error:
         return f"transformers' continuous batching does not take {name}: {error}"
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None) or {config.model_type, text.model_type} & MISREAD:
+        return f"transformers' continuous batching misreads {name}, with guesses or without"
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return f"{name} does not attend through transformers' attention interface alone, where the paged cache stands"
     return None
