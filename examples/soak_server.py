@@ -181,7 +181,15 @@ def start(target: str, speculator: str, one_by_one: bool) -> tuple[subprocess.Po
     command = [sys.executable, "-m", "hf_spec", "serve", target, "--speculator", speculator, "--port", str(port)]
     command += ["--device", "cpu", "--dtype", "float32", "--log-level", "error"]
     if not one_by_one:
-        command += ["--continuous-batching", "--cb-num-blocks", "16", "--cb-max-batch-tokens", "256"]
+        command += [
+            "--continuous-batching",
+            "--cb-block-size",
+            "16",
+            "--cb-num-blocks",
+            "96",
+            "--cb-max-batch-tokens",
+            "256",
+        ]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), f"http://localhost:{port}"
 
 
@@ -207,6 +215,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=24, help="requests at a time (%(default)s)")
     parser.add_argument("--target", default=str(demo.path()))
+    # A draft that reads hidden states shares no prefixes, so that nothing of the paged cache is kept for later.
     parser.add_argument("--speculator", default=str(demo.path("draft-eagle3")))
     parser.add_argument("--one-by-one", action="store_true", help="without continuous batching")
     parser.add_argument("--seed", type=int, default=0)

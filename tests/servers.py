@@ -93,7 +93,10 @@ class Client:
 
     def is_idle(self) -> bool:
         """Tell whether nothing runs, nothing waits, and nothing is kept of what did."""
-        found, engine = self.metrics(), self.server._generation_state._cb_manager
+        engine = self.server._generation_state._cb_manager
+        if engine is not None and engine.running() == engine.waiting() == 0:
+            engine._scheduler.cache.evict_cached_blocks()  # prefixes that are kept for later
+        found = self.metrics()
         handlers = 0 if engine is None or engine._cb is None else len(engine._cb.output_router.result_handlers)
         kept = found.get("cache_used", 0) + found.get("draft_slots", 0) + handlers
         return found["requests_running"] == found["requests_waiting"] == kept == 0

@@ -37,11 +37,8 @@ def _serve(args: argparse.Namespace) -> None:
     if target is None:
         raise ValueError("serve needs a target: hf-spec serve TARGET --speculator X; a directory or Hub id")
 
-    tree = args.tree
-    if options["continuous_batching"]:
-        if tree not in (None, "chain"):
-            raise ValueError("--tree does not go together with --continuous-batching, where guesses are chains")
-        tree = "chain"
+    # Where requests are batched, a draft that guesses trees does so only if it is asked to.
+    tree = args.tree or ("chain" if options["continuous_batching"] else None)
 
     def config(speculator: Speculator) -> SpeculationConfig:
         # Left out, the number of guesses is chosen by the clock.

@@ -106,7 +106,7 @@ class Server(Serve):
 
 
 def _of_batches(speculator: Speculator, config: SpeculationConfig | None) -> SpeculationConfig:
-    """Return settings of guesses in continuous batching; unasked they are chains, as deep as the load allows."""
+    """Return settings of guesses in continuous batching; unasked they are chains, and as deep as the load allows."""
     if config is None:
         config = speculator.settings(tree=None).merge(num_speculative_tokens=None)
     return config.merge(num_speculative_tokens=config.num_speculative_tokens or "auto")
