@@ -13,11 +13,13 @@ Parents stand before their children. Rows may have fewer nodes than the widest o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from .counting import numbers, repeated
 
 NO_PARENT = -1
 ABSENT = -2
@@ -39,7 +41,7 @@ class Proposal:
     ``q`` says. The choice may depend on guesses drawn above it and on elder siblings, but on no other drawn guess.
 
     ``shape`` is ``parents`` as Python numbers where rows differ in nothing but ABSENT nodes: a drawn tree that has it
-    is verified without asking the accelerator.
+    is verified without asking the accelerator. ``is_whole`` promises that no node is ABSENT, see ``whole``.
     """
 
     tokens: Tensor
@@ -49,22 +51,32 @@ class Proposal:
     is_chain: bool = False
     shape: tuple[int, ...] | None = None
     chosen: Tensor | None = None
+    is_whole: bool = field(default=False, init=False)
 
     @classmethod
     def chain(cls, root: Tensor, guesses: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
         """Build a chain per row: ``root`` (batch,), then ``counts`` (batch,) of the ``guesses`` (batch, k)."""
-        tokens = torch.cat([root[:, None], guesses], dim=1)  # (batch, 1 + k)
-        steps = torch.arange(tokens.shape[1], device=tokens.device)
-        parents = (steps - 1).expand_as(tokens)
+        return cls.path(torch.cat([root[:, None], guesses], dim=1), counts, q)
+
+    @classmethod
+    def path(cls, tokens: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
+        """Do as ``chain`` with root and guesses in one tensor, ``tokens`` (batch, 1 + k)."""
+        parents = numbers(tokens.shape[1], tokens.device, NO_PARENT).expand_as(tokens)
         if counts is not None:
-            parents = parents.masked_fill(steps > counts[:, None], ABSENT)
-        return cls(tokens, parents, guesses.shape[1], q, is_chain=True)
+            parents = parents.masked_fill(parents >= counts[:, None], ABSENT)
+        proposal = cls(tokens, parents, tokens.shape[1] - 1, q, is_chain=True)
+        return proposal.whole() if counts is None else proposal
 
     @classmethod
     def nothing(cls, root: Tensor) -> Proposal:
         """Guess nothing: the target then takes one ordinary step from ``root`` (batch,)."""
-        tokens = root[:, None]
-        return cls(tokens, torch.full_like(tokens, NO_PARENT), max_depth=0, is_chain=True)
+        parents = repeated(NO_PARENT, len(root), root.device)
+        return cls(root[:, None], parents[:, None], max_depth=0, is_chain=True).whole()
+
+    def whole(self) -> Proposal:
+        """Promise that no node is ABSENT, and return the proposal; a changed copy of it promises nothing."""
+        object.__setattr__(self, "is_whole", True)
+        return self
 
     @property
     def root(self) -> Tensor:
@@ -135,19 +147,18 @@ class Proposal:
             return self
         q = None if self.q is None else self.q.to(device)
         chosen = None if self.chosen is None else self.chosen.to(device)
-        return replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q, chosen=chosen)
+        there = replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q, chosen=chosen)
+        return there.whole() if self.is_whole else there
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
     """Follow ``parents`` (batch, nodes) up to the roots: (batch, node, ancestor) bool, each node its own ancestor."""
-    batch, nodes = parents.shape
-    steps = torch.arange(nodes, device=parents.device)
-    reached = (steps[:, None] == steps).expand(batch, nodes, nodes)
-    above = parents
-    for _ in range(max_depth):
-        reached = reached | (above[:, :, None] == steps)
-        above = torch.where(above >= 0, parents.gather(1, above.clamp(min=0)), above)
-    return reached
+    steps = numbers(parents.shape[1], parents.device)
+    ways = (parents[:, :, None] == steps).float()  # in how many ways a node is reached in at most one step
+    ways.diagonal(dim1=1, dim2=2).fill_(1)
+    for _ in range(max(0, max_depth - 1).bit_length()):  # in at most 2, 4, 8, ... steps
+        ways = ways.bmm(ways).clamp_(max=1)
+    return ways > 0
 
 
 def tree_from_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

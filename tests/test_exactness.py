@@ -185,8 +185,8 @@ def test_documentation_is_right(name: str) -> None:
 
 
 def positions_shifted(patch: pytest.MonkeyPatch) -> None:
-    advance = Slots.advance
-    patch.setattr(Slots, "advance", lambda self, block: advance(self, block) + 1)
+    positions = Slots.positions
+    patch.setattr(Slots, "positions", lambda self, first, block: positions(self, first, block) + 1)
 
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,9 @@ def siblings_visible(patch: pytest.MonkeyPatch) -> None:
 
 def path_not_moved(patch: pytest.MonkeyPatch) -> None:
     commit = SlotCache.commit
-    patch.setattr(SlotCache, "commit", lambda self, path, counts, in_place=False: commit(self, path, counts, True))
+    patch.setattr(
+        SlotCache, "commit", lambda self, path, counts, in_place, device: commit(self, path, counts, True, device)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

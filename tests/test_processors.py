@@ -208,8 +208,20 @@ def test_tied_logits_are_cut_as_for_a_row_alone() -> None:
             assert torch.equal(every[b, node], block.plain(make(*names), b, node)), names
 
 
-@pytest.mark.parametrize("names", [(), ("temperature", "top_k", "top_p", "min_p")])
-def test_memoryless_scores_never_wait_for_the_accelerator(names: tuple[str, ...]) -> None:
+BUILT_IN = (
+    "bias",
+    "repetition_padding",
+    "ngram_2",
+    "bad_words",
+    "min_length",
+    "forced_eos",
+    "suppress_begin",
+    "top_k",
+)
+
+
+@pytest.mark.parametrize("names", [(), ("temperature", "top_k", "top_p", "min_p"), BUILT_IN])
+def test_scores_of_built_in_processors_never_wait_for_the_accelerator(names: tuple[str, ...]) -> None:
     def ask(processors: LogitsProcessorList) -> NodeScores:
         block = Block(tree, 0)
         proposal = Proposal(block.proposal.tokens.to("meta"), block.proposal.parents.to("meta"), 5)
@@ -222,7 +234,7 @@ def test_memoryless_scores_never_wait_for_the_accelerator(names: tuple[str, ...]
     assert asked.at(node).shape == (len(ROWS), VOCAB)
     assert asked.every().shape == (len(ROWS), 9, VOCAB)
     with pytest.raises((NotImplementedError, RuntimeError)):
-        ask(make("ngram_2")).at(node)
+        ask(make("watermark")).at(node)
 
 
 def test_allowed_tokens_function_gets_original_rows_and_prefixes_that_can_be() -> None:

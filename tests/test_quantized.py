@@ -48,8 +48,8 @@ def test_a_head_that_masks_tokens_is_no_reason_to_refuse(shape: str, value: str)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_head_that_masks_tokens_hides_no_mistake(trees: bool, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = Slots.advance
-    monkeypatch.setattr(Slots, "advance", lambda slots, block: advance(slots, block) + 1)
+    positions = Slots.positions
+    monkeypatch.setattr(Slots, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
     with pytest.raises(ValueError, match="scores a chain of guesses differently from single steps"):
         check_target(masked(VALUES[value]), trees)
 

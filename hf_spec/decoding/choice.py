@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..counting import numbers, repeated
 from ..drafts.base import News
-from ..proposal import Proposal
+from ..proposal import ABSENT, Proposal
 from ..sampling import draw
 from ..scoring.runner import Scores
 from ..settings import SpeculationConfig
@@ -23,7 +25,8 @@ class Choice:
     """What a step emitted: ``tokens`` (rows, m), of which ``kept[b]`` became text, after the nodes ``path`` (rows, m).
 
     Per row, ``emitted`` are the kept tokens, ``accepted`` of them were guesses, ``proposed`` counts the guesses and
-    ``deepest`` the longest guessed path.
+    ``deepest`` the longest guessed path. ``in_place``: the kept nodes are 0, 1, 2, ... in every row. ``counts``
+    (rows,) is ``kept`` on the device, if it is there.
     """
 
     path: Tensor
@@ -33,19 +36,30 @@ class Choice:
     accepted: list[int]
     proposed: list[int]
     deepest: list[int]
+    in_place: bool = False
+    counts: Tensor | None = None
 
     def news(self, features: Tensor | None, rows: list[int]) -> News:
         """Tell the drafter about ``rows``: each emitted token beside the features of the node before it."""
-        width = max(self.kept[row] for row in rows)
         amounts = [self.kept[row] for row in rows]
-        counts = torch.tensor(amounts, device=self.tokens.device)
-        if features is None and len(rows) == len(self.kept):
-            return News(self.tokens[:, :width], counts, None, amounts)
-        index = torch.tensor(rows, device=self.tokens.device)
-        if features is not None:
-            path = self.path[index, :width].to(features.device)
-            features = features[index.to(features.device)[:, None], path]  # (rows, width, features)
-        return News(self.tokens[index, :width], counts, features, amounts)
+        width, device, everyone = max(amounts), self.tokens.device, len(rows) == len(self.kept)
+        emitted = [self.emitted[row] for row in rows]
+        counts = self.counts if everyone else None
+        if counts is None and len(set(amounts)) == 1:
+            counts = repeated(width, len(rows), device)
+        if counts is None:
+            counts = torch.tensor(amounts, device=device)
+        tokens, path = self.tokens[:, :width], self.path[:, :width]
+        if not everyone:
+            index = torch.tensor(rows, device=device)
+            tokens, path = tokens[index], path[index]
+            features = None if features is None else features[index.to(features.device)]
+        if features is not None and self.in_place:
+            features = features[:, :width]
+        elif features is not None:
+            wide = path[:, :, None].expand(-1, -1, features.shape[2])
+            features = features.gather(1, wide.to(features.device))  # (rows, width, features)
+        return News(tokens, counts, features, amounts, emitted)
 
 
 class Chooser:
@@ -87,30 +101,31 @@ class Chooser:
 
     def _row_by_row(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice | None:
         text = self.text
-        nodes = NodeScores(
-            self.processors, logits, proposal, text.ids, text.row_lengths, text.rows, text.stops.last_tokens
-        )
+        ids = text.ids if not self.processors.memoryless else None
+        nodes = NodeScores(self.processors, logits, proposal, ids, text.row_lengths, text.rows, text.stops.last_tokens)
         verdict = self._verdict(proposal, nodes)
-        figures = _figures(proposal, verdict, logits)
-        if proposal.max_depth and not all(figure[3] for figure in figures):
+        figures = _figures(proposal, verdict, nodes)
+        if not all(figure.is_sound for figure in figures):
             return None
         rows = text.rows
-        emitted = [tokens[:count] for count, _, _, _, *tokens in figures]
+        emitted = [figure.tokens for figure in figures]
         if any(new[-1] < 0 for new in emitted):
             raise RuntimeError(
                 "no token can be drawn (plain generate fails there, too): a row's scores are all -inf, or one is nan. "
                 "Look for a logits processor that leaves no token, or for logits that overflow."
             )
-        kept = text.extend(verdict.tokens, emitted)
+        kept = text.extend(emitted)
         self.record.add(rows, verdict.path, kept, logits, scores.hidden_states, nodes.at)
         return Choice(
             verdict.path,
             verdict.tokens,
             kept,
             emitted=[tokens[:count] for tokens, count in zip(emitted, kept, strict=True)],
-            accepted=[min(count, figure[0] - 1) for figure, count in zip(figures, kept, strict=True)],
-            proposed=[figure[1] for figure in figures],
-            deepest=[figure[2] for figure in figures],
+            accepted=[min(count, len(figure.tokens) - 1) for figure, count in zip(figures, kept, strict=True)],
+            proposed=[figure.guesses for figure in figures],
+            deepest=[figure.deepest for figure in figures],
+            in_place=all(figure.in_place for figure in figures),
+            counts=verdict.counts if kept == list(map(len, emitted)) else None,
         )
 
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
@@ -122,18 +137,16 @@ class Chooser:
             return self.rule.weigh(proposal, nodes.every().softmax(-1))
         if self.sample:
             return follow(proposal, lambda node: draw(nodes.at(node).softmax(-1)))
-        if not self.processors.memoryless:  # costly: ask only at the nodes on the way
+        if not self.processors.together:  # costly: ask only at the nodes on the way
             return follow(proposal, lambda node: nodes.at(node).argmax(-1))
         return match(proposal, nodes.best())
 
     def _ordinary(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
         """Emit one token behind every root, where there is no guess to look at."""
-        root = torch.zeros_like(proposal.root)
-        if self.processors.is_empty and not self.sample:
-            return Verdict(root[:, None], nodes.best(), torch.ones_like(root))
-        scores = nodes.at(root)  # (rows, vocabulary)
+        root, one = (repeated(number, len(proposal.root), proposal.root.device) for number in (0, 1))
+        scores = nodes.at_root()  # (rows, vocabulary)
         token = draw(scores.softmax(-1)) if self.sample else scores.argmax(-1)
-        return Verdict(root[:, None], token[:, None], torch.ones_like(root))
+        return Verdict(root[:, None], token[:, None], one)
 
     # -- all rows advance together ------------------------------------------------------------------------------------
 
@@ -144,8 +157,8 @@ class Chooser:
         """
         if proposal.max_depth and not bool(_is_sound(proposal, logits).all()):
             return None
-        rows, row_index = self.text.rows, torch.arange(len(self.text.rows), device=logits.device)
-        node = torch.zeros_like(row_index)
+        rows, row_index = self.text.rows, numbers(len(self.text.rows), logits.device)
+        node = repeated(0, len(rows), logits.device)
         path: list[Tensor] = []
         tokens: list[Tensor] = []
         kept, accepted = [0] * len(rows), [0] * len(rows)
@@ -168,7 +181,7 @@ class Chooser:
         emitted = torch.stack(tokens, dim=1)  # (rows, m)
         texts = [row[:count] for row, count in zip(emitted.tolist(), kept, strict=True)]
         proposed, deepest = _size(proposal).T.tolist()
-        return Choice(torch.stack(path, 1), emitted, kept, texts, accepted, proposed, deepest)
+        return Choice(torch.stack(path, 1), emitted, kept, texts, accepted, proposed, deepest, proposal.is_chain)
 
     def _plain_scores(self, rows: list[int], logits: Tensor) -> Tensor:
         """Call the user's processors on the whole batch, as plain ``generate`` does; finished rows score zeros."""
@@ -183,14 +196,47 @@ class Chooser:
         return scores.argmax(-1)
 
 
-def _figures(proposal: Proposal, verdict: Verdict, logits: Tensor) -> list[list[int]]:
-    """Ask the device once, row by row: how many tokens count, how many guesses there were, how deep they went, whether
-    the logits are sound, and the tokens."""
+@dataclass(frozen=True)
+class _Figures:
+    """What the device says of one row: its ``tokens``, how many ``guesses`` there were and how deep they went, whether
+    the logits are sound, and whether the accepted nodes are 0, 1, 2, ..."""
+
+    tokens: list[int]
+    guesses: int
+    deepest: int
+    is_sound: bool
+    in_place: bool
+
+
+def _figures(proposal: Proposal, verdict: Verdict, nodes: NodeScores) -> list[_Figures]:
+    """Ask the device once."""
     if proposal.max_depth == 0:
-        return [[1, 0, 0, True, *tokens] for tokens in verdict.tokens.tolist()]
-    sound, size = _is_sound(proposal, logits)[:, None], _size(proposal)
-    figures: list[list[int]] = torch.cat([verdict.counts[:, None], size, sound, verdict.tokens], dim=1).tolist()
-    return figures
+        return [_Figures(tokens, 0, 0, is_sound=True, in_place=True) for tokens in verdict.tokens.tolist()]
+    parts = [verdict.counts[:, None], verdict.tokens, nodes.are_sound()]
+    if not proposal.is_whole:
+        parts.append(proposal.parents)
+    if not proposal.is_chain:
+        parts += [verdict.path, proposal.depth]
+    widths = [part.shape[1] for part in parts]
+    return [_figures_of(proposal, _split(row, widths)) for row in torch.cat(parts, dim=1).tolist()]
+
+
+def _figures_of(proposal: Proposal, parts: list[list[int]]) -> _Figures:
+    [count], tokens, sound, *parts = parts
+    present = [parent != ABSENT for parent in parts.pop(0)] if not proposal.is_whole else [True] * len(sound)
+    path, depth = (list(range(len(tokens))), list(range(len(sound)))) if proposal.is_chain else parts
+    return _Figures(
+        tokens[:count],
+        sum(present) - 1,
+        max(itertools.compress(depth, present)),
+        all(itertools.compress(sound, present)),
+        path[:count] == list(range(count)),
+    )
+
+
+def _split(row: list[int], widths: list[int]) -> list[list[int]]:
+    ends = list(itertools.accumulate(widths))
+    return [row[end - width : end] for end, width in zip(ends, widths, strict=True)]
 
 
 def _is_sound(proposal: Proposal, logits: Tensor) -> Tensor:

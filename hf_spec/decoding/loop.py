@@ -254,7 +254,8 @@ class Call:
             choice = self._choose(proposal, scores)
             assert choice is not None  # there was no guess to blame
         with self.stats.timed("choose"):
-            self.target.commit(choice.path, choice.kept, in_place=proposal.is_chain)
+            in_place = proposal.is_chain or choice.in_place
+            self.target.commit(choice.path, choice.kept, in_place, choice.counts)
             self.block = None
             rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             self.stats.step(self.rows, *rows)

@@ -5,7 +5,7 @@ which never become text, so processors are told apart by what their result depen
 
 1. *memoryless*: on the logits alone. All nodes of all rows in one call.
 2. *of the prefix*: on the row's own prefix too, its length included. Every node with the prefix it would have if it
-   were text, prefixes of one length in one call.
+   were text: at all nodes at once what ``prefixes.py`` knows, other prefixes of one length in one call.
 3. *lockstep*: everything else, what the user wrote above all (``prefix_allowed_tokens_fn`` too). It may count calls,
    keep a state or look at the other rows, so it gets the contract of plain ``generate``, and rows advance together.
 """
@@ -22,7 +22,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
+from ..counting import numbers
 from ..proposal import Proposal
+from .prefixes import TOGETHER, Prefixes
 
 P = TypeVar("P")
 
@@ -92,6 +94,7 @@ class Processors:
         self._warpers = LogitsProcessorList([one for one in processors if type(one) in MEMORYLESS])
         self.is_empty: bool = len(processors) == 0
         self.memoryless: bool = len(self._warpers) == len(processors)
+        self.together: bool = all(type(one) in MEMORYLESS or type(one) in TOGETHER for one in processors)
         self.lockstep: bool = not all(type(one) in MEMORYLESS or _is_of_the_prefix(one) for one in processors)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -101,6 +104,15 @@ class Processors:
     def warp(self, scores: Tensor) -> Tensor:
         """Apply the memoryless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
         return _call(self._warpers, scores.new_empty((scores.shape[0], 0), dtype=torch.long), scores)
+
+    def at_once(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Process float32 ``scores`` (prefixes, vocab), each behind its own prefix, where ``together`` is set."""
+        for one in self._all:
+            if type(one) in MEMORYLESS:
+                scores = _call(LogitsProcessorList([one]), prefixes.tokens[:, :0], scores)
+            else:
+                scores = TOGETHER[type(one)](one, prefixes, scores)
+        return scores
 
     def draft_distribution(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
         """Return the map from draft logits to float32 log-probabilities that guesses follow, both (..., vocab).
@@ -142,7 +154,8 @@ class NodeScores:
     """Give the processed scores at the nodes of a proposal, computed where they are asked for.
 
     ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row
-    at ``lengths[b] - 1``; ``rows`` are the places of these rows in the batch that ``generate`` was called with;
+    at ``lengths[b] - 1``, and is not needed by processors without memory; ``rows`` are the places of these rows in the
+    batch that ``generate`` was called with;
     ``last_tokens`` end a row: behind such a guess nobody is asked. Not for a list in lockstep.
     """
 
@@ -151,7 +164,7 @@ class NodeScores:
         processors: Processors,
         logits: Tensor,
         proposal: Proposal,
-        text: Tensor,
+        text: Tensor | None,
         lengths: list[int],
         rows: list[int],
         last_tokens: Collection[int] = (),
@@ -166,25 +179,51 @@ class NodeScores:
 
     def at(self, node: Tensor) -> Tensor:
         """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
-        return self._score(torch.arange(node.shape[0], device=node.device), node)
+        row = numbers(len(node), node.device)
+        if self._processors.together and not self._processors.memoryless:
+            return self._at_all_nodes[row, node]
+        return self._score(row, node)
+
+    def at_root(self) -> Tensor:
+        """Return the scores behind the roots, (batch, vocab): float32, but for logits that are left as they are."""
+        logits = self._logits[:, 0]
+        if self._processors.is_empty:
+            return logits
+        if self._processors.memoryless:
+            return self._processors.warp(logits.float())
+        if self._processors.together:
+            return self._processors.at_once(logits.float(), self._prefixes(self._text_so_far, self._text_lengths, 0))
+        return self.at(torch.zeros_like(self._proposal.root))
 
     def best(self) -> Tensor:
         """Return the token with the highest score at every node, (batch, nodes)."""
         if self._processors.is_empty:  # spare the copies
-            return self._logits.argmax(-1)
+            indices: Tensor = self._largest.indices
+            return indices
         return self.every().argmax(-1)
+
+    def are_sound(self) -> Tensor:
+        """Tell at which nodes the logits hold no nan and no inf, (batch, nodes) bool.
+
+        A guess whose forward overflows spoils the other nodes too: attention gives it no weight, but 0 * nan is nan.
+        """
+        sound: Tensor = self._largest.values < torch.inf
+        return sound
+
+    @functools.cached_property
+    def _largest(self) -> Any:
+        return self._logits.max(-1)
 
     def every(self) -> Tensor:
         """Return the scores at all nodes: (batch, nodes, vocab) float32.
 
         Nodes that are ABSENT, or that the target cannot reach because a token on their path has probability zero or
-        ends the row, hold zeros or what the warpers make of them: a processor never sees a prefix that could not have
-        become text and gone on.
+        ends the row, hold zeros or what processors make of them: one that is not built in never sees a prefix that
+        could not have become text and gone on.
         """
+        if self._processors.together:
+            return self._at_all_nodes
         present = self._proposal.present
-        if self._processors.memoryless:
-            scores = self._logits.float().masked_fill(~present[:, :, None], 0.0)
-            return self._processors.warp(scores.flatten(0, 1)).view(scores.shape)
         scores = torch.zeros_like(self._logits, dtype=torch.float32)  # (batch, nodes, vocab)
         reachable = torch.zeros_like(present)
         for end in sorted(set(self._ends[present].tolist())):  # a parent's prefix is one shorter: its scores are there
@@ -196,14 +235,56 @@ class NodeScores:
         return scores
 
     @functools.cached_property
+    def _at_all_nodes(self) -> Tensor:
+        scores = self._logits.float()
+        if not self._proposal.is_whole:
+            scores = scores.masked_fill(~self._proposal.present[:, :, None], 0.0)
+        flat = scores.flatten(0, 1)
+        if self._processors.memoryless:
+            return self._processors.warp(flat).view(scores.shape)
+        nodes, depth = scores.shape[1], self._proposal.max_depth
+        text, spill = self._text_so_far, max(self._lengths) + depth
+        text = torch.nn.functional.pad(text, (0, spill + 1 - text.shape[1]))
+        guessed = self._proposal.ancestors & (numbers(nodes, text.device) > 0)  # the root stands in the text
+        column = torch.where(guessed, self._ends[:, None] - 1, spill)
+        guesses = self._proposal.tokens[:, None].expand(-1, nodes, -1)
+        tokens = text[:, None].expand(-1, nodes, -1).scatter(2, column, guesses)[:, :, :spill]
+        prefixes = self._prefixes(tokens.flatten(0, 1), self._ends.flatten(), depth)
+        return self._processors.at_once(flat, prefixes).view(scores.shape)
+
+    def _prefixes(self, tokens: Tensor, lengths: Tensor, depth: int) -> Prefixes:
+        """Take ``tokens`` (batch * nodes, n) for the prefixes of nodes that are at most ``depth`` deep."""
+        shortest, longest, nodes = min(self._lengths), max(self._lengths) + depth, len(lengths) // len(self._rows)
+        rows = self._rows_on_device.repeat_interleave(nodes)
+        return Prefixes(tokens, lengths, rows, shortest, longest)
+
+    @functools.cached_property
+    def _rows_on_device(self) -> Tensor:
+        if self._rows == list(range(len(self._rows))):
+            return numbers(len(self._rows), self._logits.device)
+        return torch.tensor(self._rows, device=self._logits.device)
+
+    @property
+    def _text_so_far(self) -> Tensor:
+        assert self._text is not None
+        return self._text[:, : max(self._lengths)]
+
+    @functools.cached_property
+    def _text_lengths(self) -> Tensor:
+        device = self._logits.device
+        if len(set(self._lengths)) == 1:
+            return numbers(1, device, self._lengths[0]).expand(len(self._lengths))
+        return torch.tensor(self._lengths, device=device)
+
+    @functools.cached_property
     def _ends(self) -> Tensor:
         """Measure the prefix of each node, itself included: (batch, nodes)."""
-        return torch.tensor(self._lengths, device=self._text.device)[:, None] + self._proposal.depth
+        return self._text_lengths[:, None] + self._proposal.depth
 
     @functools.cached_property
     def _ended(self) -> Tensor:
         """Tell which nodes are guesses that end their row, or stand behind one: (batch, nodes) bool."""
-        last = torch.tensor(list(self._last_tokens), dtype=torch.long, device=self._text.device)
+        last = torch.tensor(list(self._last_tokens), dtype=torch.long, device=self._logits.device)
         ends = torch.isin(self._proposal.tokens, last)
         ends[:, 0] = False  # the root is text that goes on
         return (self._proposal.ancestors & ends[:, None]).any(-1)
@@ -229,6 +310,7 @@ class NodeScores:
 
     def _with_prefix(self, logits: Tensor, batch: Tensor, node: Tensor) -> Tensor:
         """Process float32 ``logits`` (pairs, vocab) at the pairs (batch, node), each after its own prefix."""
+        assert self._text is not None
         proposal, longest = self._proposal, max(self._lengths)
         spill = longest + proposal.max_depth
         guessed = proposal.ancestors[batch, node]  # (pairs, nodes)

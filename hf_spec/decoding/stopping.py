@@ -30,6 +30,7 @@ class Stops:
         self._all = criteria
         self._ranks = ranks or Ranks()
         self.lockstep: bool = not all(type(one) in BLOCKWISE for one in criteria)
+        self.reads_text: bool = any(isinstance(one, StopStringCriteria) for one in criteria)
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
         self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
         eos = [one.eos_token_id.flatten().tolist() for one in criteria if isinstance(one, EosTokenCriteria)]

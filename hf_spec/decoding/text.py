@@ -32,6 +32,9 @@ class Text:
         self.rows = list(range(input_ids.shape[0]))
         self.stops = stops
         self._ids = input_ids
+        # Tokens of each row that are known on the CPU only, and the column of the first one.
+        self._pending: list[list[int]] = [[] for _ in self.rows]
+        self._starts = list(self.lengths)
         self._unfinished = set(self.rows)
         self._pad = 0 if pad_token is None else int(pad_token)
         self._streamer = streamer
@@ -40,6 +43,7 @@ class Text:
     @property
     def ids(self) -> Tensor:
         """Return the text of the growing rows, (rows, capacity); what lies beyond a row's length means nothing."""
+        self._write()
         return self._ids if len(self.rows) == len(self._ids) else self._ids[self.rows]
 
     @property
@@ -68,6 +72,7 @@ class Text:
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """Return the last token of each of ``rows``, (rows,)."""
+        self._write()
         return torch.stack([self._ids[row, self.lengths[row] - 1] for row in rows])
 
     def begin(self) -> None:
@@ -75,25 +80,41 @@ class Text:
         if self._streamer is not None:
             self._streamer.put(self._ids.cpu())
 
-    def extend(self, tokens: Tensor, emitted: Sequence[Sequence[int]]) -> list[int]:
-        """Append ``emitted[b]``, the head of ``tokens[b]`` (rows, m), to each growing row; return how many fit.
+    def extend(self, emitted: Sequence[Sequence[int]]) -> list[int]:
+        """Append ``emitted[b]`` to each growing row and return how many tokens fit: what lies behind its end does not.
 
-        What lies behind a row's end does not.
+        They are kept as numbers; the device gets them when somebody looks at the text there.
         """
         before = self.row_lengths
-        self._make_room(max(before) + tokens.shape[1])
-        if len(set(before)) == 1 and len(self.rows) == len(self._ids):
-            self._ids[:, before[0] : before[0] + tokens.shape[1]] = tokens
-        else:
-            columns = torch.tensor(before)[:, None] + torch.arange(tokens.shape[1])
-            self._ids[torch.tensor(self.rows)[:, None], columns] = tokens
-        ends = self.stops.first_stop(self.ids, before, emitted)
+        for row, new in zip(self.rows, emitted, strict=True):
+            if not self._pending[row]:
+                self._starts[row] = self.lengths[row]
+            self._pending[row] += new
+        text = self.ids if self.stops.reads_text else self._ids
+        ends = self.stops.first_stop(text, before, emitted)
         for row, new, end in zip(self.rows, emitted, ends, strict=True):
             self.lengths[row] = self.lengths[row] + len(new) if end is None else end
+            del self._pending[row][self.lengths[row] - self._starts[row] :]
         kept = [self.lengths[row] - length for row, length in zip(self.rows, before, strict=True)]
         self.rows = [row for row, end in zip(self.rows, ends, strict=True) if end is None]
         self._stream()
         return kept
+
+    def _write(self) -> None:
+        """Put the tokens that are known on the CPU only where the text is, in one transfer."""
+        width = max(map(len, self._pending))
+        if width == 0:
+            return
+        self._make_room(max(map(sum, zip(self._starts, map(len, self._pending), strict=True))) + 1)
+        spare = self._ids.shape[1] - 1  # behind all text: a column for what only fills up
+        tokens, columns = [], []
+        for start, new in zip(self._starts, self._pending, strict=True):
+            missing = width - len(new)
+            tokens.append([*new, *[0] * missing])
+            columns.append([*range(start, start + len(new)), *[spare] * missing])
+        both = torch.tensor([tokens, columns], device=self._ids.device)  # (2, batch, width)
+        self._ids.scatter_(1, both[1], both[0])
+        self._pending = [[] for _ in self._pending]
 
     def extend_together(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> None:
         """Append one token to every row of the batch (batch,) and ask the criteria the plain way."""
@@ -134,6 +155,7 @@ class Text:
 
     def padded(self) -> Tensor:
         """Return all rows, padded behind their end: (batch, length of the longest row)."""
+        self._write()
         ids = self._ids[:, : self.length].clone()
         ends = torch.tensor(self.lengths, device=ids.device)
         behind = torch.arange(self.length, device=ids.device) >= ends[:, None]

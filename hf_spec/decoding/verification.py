@@ -25,7 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..proposal import Proposal
+from ..counting import numbers
+from ..proposal import NO_PARENT, Proposal
 from ..sampling import draw, widest_float
 from ..settings import SpeculationConfig
 
@@ -57,17 +58,32 @@ def follow(proposal: Proposal, choose: Callable[[Tensor], Tensor]) -> Verdict:
         guessed = child >= 0  # a row that stops keeps node and token, so it stays stopped
         node = torch.where(guessed, child, node)
         token = torch.where(guessed, choose(node), token)
-    return _verdict(proposal, node, token)
+    return _write_down(proposal, node, token)
 
 
 def match(proposal: Proposal, picks: Tensor) -> Verdict:
-    """Do as ``follow`` where the target's token after every node, ``picks`` (batch, nodes), is known beforehand."""
+    """Do as ``follow`` where the target's token after every node, ``picks`` (batch, nodes), is known beforehand.
+
+    Of two siblings that guess the same token it follows the one that leads further.
+    """
     if not proposal.is_chain:
-        return follow(proposal, lambda node: picks.gather(1, node[:, None])[:, 0])
-    guessed = (proposal.tokens[:, 1:] == picks[:, :-1]) & proposal.present[:, 1:]
+        return _match_tree(proposal, picks)
+    guessed = proposal.tokens[:, 1:] == picks[:, :-1]
+    if not proposal.is_whole:
+        guessed = guessed & proposal.present[:, 1:]
     accepted = guessed.cumprod(1).sum(1, keepdim=True)  # (batch, 1)
-    path = torch.arange(picks.shape[1], device=picks.device).minimum(accepted)
+    path = numbers(picks.shape[1], picks.device).minimum(accepted)
     return Verdict(path, picks.gather(1, path), accepted[:, 0] + 1)
+
+
+def _match_tree(proposal: Proposal, picks: Tensor) -> Verdict:
+    wrong = proposal.tokens != picks.gather(1, proposal.parents.clamp(min=0))
+    if not proposal.is_whole:
+        wrong = wrong | ~proposal.present
+    blocked = (proposal.ancestors[:, :, 1:] & wrong[:, None, 1:]).any(2)  # the root is never wrong
+    node = proposal.depth.masked_fill(blocked, -1).argmax(1)
+    path, accepted = _path(proposal, node)
+    return Verdict(path, picks.gather(1, path), accepted + 1)
 
 
 def reject(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
@@ -77,7 +93,10 @@ def reject(proposal: Proposal, p: Tensor, generator: torch.Generator | None = No
     children drawn without replacement.
     """
     accept, distributions = _weigh(proposal, p, carry=False)
-    return _walk(proposal, _coins(accept, generator) < accept, distributions, generator)
+    accepted = _coins(accept, generator) < accept
+    if proposal.is_chain:
+        return _verdict(proposal, accepted[:, 1:].cumprod(1).sum(1), distributions, generator)
+    return _walk(proposal, accepted, distributions, generator)
 
 
 def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
@@ -88,6 +107,9 @@ def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = 
     """
     accept, distributions = _weigh(proposal, p, carry=True)
     accepted = _coins(accept, generator) < accept
+    if proposal.is_chain:  # as far as the last one that is accepted
+        node = (accepted * numbers(accepted.shape[1], p.device)).amax(1)
+        return _verdict(proposal, node, distributions, generator)
     leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
     return _walk(proposal, leads_there, distributions, generator)
 
@@ -104,7 +126,7 @@ def accept_typical(proposal: Proposal, p: Tensor, config: SpeculationConfig, sam
     least = (config.typical_alpha * (-entropy).exp()).clamp(max=config.typical_threshold)
     weight, above = _weights(proposal, p)
     node = _longest_path(proposal, weight, weight > least.gather(1, above))
-    return _verdict(proposal, node, p[rows, node].argmax(-1))
+    return _write_down(proposal, node, p[rows, node].argmax(-1))
 
 
 def accept_near_best(proposal: Proposal, p: Tensor, config: SpeculationConfig, sample: bool) -> Verdict:
@@ -124,7 +146,7 @@ def accept_near_best(proposal: Proposal, p: Tensor, config: SpeculationConfig, s
     if config.accept_tolerance:
         near = near | (behind.amax(-1) - weight <= config.accept_tolerance)
     node = _longest_path(proposal, weight, near & (weight > 0))
-    return _verdict(proposal, node, draw(p[rows, node]) if sample else p[rows, node].argmax(-1))
+    return _write_down(proposal, node, draw(p[rows, node]) if sample else p[rows, node].argmax(-1))
 
 
 def _weights(proposal: Proposal, p: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +246,11 @@ def _turns(proposal: Proposal) -> list[tuple[Tensor, ...]]:
     for row_number, parents in enumerate(proposal.parents.tolist()):
         for turn, parent_number, number in _in_turn(parents):
             turns[turn].append((row_number, parent_number, number))
-    return [torch.tensor(turns[turn], device=proposal.tokens.device).unbind(1) for turn in sorted(turns)]
+    if not turns:
+        return []
+    groups = [turns[turn] for turn in sorted(turns)]
+    together = torch.tensor([node for group in groups for node in group], device=proposal.tokens.device)  # one upload
+    return [group.unbind(1) for group in together.split([len(group) for group in groups])]
 
 
 @functools.lru_cache(maxsize=64)
@@ -247,17 +273,22 @@ def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
     """Do as ``_weigh_tree`` for all guesses at once: four times faster where the vocabulary is small."""
     tokens, chosen = proposal.tokens[:, 1:], None if proposal.chosen is None else proposal.chosen[:, 1:]
-    distribution, guess = _normalised(p[:, :-1]), _guess(q, tokens, chosen)  # (batch, guesses, vocabulary)
-    ratio, drawn = _ratio(distribution, guess, tokens, proposal.present[:, 1:])
-    one = torch.ones_like(p[:, 0, 0])
-    reach = [one]
-    for step in ratio.unbind(1):
-        reach.append(((reach[-1] if carry else one) * step).clamp(max=1))
-    accept = torch.stack(reach, dim=1)  # (batch, nodes)
+    distribution, guess = p[:, :-1], q if chosen is None else _guess(q, tokens, chosen)  # (batch, guesses, vocabulary)
+    ratio, drawn = _ratio(distribution, guess, tokens, None if proposal.is_whole else proposal.present[:, 1:])
+    accept = _least_products(ratio) if carry else torch.nn.functional.pad(ratio.clamp(max=1), (1, 0), value=1.0)
     before = accept[:, :-1] if carry else torch.ones_like(ratio)
     rest, after = _take_out(before, distribution, guess, drawn)
     distributions = torch.cat([rest, p[:, -1:]], dim=1)
     return (torch.cat([after, accept[:, -1:]], dim=1) if carry else accept), distributions
+
+
+def _least_products(ratios: Tensor) -> Tensor:
+    """Return how probably the path to each node is accepted, min(1, ratio * that before): (batch, nodes).
+
+    It is the smallest product of the last 0, 1, 2, ... ``ratios`` (batch, guesses), worked out in logarithms.
+    """
+    sums = torch.nn.functional.pad(ratios.to(widest_float(ratios.device)).log().cumsum(1), (1, 0))
+    return (sums - sums.cummax(1).values).exp().to(ratios.dtype)
 
 
 def _guess(q: Tensor, token: Tensor, chosen: Tensor | None) -> Tensor:
@@ -269,10 +300,12 @@ def _guess(q: Tensor, token: Tensor, chosen: Tensor | None) -> Tensor:
     return torch.where(chosen[..., None], point, guess)
 
 
-def _ratio(distribution: Tensor, guess: Tensor, token: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return p / q of ``token`` (...), 0 where it was not drawn, and whether it was."""
+def _ratio(distribution: Tensor, guess: Tensor, token: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return p / q of ``token`` (...), 0 where it was not drawn, and whether it was. None is absent by default."""
     weight = guess.gather(-1, token[..., None])[..., 0]
-    drawn = present & (weight > torch.finfo(weight.dtype).tiny)  # p / q of anything smaller could overflow
+    drawn = weight > torch.finfo(weight.dtype).tiny  # p / q of anything smaller could overflow
+    if present is not None:
+        drawn = drawn & present
     return torch.where(drawn, distribution.gather(-1, token[..., None])[..., 0] / weight, 0), drawn
 
 
@@ -301,22 +334,37 @@ def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def _walk(proposal: Proposal, allowed: Tensor, distributions: Tensor, generator: torch.Generator | None) -> Verdict:
     """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; draw a token there."""
+    parents = torch.where(allowed, proposal.parents, NO_PARENT)
     node = torch.zeros_like(proposal.root)
     for _ in range(proposal.max_depth):
-        found, child = ((proposal.parents == node[:, None]) & allowed).max(dim=1)
+        found, child = (parents == node[:, None]).max(dim=1)
         node = torch.where(found, child, node)
-    rows = torch.arange(node.shape[0], device=node.device)
-    return _verdict(proposal, node, draw(distributions[rows, node], generator))
+    return _verdict(proposal, node, distributions, generator)
 
 
-def _verdict(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verdict:
+def _verdict(
+    proposal: Proposal, node: Tensor, distributions: Tensor, generator: torch.Generator | None = None
+) -> Verdict:
+    """Go to ``node`` (batch,) and draw a token from its distribution, of those (batch, nodes, vocabulary)."""
+    return _write_down(proposal, node, draw(distributions[numbers(len(node), node.device), node], generator))
+
+
+def _write_down(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verdict:
     """Write down the path to ``node`` (batch,) and the guesses on it, followed by ``emitted`` (batch,)."""
-    rows = torch.arange(node.shape[0], device=node.device)
-    accepted = proposal.depth[rows, node]
-    path = node[:, None].repeat(1, proposal.max_depth + 2)  # the last column takes what is not on the path
-    column = torch.where(proposal.ancestors[rows, node], proposal.depth, proposal.max_depth + 1)
-    path = path.scatter(1, column, torch.arange(column.shape[1], device=node.device).expand_as(column))[:, :-1]
-    guesses = proposal.tokens.gather(1, path[:, 1:])
-    steps = torch.arange(proposal.max_depth, device=node.device)
-    tokens = torch.where(steps < accepted[:, None], guesses, emitted[:, None])
-    return Verdict(path, torch.cat([tokens, emitted[:, None]], dim=1), accepted + 1)
+    path, accepted = _path(proposal, node)
+    following = proposal.tokens[:, 1:] if proposal.is_chain else proposal.tokens.gather(1, path[:, 1:])
+    steps = numbers(path.shape[1], path.device)
+    tokens = torch.cat([following, emitted[:, None]], dim=1)
+    return Verdict(path, torch.where(steps < accepted[:, None], tokens, emitted[:, None]), accepted + 1)
+
+
+def _path(proposal: Proposal, node: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nodes on the way to ``node`` (batch,), (batch, max_depth + 1), and how many of them are guesses."""
+    width = proposal.max_depth + 1
+    if proposal.is_chain:
+        return numbers(width, node.device).minimum(node[:, None]), node
+    nodes = proposal.tokens.shape[1]
+    row, number = numbers(len(node), node.device), numbers(nodes, node.device)
+    leads_there = proposal.ancestors[row, node]  # (batch, nodes)
+    path = torch.where(leads_there, number, nodes).sort(dim=1).values[:, :width].minimum(node[:, None])
+    return path, leads_there.sum(1) - 1

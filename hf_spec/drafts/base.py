@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,14 +67,15 @@ class News:
 
     ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is
     the next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
-    ``tokens[:, j]``, so they never look ahead (reference: EAGLE, arXiv 2401.15077). ``cpu_counts`` are the counts as
-    numbers, if they are known without asking the accelerator.
+    ``tokens[:, j]``, so they never look ahead (reference: EAGLE, arXiv 2401.15077). ``cpu_counts`` are the counts
+    where nobody has to ask the accelerator for them, and ``cpu_tokens`` the tokens that count, if the sender has them.
     """
 
     tokens: Tensor
     counts: Tensor
     features: Tensor | None = None
     cpu_counts: Sequence[int] | None = None
+    cpu_tokens: Sequence[Sequence[int]] | None = None
 
     @property
     def amounts(self) -> list[int]:
@@ -81,9 +83,24 @@ class News:
         return self.counts.tolist() if self.cpu_counts is None else list(self.cpu_counts)
 
     @property
+    def emitted(self) -> list[list[int]]:
+        """Return the tokens that count as numbers, row by row."""
+        if self.cpu_tokens is not None:
+            return [list(tokens) for tokens in self.cpu_tokens]
+        moved = torch.cat([self.counts[:, None], self.tokens], dim=1).tolist()  # in one transfer
+        return [tokens[:count] for count, *tokens in moved]
+
+    @property
     def root(self) -> Tensor:
         """Return the last token of each row, (batch,)."""
-        return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
+        return self.last(self.tokens[:, :, None])[:, 0, 0]
+
+    def last(self, states: Tensor) -> Tensor:
+        """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
+        if self.cpu_counts is not None and len(set(self.cpu_counts)) == 1:
+            return states[:, self.cpu_counts[0] - 1, None]
+        place = self.counts.to(states.device)[:, None, None] - 1
+        return states.gather(1, place.expand(-1, -1, states.shape[-1]))
 
     @classmethod
     def joined(cls, parts: Sequence[News]) -> News:
@@ -104,13 +121,20 @@ class News:
                 features.scatter_(1, at, part.features)
             counts = counts + part.counts
         amounts = [sum(column) for column in zip(*(part.amounts for part in parts), strict=True)]
-        return cls(tokens, counts, features, amounts)
+        emitted = [list(chain.from_iterable(row)) for row in zip(*(part.emitted for part in parts), strict=True)]
+        return cls(tokens, counts, features, amounts, emitted)
 
     def of(self, rows: Tensor) -> News:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
-        amounts = self.amounts
-        return News(self.tokens[rows], self.counts[rows], features, [amounts[row] for row in rows.tolist()])
+        kept, amounts, emitted = rows.tolist(), self.amounts, self.emitted
+        return News(
+            self.tokens[rows],
+            self.counts[rows],
+            features,
+            [amounts[row] for row in kept],
+            [emitted[row] for row in kept],
+        )
 
 
 @dataclass

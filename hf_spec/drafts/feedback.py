@@ -19,6 +19,7 @@ of depth k + 1; the last one is fed its own output from there on::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -84,8 +85,12 @@ class FeedbackDrafter(StaticDrafter):
         for number, reader in enumerate(readers):
             scores, hidden = reader.read(told.tokens, told.amounts, **beside)
             logits.append(told.last(scores))
-            beside = {"hidden_states": torch.cat([self._behind[number], hidden[:, :-1]], dim=1)}
-            behind.append(torch.where((told.counts > 0)[:, None, None], told.last(hidden), self._behind[number]))
+            if number + 1 < len(readers):
+                beside = {"hidden_states": torch.cat([self._behind[number], hidden[:, :-1]], dim=1)}
+            last = told.last(hidden)
+            if self._static:  # where a row may have been told nothing
+                last = torch.where((told.counts > 0)[:, None, None], last, self._behind[number])
+            behind.append(last)
         if self._static:
             for kept, new in zip(self._behind, behind, strict=True):
                 kept.copy_(new)
@@ -129,22 +134,34 @@ class _Growth:
     def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
         """Read new nodes, one level deeper than the last ones: log-probabilities (batch, new, vocabulary)."""
         self._depth += 1
-        parent = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])  # the root's state stands first
         several = self._depth < len(self._readers)
-        logits, new = (self._read_by_several if several else self._read_by_last)(tokens, parent, ancestors)
-        self._hidden = [torch.cat([old, hidden], dim=1) for old, hidden in zip(self._hidden, new, strict=True)]
+        above = self._of_parents(parents, ancestors)
+        logits, new = (self._read_by_several if several else self._read_by_last)(tokens, above, ancestors)
+        if ancestors is None:  # nobody asks for any node of a chain but the last one
+            self._hidden = new
+        else:
+            self._hidden = [torch.cat([old, hidden], dim=1) for old, hidden in zip(self._hidden, new, strict=True)]
         return guess_log_probs(self._draft, self._request, logits)
 
-    def _read_by_last(self, tokens: Tensor, parent: Tensor, ancestors: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def _of_parents(self, parents: Tensor, ancestors: Tensor | None) -> Callable[[int], Tensor]:
+        """Return the function from the number of a reader to what it made of ``parents`` (batch, new)."""
+        if ancestors is None:
+            return lambda number: self._hidden[number]
+        place = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])  # the root's state stands first
+        return lambda number: self._hidden[number].gather(1, place)
+
+    def _read_by_last(
+        self, tokens: Tensor, above: Callable[[int], Tensor], ancestors: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Let the last reader, which may be the only one, read nodes beside what it made of their parents itself.
 
         Return logits (batch, new, draft vocabulary) and for each reader hidden states (batch, new, hidden).
         """
-        logits, hidden = self._readers[-1].run(tokens, ancestors, hidden_states=self._hidden[-1].gather(1, parent))
+        logits, hidden = self._readers[-1].run(tokens, ancestors, hidden_states=above(-1))
         return logits, [hidden] * len(self._readers)  # the others are not asked again, but nodes keep their numbers
 
     def _read_by_several(
-        self, tokens: Tensor, parent: Tensor, ancestors: Tensor | None
+        self, tokens: Tensor, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Let reader ``depth`` and all later ones read nodes, each beside what the reader before made of the parents.
 
@@ -153,7 +170,7 @@ class _Growth:
         """
         first = self._depth
         said = [
-            reader.run(tokens, ancestors, hidden_states=self._hidden[number - 1].gather(1, parent))
+            reader.run(tokens, ancestors, hidden_states=above(number - 1))
             for number, reader in enumerate(self._readers[first:], start=first)
         ]
         logits, hidden = said[0]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..counting import numbers
+
 # (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
 # (batch, new, forest), to their log-probabilities, (batch, new, vocabulary). Parents are forest numbers, -1 follows
 # the text. No ancestors: the nodes continue a chain.
@@ -31,7 +33,8 @@ class Forest:
     def look_behind(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Add nodes (batch, new) and return their log-probabilities (batch, new, vocabulary)."""
         batch, new = tokens.shape
-        own = torch.eye(new, dtype=torch.bool, device=tokens.device).expand(batch, new, new)
+        step = numbers(new, tokens.device)
+        own = (step[:, None] == step).expand(batch, new, new)
         if self.size:
             index = parents.clamp(min=0)[:, :, None].expand(batch, new, self.size)
             above = self.ancestors.gather(1, index) & (parents >= 0)[:, :, None]

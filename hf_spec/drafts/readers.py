@@ -69,7 +69,7 @@ class Reader:
         with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config) as block:
             output: DraftOutput = self._draft(
                 tokens,
-                position_ids=self._first_position + self._slots.advance(block),
+                position_ids=self._slots.positions(self._first_position, block),
                 attention_mask=self._slots.mask(block),
                 past_key_values=self._slots.cache,
                 **self._which,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..counting import numbers, repeated
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
 from ..sampling import best, draw_distinct, gumbel_noise
 from ..settings import SpeculationConfig
@@ -150,26 +151,30 @@ def _chain(
     noise: Iterator[Tensor | None] = itertools.repeat(None) if ahead is None else iter(ahead.noise)
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
+    least = math.log(min_confidence) if min_confidence > 0 else None
     counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
     for depth in range(limit):
         if depth:
-            log_probs = step(guesses[-1][:, None], torch.full_like(root, depth - 2)[:, None], None)[:, 0]
-        if min_confidence > 0 and confidence is not None:  # asked before the guess is in, of which it knows nothing
+            parents = repeated(depth - 2, len(root), root.device)[:, None]
+            log_probs = step(guesses[-1][:, None], parents, None)[:, 0]
+        if least is not None and confidence is not None:  # asked before the guess is in, of which it knows nothing
             going = going & (confidence() >= min_confidence)
             if ahead is None and not bool(going.any()):
                 break
         guess = draw_distinct(log_probs, 1, next(noise))[:, 0] if sample else log_probs.argmax(-1)
         guesses.append(guess)
         by_depth.append(log_probs)
+        if least is None:
+            continue
         counts += going
-        if min_confidence > 0 and confidence is None:  # once the guess is in, which tells nothing of the next one
-            going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= math.log(min_confidence))
+        if confidence is None:  # once the guess is in, which tells nothing of the next one
+            going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= least)
             if ahead is None and not bool(going.any()):
                 break
     if not guesses:
         return Proposal.nothing(root)
     q = torch.stack(by_depth, dim=1).exp() if sample else None  # (batch, k, vocabulary)
-    return Proposal.chain(root, torch.stack(guesses, dim=1), counts if min_confidence > 0 else None, q)
+    return Proposal.path(torch.stack([root, *guesses], dim=1), None if least is None else counts, q)
 
 
 @dataclass(frozen=True)
@@ -274,9 +279,9 @@ def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
     nodes = min(nodes, tokens.shape[1])
     order = scores.sort(dim=1, descending=True, stable=True).indices
     kept = order[:, :nodes].sort(dim=1).values  # (batch, nodes)
-    place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(1, nodes + 1, device=root.device).expand_as(kept))
+    place = torch.zeros_like(tokens).scatter(1, kept, numbers(nodes, root.device, 1).expand_as(kept))
     above = parents.gather(1, kept)
-    above = torch.where(above < 0, 0, place.gather(1, above.clamp(min=0)))
+    above = place.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
     above = above.masked_fill(scores.gather(1, kept) == -torch.inf, ABSENT)
     top = torch.full_like(root, NO_PARENT)[:, None]
     return Proposal(torch.cat([root[:, None], tokens.gather(1, kept)], 1), torch.cat([top, above], 1), depth)

@@ -6,7 +6,8 @@ block is scored, the query heads of a group become further queries of their one 
     query  (batch, key heads * group, nodes, width)   →   (batch, key heads, group * nodes, width)
     mask   (batch, 1, nodes, slots)                   →   (batch, 1, group * nodes, slots)
 
-Each query still meets the same keys in the same order, so that the result is the same.
+Each query still meets the same keys in the same order, so that the result is the same. All layers of a forward are
+given one mask, which is prepared for the kernel once instead of in each of them.
 """
 
 from __future__ import annotations
@@ -21,15 +22,31 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-_folding: ContextVar[bool] = ContextVar("hf_spec_folding", default=False)
+_folding: ContextVar[_Masks | None] = ContextVar("hf_spec_folding", default=None)
 _folding_in_graphs = False  # torch.compile cannot look into a context variable
+
+
+class _Masks:
+    """The masks of one forward as the kernel takes them: added to the scores, with a copy for each head of a group."""
+
+    def __init__(self) -> None:
+        self._prepared: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def prepared(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """Turn ``mask`` (batch, 1, nodes, slots) into (batch, 1, group * nodes, slots) of ``dtype``, once."""
+        found = self._prepared.get((id(mask), group, dtype))
+        if found is None:
+            added = mask.to(dtype).log_() if mask.dtype == torch.bool else mask  # 0 where seen, else -inf
+            found = mask, added.repeat(1, 1, group, 1) if group > 1 else added  # the mask, too: its id is taken
+            self._prepared[id(mask), group, dtype] = found
+        return found[1]
 
 
 @contextlib.contextmanager
 def folding() -> Iterator[None]:
     """Fold groups in this thread's forwards of this context."""
     _hook_attention()
-    token = _folding.set(True)
+    token = _folding.set(_Masks())
     try:
         yield
     finally:
@@ -56,11 +73,20 @@ def _hook_attention() -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        active = _folding_in_graphs if torch.compiler.is_compiling() else _folding.get()
-        if not active or not _can_fold(module, query, key, value, attention_mask, kwargs):
+        in_graph = torch.compiler.is_compiling()
+        masks = None if in_graph else _folding.get()
+        if attention_mask is None or not (_folding_in_graphs if in_graph else masks):
             passed: tuple[Tensor, Tensor | None] = original(module, query, key, value, attention_mask, **kwargs)
             return passed
-        assert attention_mask is not None
+        folds = _can_fold(module, query, key, value, attention_mask, kwargs)
+        group = query.shape[1] // key.shape[1] if folds else 1
+        if masks is not None and kwargs.get("position_bias") is None:
+            attention_mask = masks.prepared(attention_mask, group, query.dtype)
+        elif folds:
+            attention_mask = attention_mask.repeat(1, 1, group, 1)
+        if not folds:
+            passed = original(module, query, key, value, attention_mask, **kwargs)
+            return passed
         return _folded(query, key, value, attention_mask, kwargs.get("scaling")), None
 
     attention._hf_spec = True  # type: ignore[attr-defined]
@@ -85,11 +111,12 @@ def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attend with the query heads of a group as further queries: (batch, nodes, heads, width of values)."""
+    """Attend with the query heads of a group as further queries: (batch, nodes, heads, width of values).
+
+    ``mask`` is (batch, 1, group * nodes, slots).
+    """
     batch, heads, nodes, width = query.shape
     group = heads // key.shape[1]
     queries = query.reshape(batch, key.shape[1], group * nodes, width)
-    seen = torch.nn.functional.scaled_dot_product_attention(
-        queries, key, value, attn_mask=mask.repeat(1, 1, group, 1), scale=scale
-    )
+    seen = torch.nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
     return seen.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()

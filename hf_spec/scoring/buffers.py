@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..counting import numbers, repeated
+
 GROWTH = 256  # slots added at least when a buffer is full
+AHEAD = 64  # columns behind the text that are numbered at once
 
 
 class Rows:
@@ -18,21 +23,54 @@ class Rows:
 
     def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
         self.open = 0
+        self.device = lengths.device
         self.set(lengths, cpu_lengths)
 
-    def set(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
-        """Let the rows have these lengths."""
-        self.lengths, self.cpu_lengths = lengths, cpu_lengths
+    def set(self, lengths: Tensor | None, cpu_lengths: list[int]) -> None:
+        """Let the rows have these lengths; the device need not be told that all are the same."""
+        self._lengths, self.cpu_lengths = lengths, cpu_lengths
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
-        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.version = object()  # of the lengths
+        self._behind: Tensor | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the lengths on the device, (batch,)."""
+        if self._lengths is None:
+            self._lengths = repeated(self.longest, len(self.cpu_lengths), self.device)
+        return self._lengths
+
+    def advance(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
+        """Let row b get longer by ``counts[b]``; they are also ``on_device`` (batch,) if nobody has to put them there.
+
+        Nothing is uploaded either where they are all the same, and nothing is added where all rows are.
+        """
+        if not any(counts):
+            return
+        cpu_lengths = [length + count for length, count in zip(self.cpu_lengths, counts, strict=True)]
+        if len(set(cpu_lengths)) == 1:
+            self.set(None, cpu_lengths)
+        elif len(set(counts)) == 1:
+            self.set(self.lengths + counts[0], cpu_lengths)
+        else:
+            if on_device is None:
+                on_device = torch.tensor(list(counts), device=self.device)
+            self.set(self.lengths + on_device, cpu_lengths)
+
+    def behind(self, count: int) -> Tensor:
+        """Return the columns of the next ``count`` nodes of a chain, (batch, count): worked out once per length."""
+        end = self.open + count
+        if self._behind is None or self._behind.shape[1] < end:
+            count = max(AHEAD, end)
+            if self.shortest == self.longest:
+                self._behind = numbers(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
+            else:
+                self._behind = self.lengths[:, None] + numbers(count, self.device)
+        return self._behind[:, self.open : end]
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return rows (batch, 1) and columns (batch, count) of the next nodes: worked out once for all layers."""
-        if (self.open, count) not in self._places:
-            columns = self.open + torch.arange(count, device=self.lengths.device)
-            row = torch.arange(len(self.lengths), device=self.lengths.device)
-            self._places = {(self.open, count): (row[:, None], self.lengths[:, None] + columns)}
-        return self._places[self.open, count]
+        """Return rows (batch, 1) and columns (batch, count) of the next nodes."""
+        return numbers(len(self.lengths), self.device)[:, None], self.behind(count)
 
 
 class SlotBuffer:
@@ -72,11 +110,13 @@ class SlotBuffer:
         if self.data is not None and end - self.start <= self.data.shape[self.dim]:
             return self.data
         size = end - first + max(GROWTH, (end - first) // 2)
-        grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))
-        if self.data is not None:
+        if self.data is None:
+            grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))
+        else:
             gone = first - self.start
             kept = self.data.narrow(self.dim, gone, self.data.shape[self.dim] - gone)
-            grown.narrow(self.dim, 0, kept.shape[self.dim]).copy_(kept)
+            behind = [0, 0] * (kept.ndim - 1 - self.dim)  # of the dimensions behind this one nothing is added
+            grown = torch.nn.functional.pad(kept, [*behind, 0, size - kept.shape[self.dim]])
         self.data, self.start = grown, first
         return grown
 

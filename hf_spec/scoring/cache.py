@@ -142,22 +142,21 @@ class SlotCache(Cache):
         if self.touch is not None:
             self.touch(layer, number)
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` part of row b, and drop the rest of the open forest.
 
         ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that
-        each path is 0, 1, 2, ..., so that nothing moves.
+        each path is 0, 1, 2, ..., so that nothing moves. The counts may also be ``on_device``, (batch,).
         """
         self.rows.open = 0  # first: a forest whose nodes were moved in part is none
-        taken = torch.as_tensor(counts, device=path.device)
         if path.shape[1] and not in_place:
-            steps = torch.arange(path.shape[1], device=path.device)
-            row = torch.arange(len(path), device=path.device)[:, None]
-            source, target = self.rows.lengths[:, None] + path, self.rows.lengths[:, None] + steps
+            row, target = self.rows.places(path.shape[1])
+            source = self.rows.lengths[:, None] + path
             for buffer in self._buffers():
                 buffer.move(row, source, target)
-        lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
-        self.rows.set(self.rows.lengths + taken, lengths)
+        self.rows.advance(counts, on_device)
 
     def drop(self) -> None:
         """Forget the open forest and clear its slots."""

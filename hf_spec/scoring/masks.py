@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 
+from ..counting import numbers
 from .attention import folding
 
 
@@ -40,9 +41,14 @@ class Block:
     depth: Tensor | None = None
     ancestors: Tensor | None = None
     window: int | None = None
-    sees_all: bool = False  # one new node in each of rows that are equally long: nothing to hide
+    is_level: bool = False  # the rows are equally long
     end: int | None = None  # no text reaches this column
     asked: int = 0
+
+    @property
+    def hides_nothing(self) -> bool:
+        """Tell whether there is one new node in each of rows that are equally long and not padded."""
+        return self.is_level and self.padding is None and self.ancestors is None and self.count == 1
 
     @cached_property
     def query(self) -> Tensor:
@@ -67,16 +73,17 @@ class Block:
         Where a row's text is longer than others', it has nodes that only pad it, some of which may stand behind all
         text. There the model need not have a position, so they share the last column that text may reach.
         """
-        if self.depth is None:
-            behind = torch.arange(self.open, self.open + self.count, device=self.lengths.device)[None]
+        if self.depth is not None:
+            column = self.lengths[:, None] + self.depth[:, -self.count :]
+        elif self.is_level:
+            column = numbers(self.count, self.lengths.device, self.width - self.count).expand(len(self.lengths), -1)
         else:
-            behind = self.depth[:, -self.count :]
-        column = self.lengths[:, None] + behind
+            column = self.lengths[:, None] + numbers(self.count, self.lengths.device, self.open)
         return column if self.end is None or self.width <= self.end else column.clamp(max=self.end - 1)
 
     def columns_of_slots(self) -> Tensor:
         """Return the logical column of each slot: itself in text and chain, the depth behind the text in a tree."""
-        slot = torch.arange(self.width, device=self.lengths.device)[None]
+        slot = numbers(self.width, self.lengths.device)[None]
         if self.depth is None:
             return slot.expand(len(self.lengths), -1)
         node = slot - self.lengths[:, None]  # negative in the text
@@ -88,17 +95,22 @@ class Block:
 
         ``query`` (batch, nodes) are the logical columns of the new nodes.
         """
-        slot = torch.arange(self.width, device=self.lengths.device)
-        if self.ancestors is None:
+        slot = numbers(self.width, self.lengths.device)
+        if self.ancestors is None and self.is_level:
+            seen = (slot <= query[:1, :, None]).expand(len(query), -1, -1)
+        elif self.ancestors is None:
             seen = slot <= query[:, :, None]
+        elif self.is_level:
+            seen = torch.nn.functional.pad(self.ancestors, (self.width - self.ancestors.shape[2], 0), value=True)
         else:
-            node = (slot - self.lengths[:, None])[:, None].expand(-1, self.count, -1)
-            forest = self.ancestors.gather(2, node.clamp(0, self.ancestors.shape[2] - 1))
-            seen = (node < 0) | (forest & (node < self.ancestors.shape[2]))
+            place = self.lengths[:, None] + numbers(self.ancestors.shape[2], slot.device)  # (batch, forest)
+            text = (slot < self.lengths[:, None])[:, None].expand(-1, self.count, -1)
+            seen = text.scatter(2, place[:, None].expand(-1, self.count, -1), self.ancestors)
         if self.padding is not None:
-            seen[:, :, : self.padding.shape[1]] &= self.padding[:, None, :]
+            missing = self.width - self.padding.shape[1]
+            seen = seen & torch.nn.functional.pad(self.padding, (0, missing), value=True)[:, None]
         if self.window is not None:  # older columns are kept for other rows, and not every model's mask hides them
-            seen &= query[:, :, None] - self.columns_of_slots()[:, None] < self.window
+            seen = seen & (query[:, :, None] - self.columns_of_slots()[:, None] < self.window)
         return seen
 
     def shown(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -152,8 +164,10 @@ def _hook_masks(implementation: str) -> None:
         if implementation.startswith("flash"):  # takes no custom mask: only chains of one row come here
             return None
         may_skip = implementation == "sdpa" and kwargs.get("allow_is_causal_skip", True)
-        if block.sees_all and may_skip and kwargs["mask_function"] is causal_mask_function:
+        if may_skip and block.hides_nothing and kwargs["mask_function"] is causal_mask_function:
             return None
+        if implementation == "sdpa" and kwargs["mask_function"] is causal_mask_function:
+            return block.shown(kwargs["kv_offset"], kwargs["kv_length"])[0][:, None]  # what `original` would return
         function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"], kwargs["kv_length"])
         changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
         return original(*args, **{**kwargs, **changed})

@@ -126,7 +126,9 @@ class LazyRunner(RecurrentRunner):
         tokens = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=self.slots.device)
         return self.extend(tokens)
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
         """Make ``counts[b]`` tokens behind the carried ones text; save the state of rows whose whole block is text."""
         width = max(map(len, self._block))
         ends = [len(carried) + count for carried, count in zip(self._carried, counts, strict=True)]
@@ -182,12 +184,14 @@ class StepRunner(RecurrentRunner):
                 stack.enter_context(_reading_by_token(mixer, self._states, parents))
             return super().extend(tokens, ancestors)
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text."""
         paths = [range(count) for count in counts] if in_place else path.tolist()
         last = [nodes[count - 1] if count else NO_PARENT for nodes, count in zip(paths, counts, strict=True)]
         self._states.commit(last)
-        super().commit(path, counts, in_place)
+        super().commit(path, counts, in_place, on_device)
 
     def drop(self) -> None:
         """Forget the open forest, and take the states back to where the text ends."""

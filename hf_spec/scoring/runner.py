@@ -258,11 +258,16 @@ class ModelRunner:
             return self.extend(tokens, ancestors)
         return self._closing.narrow(self.extend(*self._closing.widen(tokens, ancestors)))
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
-        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text; ``in_place`` for a chain."""
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
+        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text.
+
+        ``in_place``: no node moves, as in a chain. The counts may also be ``on_device``, (batch,).
+        """
         closing, self._closing = self._closing, None
         if closing is None:
-            self.slots.commit(path, counts, in_place)
+            self.slots.commit(path, counts, in_place, on_device)
             return
         self.slots.commit(*closing.widen_path(path, counts), in_place)
         self.keep_rows(closing.rows, keep_finished=True)
@@ -308,7 +313,7 @@ class ModelRunner:
         with (
             self.features.watching() as caught,
             self.slots.scoring(tokens.shape[1], ancestors, config) as block,
-            _reading_at(block.query, self._position_readers),
+            _reading_at(block, self._position_readers),
             with_adapters(self._adapted, self._of_these_rows),
         ):
             outputs = self._forward(self._inputs(tokens, block))
@@ -326,7 +331,7 @@ class ModelRunner:
         if (mask := self.slots.mask(block)) is not None:
             inputs["attention_mask"] = mask
         if self._first_position is not None:
-            inputs["position_ids"] = self._first_position + self.slots.advance(block)
+            inputs["position_ids"] = self.slots.positions(self._first_position, block)
         for name in TOKEN_TYPES:
             if (types := inputs.get(name)) is not None:  # new tokens are text, of the prompt's last type
                 last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
@@ -403,8 +408,12 @@ def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
-def _reading_at(position: Tensor, readers: list[nn.Module]) -> Iterator[None]:
-    """Let ``readers`` use ``position`` (batch, nodes) during a forward: no length of a cache suits all rows."""
+def _reading_at(block: Block, readers: list[nn.Module]) -> Iterator[None]:
+    """Let ``readers`` use the columns of ``block`` as positions in a forward: no length of a cache suits all rows."""
+    if not readers:
+        yield
+        return
+    position = block.query  # (batch, nodes)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # The embeddings take one row of positions for the whole batch.

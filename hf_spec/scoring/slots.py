@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
+from ..counting import numbers
+from .buffers import AHEAD
 from .masks import Block, showing
 
 
@@ -33,12 +35,14 @@ class Slots:
             before = max(0, self._prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
+        self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
+        self._ahead: tuple[Tensor, object, Tensor] | None = None  # see ``positions``
         self._open_depth: Tensor | None = None  # (batch, open nodes)
 
     @property
     def device(self) -> torch.device:
         """Return where lengths, paths and ancestors are kept."""
-        device: torch.device = self.cache.rows.lengths.device
+        device: torch.device = self.cache.rows.device
         return device
 
     @contextlib.contextmanager
@@ -66,7 +70,6 @@ class Slots:
 
     def _block(self, count: int, depth: Tensor | None, ancestors: Tensor | None) -> Block:
         rows = self.cache.rows
-        is_level = rows.shortest == rows.longest and self.padding is None
         return Block(
             rows.lengths,
             rows.open,
@@ -76,21 +79,40 @@ class Slots:
             depth,
             ancestors,
             self.cache.window,
-            sees_all=ancestors is None and count == 1 and is_level,
+            is_level=rows.shortest == rows.longest,
             end=self._end,
         )
 
     def _with_depth_of(self, ancestors: Tensor) -> Tensor:
         """Return the depth of every open node, the new ones last: (batch, forest)."""
+        depth = ancestors.sum(-1) - 1
+        if not self.cache.rows.open:
+            return depth
         known = self._open_depth
-        if known is None:  # a chain, if anything
-            chain = torch.arange(self.cache.rows.open, device=ancestors.device)
-            known = chain.expand(len(ancestors), -1)
-        return torch.cat([known, ancestors.sum(-1) - 1], dim=1)
+        if known is None:  # a chain so far
+            known = numbers(self.cache.rows.open, ancestors.device).expand(len(ancestors), -1)
+        return torch.cat([known, depth], dim=1)
 
-    def advance(self, block: Block) -> Tensor:
-        """Count how far each new node stands behind the first token after the prompt, (batch, nodes)."""
-        return block.query - self._prompt
+    def positions(self, first: Tensor, block: Block) -> Tensor:
+        """Return the positions of the new nodes, (..., batch, nodes).
+
+        That of the first token behind the prompt is ``first`` (..., batch or 1, 1). Those of a chain are worked out
+        once for each length of the text.
+        """
+        rows = self.cache.rows
+        if block.depth is not None or (self._end is not None and block.width > self._end):
+            return first + (block.query - self._prompt)
+        end = rows.open + block.count
+        if self._ahead is None or self._ahead[0] is not first or self._ahead[1] is not rows.version:
+            self._ahead = None
+        if self._ahead is None or self._ahead[2].shape[-1] < end:
+            count, advance = max(AHEAD, end), rows.longest - self._prompt
+            if rows.shortest == rows.longest and advance >= 0:
+                behind = numbers(count, self.device, advance)
+            else:
+                behind = rows.lengths[:, None] + numbers(count, self.device) - self._prompt
+            self._ahead = first, rows.version, first + behind.expand(len(rows.cpu_lengths), -1)
+        return self._ahead[2][..., rows.open : end]
 
     def mask(self, block: Block) -> Tensor | None:
         """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any.
@@ -99,14 +121,20 @@ class Slots:
         """
         if self.padding is None or not self.cache.attends:
             return None
-        return torch.nn.functional.pad(self.padding.long(), (0, block.width - self.padding.shape[1]), value=1)
+        if self._plain_mask is None or self._plain_mask.shape[1] < block.width:
+            missing = block.width + AHEAD - self.padding.shape[1]
+            self._plain_mask = torch.nn.functional.pad(self.padding.long(), (0, missing), value=1)
+        return self._plain_mask[:, : block.width]
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
         """Make ``counts[b]`` nodes of ``path[b]`` (batch, m) text, and forget the rest of the forest.
 
-        ``in_place``: the forest is a chain, so that every path stands where it belongs.
+        ``in_place``: every path stands where it belongs. The counts may also be ``on_device``, (batch,).
         """
-        self.cache.commit(path.to(self.device), counts, in_place)
+        on_device = None if on_device is None else on_device.to(self.device)
+        self.cache.commit(path.to(self.device), counts, in_place, on_device)
         self._open_depth = None
 
     def drop(self) -> None:
@@ -119,6 +147,7 @@ class Slots:
         self.cache.keep_rows(rows.to(self.device), keep_finished)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.device))
+            self._plain_mask = None
 
     def join(self, other: Slots) -> int | None:
         """Take over the rows of ``other``, slots of the same model, behind one's own; open forests are dropped.

@@ -193,7 +193,9 @@ class StaticSlotCache(Cache):
         for ring in self.rings.values():
             ring.aim(self.rows.lengths + self.rows.open, count)
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
         """Make the first ``counts[b]`` nodes of ``path[b]`` part of the row in seat b, and drop the rest.
 
         ``path`` is (seats, m), parents first; ``in_place`` says that each path is 0, 1, 2, ..., so that nothing moves.
@@ -201,10 +203,8 @@ class StaticSlotCache(Cache):
         self.rows.open = 0  # first: a forest whose nodes were moved in part is none
         lengths = self.rows.lengths
         if path.shape[1] > 1 and not in_place:
-            source, target = (
-                lengths[:, None] + path,
-                lengths[:, None] + torch.arange(path.shape[1], device=path.device),
-            )
+            target = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+            source = lengths[:, None] + path
             row = torch.arange(len(path), device=path.device)[:, None]
             for layer in self.slot_layers:
                 size = layer.ring.size
@@ -213,7 +213,8 @@ class StaticSlotCache(Cache):
                     moved = by_slot[row.to(device), (source % size).to(device)]
                     by_slot[row.to(device), (target % size).to(device)] = moved
         cpu_lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
-        self.rows.set(lengths + torch.tensor(list(counts), device=lengths.device), cpu_lengths)
+        taken = torch.tensor(list(counts), device=lengths.device) if on_device is None else on_device
+        self.rows.set(lengths + taken, cpu_lengths)
 
     def drop(self) -> None:
         """Forget the block and clear its slots: a nan there would reach queries that do not see it, as 0 * nan."""
@@ -426,6 +427,10 @@ class StaticSlots(Slots):
         shape = (rows.lengths, rows.open, count, width, self.padding, depth, ancestors)
         return RingBlock(*shape, cache.window, end=self._end)
 
+    def positions(self, first: Tensor, block: Block) -> Tensor:
+        """Return the positions of the new nodes, (..., seats, nodes), in memory that is laid out alike every time."""
+        return first + (block.query - self._prompt)
+
     def mask(self, block: Block) -> Tensor:
         """Return the plain mask (seats, slots of the longest ring) for models that look at it: 0 at left padding."""
         padding = self.padding
@@ -433,10 +438,12 @@ class StaticSlots(Slots):
             padding = torch.ones((len(block.lengths), 1), dtype=torch.bool, device=self.device)
         return torch.nn.functional.pad(padding.long(), (0, self.cache.longest_ring - padding.shape[1]), value=1)
 
-    def commit(self, path: Tensor, counts: Sequence[int], in_place: bool = False) -> None:
+    def commit(
+        self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
+    ) -> None:
         """Make ``counts[b]`` nodes of ``path[b]`` (rows, m) text, and forget the rest of the block."""
         if self.row_in_seat is not None:
             path = path.to(self.device).index_select(0, self.row_in_seat)
             taken = dict(zip(self.seats, counts, strict=True))
-            counts = [taken.get(seat, 0) for seat in range(len(path))]
-        super().commit(path, counts, in_place)
+            counts, on_device = [taken.get(seat, 0) for seat in range(len(path))], None
+        super().commit(path, counts, in_place, on_device)

@@ -222,7 +222,7 @@ class NgramDrafter(Drafter):
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news`` and look up what followed the same last tokens before, at most ``limit`` tokens of it."""
-        for row, tokens in zip(self._rows, new_tokens(news), strict=True):
+        for row, tokens in zip(self._rows, news.emitted, strict=True):
             row.extend(tokens)
         depth = self._shape.depth(limit)
         return lay_out([self._tree(row, depth) for row in self._rows], news.root, self._shape.is_chain)
@@ -270,7 +270,7 @@ class RememberingDrafter(Drafter):
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news`` and look up what may follow, at most ``limit`` tokens of it."""
-        for number, tokens in zip(self._numbers, new_tokens(news), strict=True):
+        for number, tokens in zip(self._numbers, news.emitted, strict=True):
             self._texts.extend(number, tokens)
         depth = self._shape.depth(limit)
         return lay_out([self._tree(number, depth) for number in self._numbers], news.root, self._shape.is_chain)
@@ -283,12 +283,6 @@ class RememberingDrafter(Drafter):
         shape = self._shape
         found = self._texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
         return list(found) if shape.ranks is None else _of_ranks(found, shape.ranks)
-
-
-def new_tokens(news: News) -> list[list[int]]:
-    """Bring the tokens that became text in each row from their device, in one transfer."""
-    moved = torch.cat([news.counts[:, None], news.tokens], dim=1).tolist()
-    return [tokens[:count] for count, *tokens in moved]
 
 
 def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:
@@ -309,7 +303,8 @@ def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Pr
     tokens, parents = torch.tensor(rows, device=root.device).unbind(1)  # (batch, 1 + nodes)
     tokens[:, 0] = root
     depth = max(len(path) for tree in trees for path in tree)
-    return Proposal(tokens, parents, depth, is_chain=is_chain)
+    proposal = Proposal(tokens, parents, depth, is_chain=is_chain)
+    return proposal.whole() if all(len(tree) == nodes for tree in trees) else proposal
 
 
 def _most_frequent_first(found: Iterable[Path]) -> list[Path]:

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ...counting import numbers
 from ...proposal import Proposal
 from ...scoring.architectures import drops_cache, why_unsupported
 from ...scoring.factory import runner_for
@@ -87,15 +88,15 @@ class VanillaDrafter(Drafter):
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
-        root = tokens.gather(1, counts[:, None] - 1)[:, 0]
-        self._lengths += counts
+        root = news.root.to(self._device)
+        self._lengths = self._lengths + counts
         if (room := self._room) is not None:
             self._reads = self._reads and room > 0  # once text went by unread, no guess can follow
             limit = min(limit, room)
         if not self._reads:
             logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
             return Proposal.nothing(root).to(news.tokens.device)
-        log_probs = self._log_probs(self._read(self._readable(tokens), counts))
+        log_probs = self._log_probs(self._read(self._readable(tokens), counts, news.amounts))
         self._open = []
         proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
@@ -112,7 +113,7 @@ class VanillaDrafter(Drafter):
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """Put token 0 for those of the target that the draft does not know: it then guesses badly, but it can read."""
-        return tokens.masked_fill(tokens >= self._known, 0)
+        return tokens if self._known >= self._vocabulary else tokens.masked_fill(tokens >= self._known, 0)
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         """Turn draft logits (..., vocabulary) into the log-probabilities of guesses over the target's vocabulary."""
@@ -121,32 +122,37 @@ class VanillaDrafter(Drafter):
         # The processors keep tensors where the prompt is, which may be another device than the draft's.
         return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
 
-    def _read(self, tokens: Tensor, counts: Tensor) -> Tensor:
+    def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
 
-        Guesses that came true stand in the open forest already; only what follows them is read.
+        ``counts`` (batch,), or ``amounts``, of them count. Guesses that came true stand in the open forest already;
+        only what follows them is read.
         """
+        if not self._open or tokens.shape[1] == 1:
+            self._runner.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
+            return self._read_on(tokens, counts, amounts)
         path, matched = self._came_true(tokens, counts)
         known = matched.tolist()
-        self._runner.commit(path, known, in_place=self._is_chain)
-        rest = [count - seen for count, seen in zip(counts.tolist(), known, strict=True)]
-        width = max(rest)
-        column = matched[:, None] + torch.arange(width, device=tokens.device)
+        self._runner.commit(path, known, self._is_chain, matched)
+        rest = [count - seen for count, seen in zip(amounts, known, strict=True)]
+        column = matched[:, None] + numbers(max(rest), tokens.device)
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
-        logits = self._runner.extend(block).logits
-        self._runner.commit(block, rest, in_place=True)
-        last = torch.tensor(rest, device=tokens.device) - 1
-        return logits[torch.arange(len(tokens), device=tokens.device), last]
+        return self._read_on(block, counts - matched, rest)
+
+    def _read_on(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
+        logits = self._runner.extend(tokens).logits
+        self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
+        if len(set(amounts)) == 1:
+            return logits[:, amounts[0] - 1]
+        return logits[numbers(len(tokens), tokens.device), counts - 1]
 
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
         whose logits are needed again."""
-        if not self._open or tokens.shape[1] == 1:
-            return tokens[:, :0], torch.zeros_like(counts)
         guesses, parents = (torch.cat(part, dim=1) for part in zip(*self._open, strict=True))
         if self._is_chain:
             known = guesses[:, : tokens.shape[1] - 1]
-            steps = torch.arange(known.shape[1], device=tokens.device)
+            steps = numbers(known.shape[1], tokens.device)
             same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
             return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
         node = torch.full_like(counts, -1)

@@ -1,0 +1,33 @@
+"""Whole numbers on a device that are made once, because every operator costs a step the time to dispatch it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+LEAST = 128  # numbers that are made at once
+FIRST = -2  # the smallest one
+
+
+def numbers(count: int, device: torch.device, start: int = 0) -> Tensor:
+    """Return ``start``, ``start`` + 1, ... as a view (count,) of a tensor that all share: it must not be written to.
+
+    ``start`` is -2 or more.
+    """
+    if torch.compiler.is_compiling():
+        return torch.arange(start, start + count, device=device)
+    end = start + count
+    return _made(max(LEAST, 1 << max(0, end - 1).bit_length()), device)[start - FIRST : end - FIRST]
+
+
+def repeated(number: int, count: int, device: torch.device) -> Tensor:
+    """Return ``count`` times the same ``number``, -2 or more, as a view (count,) like that of ``numbers``."""
+    return numbers(1, device, number).expand(count)
+
+
+@functools.lru_cache(maxsize=64)
+def _made(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used outside of it
+        return torch.arange(FIRST, count, device=device)
