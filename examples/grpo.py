@@ -28,6 +28,8 @@ PROMPTS = ["Once upon a time", "One day, a little", "Tom and Lily", "The sun was
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=demo.path(), help="the policy; a draft has to be made for it")
+    parser.add_argument("--draft", default=demo.path("draft-eagle3"))
     parser.add_argument("--speculator", choices=["eagle3", "memory"], default="eagle3")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
@@ -75,7 +77,7 @@ class Rollouts:
 
 
 def train(rollouts: Rollouts, speculator: str | None, options: argparse.Namespace) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    policy = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32)
     rollouts.watch(policy)
     common: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
     args = GRPOConfig(
@@ -93,7 +95,7 @@ def train(rollouts: Rollouts, speculator: str | None, options: argparse.Namespac
     if speculator == "memory":
         callbacks.append(RolloutCallback(NgramSpeculator(remember=100_000)))
     elif speculator == "eagle3":
-        draft = AutoModel.from_pretrained(demo.path("draft-eagle3"))
+        draft = AutoModel.from_pretrained(options.draft)
         learning = DraftTrainingArguments(
             output_dir=f"{options.output}/draft", num_train_epochs=1, per_device_train_batch_size=8, **common
         )
@@ -103,7 +105,7 @@ def train(rollouts: Rollouts, speculator: str | None, options: argparse.Namespac
         reward_funcs=rollouts.reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=AutoTokenizer.from_pretrained(demo.path()),
+        processing_class=AutoTokenizer.from_pretrained(options.target),
         callbacks=callbacks,
     )
     trainer.train()
