@@ -240,11 +240,10 @@ class Pace:
             self._experience.measured(rows, depth, seconds)
         if any(offered):
             self._experience.accepted(offered, reached)
-        # As long as tries from ordinary steps are accepted, they go on: one alone says little.
-        self._trying = self._best == 0 and 2 * sum(reached) > len(reached)
-        self._in_a_row = self._in_a_row + 1 if self._trying else 0
-        if self._compiled and self._in_a_row > SAMPLES:  # where there is no cheaper guess, enough is known by then
-            self._trying, self._in_a_row = False, 0
+        # As long as tries from ordinary steps are accepted they go on, because one alone says little. That many tell.
+        is_good = self._best == 0 and 2 * sum(reached) > len(reached)
+        self._in_a_row = self._in_a_row + 1 if is_good else 0
+        self._trying = is_good and self._in_a_row % SAMPLES > 0
 
     def __str__(self) -> str:
         total = sum(self._chosen.values())
