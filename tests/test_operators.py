@@ -135,7 +135,7 @@ CEILINGS = {  # operators outside the forwards of 1 and of 8 rows, and waits
     ("eagle3", False, False): (25, 40, 1.5),
     ("eagle3", False, True): (105, 125, 3),
     ("eagle3", True, False): (155, 165, 2),
-    ("eagle3", True, True): (740, 775, 4.5),
+    ("eagle3", True, True): (740, 775, 5.2),
 }
 
 
