@@ -272,12 +272,12 @@ def test_tree_and_length_are_read():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, a list"),
+        (["--tree", "bush"], "'bush' is not chain, dynamic, sampled, auto, a list"),
         (["--tree", "[0]"], "is not chain"),
         (["--tree", "[[0]"], "is not chain"),
         (["--tree", "nowhere.json"], "'nowhere.json' is not chain"),
         (["--num-speculative-tokens", "0"], "neither a whole number of at least 1 nor auto"),
-        (["--limit", "0"], "--limit: '0' is not a whole number of at least 1"),
+        (["--limit", "0"], "--limit/--prompts-per-category: '0' is not a whole number of at least 1"),
         (["--threads", "0"], "--threads: '0' is not a whole number of at least 1"),
         (["--repeats", "0"], "--repeats: '0' is not a whole number of at least 1"),
         (["--max-new-tokens", "1"], "--max-new-tokens: '1' is not a whole number of at least 2"),
