@@ -184,3 +184,14 @@ def test_costs_of_steps_are_measured_and_drawn(tmp_path: Path, monkeypatch: pyte
     assert list(found["nodes"]["nodes"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert set(found["prompt"]) == {"0", "1", "6", "16"} and list(found["prompt"]["6"]) == ["64"]
     assert (tmp_path / "costs.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_default_settings_are_measured_beside_plain_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--rounds", "1", "--new-tokens", "6", "--batch", "2", "--processors"]
+    monkeypatch.setattr("sys.argv", ["default_speed.py", *given])
+    runpy.run_path(str(ROOT / "examples" / "default_speed.py"), run_name="__main__")
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.count("|") for row in rows] == [header.count("|")] * 2
+    assert all(float(ratio) > 0 for row in rows for ratio in row.split("|")[2:-1])
