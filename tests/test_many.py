@@ -312,7 +312,10 @@ def test_shapes_of_prompts_and_texts() -> None:
     assert list(generate_many(model, [], **QUIET, **GREEDY)) == []
 
 
-def test_each_completion_has_its_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_completion_has_its_statistics(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.logging._tqdm_active", True)  # the command turns bars off for its process
     found = list(generate_many(target(), texts(), speculator=draft(), batch_size=4, **GREEDY))
     stats = [one.speculation for one in found]
     for one, own in zip(found, stats, strict=True):

@@ -59,7 +59,8 @@ class StaticRunner(ModelRunner):
         """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
         if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
             self.compiled = CompiledForward(self.model, generation_config.compile_config)
-        return super().prefill(input_ids, generation_config, model_kwargs)
+        with self._turn():  # what is compiled meanwhile would tell this prompt's hooks of its own positions
+            return super().prefill(input_ids, generation_config, model_kwargs)
 
     def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Return False: a prompt is read as plain ``generate`` reads it over a static cache."""
@@ -98,6 +99,9 @@ class StaticRunner(ModelRunner):
     def compiles(self) -> bool:
         return self.compiled is not None
 
+    def _turn(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.compiled is None else taking_turns
+
     @property
     def compilation(self) -> tuple[int, float]:
         """Return how many graphs were compiled since the prefill, and in how many seconds."""
@@ -134,7 +138,7 @@ class StaticRunner(ModelRunner):
         if (seats := self.slots.row_in_seat) is not None:
             tokens = tokens.index_select(0, seats)
             ancestors = None if ancestors is None else ancestors.to(seats.device).index_select(0, seats)
-        with contextlib.nullcontext() if self.compiled is None else taking_turns:
+        with self._turn():
             scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors)
         if count < width:
             scores = scores.each(lambda states: states[:, :count])
