@@ -7,18 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import (
-    TEMPERATURE_HELP,
-    TREE_HELP,
-    add_device_options,
-    add_proposal_options,
-    at_least,
-    command,
-    configured,
-    sampling,
-    temperature_of,
-    tree_of,
-)
+from .common import add_answer_options, asked_for, command, configured, sampling
 
 if TYPE_CHECKING:
     from ..metrics import SpeculationStats
@@ -33,12 +22,7 @@ def add_chat(commands: Any) -> None:
     add("model", help="target: directory or Hub id, with a chat template")
     add("--speculator", required=True, metavar="X", help="ngram, mtp, auto, or a draft: directory or Hub id")
     add("--system", metavar="TEXT", help="what the model is told before the first message")
-    add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="length of an answer (%(default)s)")
-    add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
-    add("--seed", type=int, metavar="N", help="of the sampled tokens")
-    add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
-    add_proposal_options(add)
-    add_device_options(add)
+    add_answer_options(add, 512)
 
 
 def _chat(args: argparse.Namespace) -> None:
@@ -56,10 +40,7 @@ def _chat(args: argparse.Namespace) -> None:
         torch.manual_seed(args.seed)
     options = {
         "speculator": speculator,
-        # Left out, the number of guesses is chosen by the clock.
-        "speculation_config": configured(speculator, args, args.tree).merge(
-            num_speculative_tokens=args.num_speculative_tokens
-        ),
+        "speculation_config": asked_for(speculator, args, args.tree),
         "max_new_tokens": args.max_new_tokens,
         **sampling(args.temperature),
     }

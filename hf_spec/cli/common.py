@@ -52,11 +52,26 @@ def add_proposal_options(add: Any) -> None:
     add("--tree-nodes", type=at_least(1), metavar="N", help="guesses in a dynamic or sampled tree")
 
 
+def add_answer_options(add: Any, length: int) -> None:
+    """Declare how answers are decoded: how long (``length`` by default), how drawn, how guessed and where."""
+    add("--max-new-tokens", type=at_least(1), default=length, metavar="N", help="length of an answer (%(default)s)")
+    add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
+    add("--seed", type=int, metavar="N", help="of the sampled tokens")
+    add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
+    add_proposal_options(add)
+    add_device_options(add)
+
+
 def configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
     """Add the options that are given to what the draft itself wants."""
     options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_top_k", "tree_nodes")}
     changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
     return speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
+
+
+def asked_for(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
+    """Return the settings of a call: left out, the number of guesses is chosen by the clock."""
+    return configured(speculator, args, tree).merge(num_speculative_tokens=args.num_speculative_tokens)
 
 
 def sampling(temperature: float | None) -> dict[str, Any]:

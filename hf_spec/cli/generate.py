@@ -7,17 +7,13 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from .common import (
-    TEMPERATURE_HELP,
-    TREE_HELP,
-    add_device_options,
-    add_proposal_options,
+    add_answer_options,
+    asked_for,
     at_least,
     command,
     configured,
     existing,
     sampling,
-    temperature_of,
-    tree_of,
     writable,
 )
 from .many import answer_file, check_options
@@ -36,12 +32,7 @@ def add_generate(commands: Any) -> None:
     add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; goes on with one that is there")
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="length of the answer (%(default)s)")
-    add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
-    add("--seed", type=int, metavar="N", help="of the sampled tokens")
-    add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
-    add_proposal_options(add)
-    add_device_options(add)
+    add_answer_options(add, 256)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -70,10 +61,7 @@ def _generate(args: argparse.Namespace) -> None:
         input_ids=input_ids,
         attention_mask=torch.ones_like(input_ids),
         speculator=speculator,
-        # Left out, the number of guesses is chosen by the clock.
-        speculation_config=configured(speculator, args, args.tree).merge(
-            num_speculative_tokens=args.num_speculative_tokens
-        ),
+        speculation_config=asked_for(speculator, args, args.tree),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         max_new_tokens=args.max_new_tokens,
         return_dict_in_generate=True,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .common import configured, sampling
+from .common import asked_for, configured, sampling
 
 if TYPE_CHECKING:
     from ..bench import Prompt
@@ -60,9 +60,7 @@ def answer_file(args: argparse.Namespace) -> None:
         target,
         rest,
         speculator=speculator,
-        speculation_config=configured(speculator, args, args.tree).merge(
-            num_speculative_tokens=args.num_speculative_tokens
-        ),
+        speculation_config=asked_for(speculator, args, args.tree),
         tokenizer=tokenizer,
         batch_size=args.batch_size,
         accelerator=state,

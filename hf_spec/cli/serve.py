@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from .common import TREE_HELP, add_proposal_options, command, configured, tree_of
+from .common import TREE_HELP, add_proposal_options, asked_for, command, tree_of
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
@@ -41,8 +41,7 @@ def _serve(args: argparse.Namespace) -> None:
     tree = args.tree or ("chain" if options["continuous_batching"] else None)
 
     def config(speculator: Speculator) -> SpeculationConfig:
-        # Left out, the number of guesses is chosen by the clock.
-        return configured(speculator, args, tree).merge(num_speculative_tokens=args.num_speculative_tokens)
+        return asked_for(speculator, args, tree)
 
     from ..serving.server import Server
 

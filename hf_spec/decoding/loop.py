@@ -79,12 +79,12 @@ class SpeculativeDecoding:
         ranks = Ranks(model)
         text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
         is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
+        samples = bool(generation_config.do_sample)
         if config.tree == "auto":
             config = chain = config.merge(tree=None)
             # Over a static cache each shape is compiled anew: a chain it is.
             if not is_static and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text):
-                sample = bool(generation_config.do_sample)
-                config = ranks.agree(faster(model, speculator, chain, len(text.rows), sample))
+                config = ranks.agree(faster(model, speculator, chain, len(text.rows), samples))
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
@@ -93,9 +93,8 @@ class SpeculativeDecoding:
         if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
             cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
 
-        if generation_config.do_sample:
+        if samples:
             ranks.share_random_numbers(input_ids.device)
-        samples = bool(generation_config.do_sample)
         # Unasked, the clock decides only here. Where random numbers are drawn, a step takes as many as it is deep, and
         # the same seed would not give the same text.
         unasked = self.config is None or self.config.num_speculative_tokens is None
