@@ -170,6 +170,7 @@ class Call:
         # What was scored and is not committed: the guesses, and the lengths of the rows in front of them.
         self.block: tuple[Proposal, list[int]] | None = None
         self.prompt_mask: Tensor
+        self._was_ordinary = False  # the last step guessed nothing
 
     def read_prompt(self, input_ids: Tensor) -> Choice:
         """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
@@ -240,6 +241,7 @@ class Call:
             limit = min(self.ranks.agree(self.pace.depth(len(self.rows))), max(room))
             proposal = self.ranks.agree_on_proposal(self.drafter.propose(news, limit))
             proposal = self.target.fit(proposal.within(room), limit)
+            self._align(proposal)
         with self.stats.timed("verify"):
             scores = score(proposal)
         self._note_compilation()
@@ -263,6 +265,12 @@ class Call:
             self.pace.stepped(len(self.rows), proposal.max_depth, seconds, choice.deepest, choice.accepted)
         self.features = scores.features
         return choice
+
+    def _align(self, proposal: Proposal) -> None:
+        """Align the rows where ordinary steps follow each other: that costs once what each of them costs more."""
+        if self._was_ordinary and proposal.max_depth == 0 and not self._returns_cache:
+            self.target.align()
+        self._was_ordinary = proposal.max_depth == 0
 
     def _note_compilation(self) -> None:
         self.stats.compiled(*self.target.compilation)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
+from ..counting import numbers
 from .buffers import Rows, SlotBuffer
 from .layers import KINDS, adopt, keeps_state, undo
 from .static import undo_static_reading
@@ -200,6 +201,17 @@ class SlotCache(Cache):
                 for _, (length, layers) in sorted(self._retired.items())
             ]
             slots.release(layer, rows, lengths)
+
+    def align(self) -> Tensor:
+        """Move all rows to the right until they end in the same column; return how far each one went, (batch,)."""
+        rows = self.rows
+        shift = rows.longest - rows.lengths
+        row = numbers(len(shift), rows.device)[:, None]
+        for buffer in self._buffers():
+            target = numbers(rows.longest - buffer.start, rows.device, buffer.start).expand(len(shift), -1)
+            buffer.move(row, (target - shift[:, None]).clamp(min=buffer.start), target)
+        rows.set(None, [rows.longest] * len(shift))
+        return shift
 
     def _buffers(self) -> list[SlotBuffer]:
         return [buffer for layer in self.layers for buffer in layer.buffers.values()]

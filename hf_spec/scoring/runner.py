@@ -360,6 +360,13 @@ class ModelRunner:
             for name, value in self._step_kwargs.items()
         }
 
+    def align(self) -> None:
+        """Let all rows end in the same column, where all that is kept lies in slots and columns are not positions."""
+        first, cache = self._first_position, self.slots.cache
+        is_level = cache.rows.shortest == cache.rows.longest
+        if type(self) is ModelRunner and cache.joins and first is not None and not is_level:
+            self._first_position = first - self.slots.align().to(first.device)
+
     def join(self, other: ModelRunner) -> bool:
         """Take over the rows of ``other``, a runner of the same model, behind one's own, and tell whether that is
         possible: not where states or arguments belong to rows, or where rows are padded."""

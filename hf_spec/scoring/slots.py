@@ -38,6 +38,7 @@ class Slots:
         self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
         self._ahead: tuple[Tensor, object, Tensor] | None = None  # see ``positions``
         self._open_depth: Tensor | None = None  # (batch, open nodes)
+        self._shift: Tensor | None = None  # (batch, 1), how far the rows have been moved to the right
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +81,7 @@ class Slots:
             ancestors,
             self.cache.window,
             is_level=rows.shortest == rows.longest,
-            end=self._end,
+            end=self._end if self._shift is None else None,
         )
 
     def _with_depth_of(self, ancestors: Tensor) -> Tensor:
@@ -101,7 +102,10 @@ class Slots:
         """
         rows = self.cache.rows
         if block.depth is not None or (self._end is not None and block.width > self._end):
-            return first + (block.query - self._prompt)
+            positions = first + (block.query - self._prompt)
+            if self._shift is None or self._end is None:
+                return positions
+            return torch.minimum(positions, first + self._shift + (self._end - 1 - self._prompt))
         end = rows.open + block.count
         if self._ahead is None or self._ahead[0] is not first or self._ahead[1] is not rows.version:
             self._ahead = None
@@ -148,6 +152,8 @@ class Slots:
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.device))
             self._plain_mask = None
+        if self._shift is not None:
+            self._shift = self._shift.index_select(0, rows.to(self.device))
 
     def join(self, other: Slots) -> int | None:
         """Take over the rows of ``other``, slots of the same model, behind one's own; open forests are dropped.
@@ -162,6 +168,26 @@ class Slots:
         self.cache.join(other.cache)
         self.padding = self._open_depth = None
         return self._prompt - other._prompt
+
+    def align(self) -> Tensor:
+        """Let all rows end in the same column, as in plain ``generate``: no node of an ordinary step needs a place or
+        a mask of its own then. What stands in front of a row is padding. ::
+
+            p p p t t          p p p t t
+            p p p t       →    - p p p t
+            - p p t t t t      - p p t t t t
+
+        Return how far each row went to the right, (batch, 1).
+        """
+        rows = self.cache.rows
+        most = rows.longest - rows.shortest
+        shift: Tensor = self.cache.align()[:, None]
+        before = rows.lengths.new_ones((len(shift), 0), dtype=torch.bool) if self.padding is None else self.padding
+        source = numbers(before.shape[1] + most, self.device) - shift  # (batch, columns)
+        before = torch.nn.functional.pad(before, (0, most), value=True).gather(1, source.clamp(min=0))
+        self.padding, self._plain_mask = before & (source >= 0), None
+        self._shift = shift if self._shift is None else self._shift + shift
+        return shift
 
     @property
     def committed(self) -> int | None:
