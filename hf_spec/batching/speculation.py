@@ -86,7 +86,8 @@ class Speculation:
         self._drafters = Drafters(self._start, model.device)
         self._asked_rows: list[Row] = []  # whose drafter is guessing just now
         self._warp: Warp
-        self._asked_for: tuple[int, float] | None = None  # how many rows were last asked to guess, and when
+        # How many rows were last asked to guess, when, and whether drafts had to catch up.
+        self._asked_for: tuple[int, float, bool] | None = None
 
     @property
     def most_guesses(self) -> int:
@@ -223,10 +224,10 @@ class Speculation:
         asked, self._asked_for = self._asked_for, None
         if not offered:
             return
-        seconds = None
+        seconds = late = None
         if usual and asked is not None and asked[0] == len(offered):
-            seconds = time.perf_counter() - asked[1]
-        self.pace.stepped(len(offered), max(offered), seconds, offered, reached)
+            seconds, late = time.perf_counter() - asked[1], asked[2]
+        self.pace.stepped(len(offered), max(offered), seconds, offered, reached, is_usual=not late)
 
     def propose(self, rows: Sequence[Row], rooms: Sequence[int]) -> None:
         """Let requests guess that go on; in each, ``rooms`` more guesses can become text."""
@@ -242,7 +243,7 @@ class Speculation:
                 late = self._drafters.propose(rows, limit, ask)
                 for row in rows:
                     row.guess = row.guess and row.guess.first(1 + self.most_guesses)
-        self._asked_for = None if late else (len(rows), start)
+        self._asked_for = len(rows), start, late
 
     def _ask(self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], news: News, limit: int) -> Proposal:
         self._asked_rows = rows

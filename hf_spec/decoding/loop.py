@@ -260,9 +260,9 @@ class Call:
             self.block = None
             rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             self.stats.step(self.rows, *rows)
-            usual = usual and not self.drafter.caught_up and self.stats.graphs == graphs
-            seconds = time.perf_counter() - start if usual else None
-            self.pace.stepped(len(self.rows), proposal.max_depth, seconds, choice.deepest, choice.accepted)
+            seconds = time.perf_counter() - start if usual and self.stats.graphs == graphs else None
+            figures = (proposal.max_depth, seconds, choice.deepest, choice.accepted)
+            self.pace.stepped(len(self.rows), *figures, is_usual=not self.drafter.caught_up)
         self.features = scores.features
         return choice
 

@@ -26,9 +26,11 @@ SAMPLES = 7  # latest steps of a depth, whose median is what it takes
 FADE = 0.97  # what a step's acceptance weighs after one more step
 CARRIED = 8.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
-LOOK_AGAIN = 32  # steps until another depth is tried; four times as many after a try in vain
+LOOK_AGAIN, LONGEST = 32, 1024  # steps until another depth is tried, at least and at most
+TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
 MARGIN = 1.02  # how much faster another depth must promise to be
+PLAIN_MARGIN = 1.05  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
 
 
 class Experience:
@@ -44,6 +46,8 @@ class Experience:
         self.offered = [0.0] * DEEPEST
         self.reached = [0.0] * DEEPEST
         self.calls = 0  # that might have guessed in another shape
+        self.best: dict[int, int] = {}  # depth, by size of the batch
+        self.patience, self.steps = LOOK_AGAIN, 0  # until another depth is tried, and taken of them
 
     def carry_over(self) -> None:
         """Begin another call: what was accepted in earlier ones is a hint, no more."""
@@ -153,11 +157,11 @@ class Pace:
         self._experience = experience
         self._chosen: Counter[int] = Counter()
         self._best: int | None = None
-        self._steps = 0  # since another depth was tried
-        self._patience = LOOK_AGAIN
+        self._speed = 0.0  # tokens per second of a row that the best depth promises
         self._tries = itertools.cycle(("deeper", "shallower", "none"))
-        self._trying = False
+        self._tried = self._trying = False  # in the last step, in the next one
         self._in_a_row = 0  # tries
+        self._lost = 0.0  # seconds, to them
         if adapts:
             experience.carry_over()
 
@@ -198,26 +202,25 @@ class Pace:
         return depth
 
     def _choose(self, rows: int) -> int:
-        times = self._experience.times(rows)
+        experience, self._tried = self._experience, False
+        times = experience.times(rows)
         if not any(times):  # no depth but 0
             return min(self.first, self.deepest)
         if 0 not in times:
             return 0
-        speeds = self._experience.speeds(rows, self.deepest)
+        speeds = experience.speeds(rows, self.deepest)
         if self._compiled:
             speeds = {depth: speed for depth, speed in speeds.items() if depth in (0, self.first)}
         best = max(speeds, key=speeds.__getitem__)
-        if self._best in speeds and speeds[best] < MARGIN * speeds[self._best]:
-            best = self._best
-        if best != self._best:
-            self._best, self._patience = best, LOOK_AGAIN
-        self._steps += 1
-        if self._trying:
-            return self._other(best, speeds)
-        if self._steps < self._patience:
-            return best
-        self._steps, self._patience = 0, 4 * self._patience
-        return self._other(best, speeds)
+        last = experience.best.get(_size(rows))
+        if last in speeds and speeds[best] < (MARGIN if last else PLAIN_MARGIN) * speeds[last]:
+            best = last
+        if best != last:
+            experience.best[_size(rows)], experience.patience = best, LOOK_AGAIN
+        self._best, self._speed = best, speeds[best]
+        experience.steps += 1
+        self._tried = self._trying or experience.steps >= experience.patience
+        return self._other(best, speeds) if self._tried else best
 
     def _other(self, best: int, speeds: dict[int, float]) -> int:
         """Return a depth to be tried instead of the ``best``: what is believed of the others may be out of date."""
@@ -230,13 +233,20 @@ class Pace:
         return min(other, self.deepest)
 
     def stepped(
-        self, rows: int, depth: int, seconds: float | None, offered: Sequence[int], reached: Sequence[int]
+        self,
+        rows: int,
+        depth: int,
+        seconds: float | None,
+        offered: Sequence[int],
+        reached: Sequence[int],
+        is_usual: bool = True,
     ) -> None:
-        """Learn from a step that guessed ``depth`` deep, in ``seconds`` unless it also read the prompt.
+        """Learn from a step that guessed ``depth`` deep, in ``seconds`` unless it also read the prompt or compiled.
 
-        Row by row, ``offered`` says how deep it guessed and ``reached`` how many guesses were accepted.
+        Row by row, ``offered`` says how deep it guessed and ``reached`` how many guesses were accepted. A step is not
+        ``is_usual`` if its draft had to read what became text in earlier ones.
         """
-        if seconds is not None:
+        if seconds is not None and is_usual:
             self._experience.measured(rows, depth, seconds)
         if any(offered):
             self._experience.accepted(offered, reached)
@@ -244,6 +254,16 @@ class Pace:
         is_good = self._best == 0 and 2 * sum(reached) > len(reached)
         self._in_a_row = self._in_a_row + 1 if is_good else 0
         self._trying = is_good and self._in_a_row % SAMPLES > 0
+        if self._tried and seconds is not None:
+            self._lost += seconds - (1 + sum(reached) / len(reached)) / self._speed
+        if self._tried and not self._trying:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Put the next try off until what the last ones cost is a small share of the time."""
+        steps = self._lost * self._speed / TRIES  # each of them gives at least a token
+        self._experience.patience, self._experience.steps = round(min(max(LOOK_AGAIN, steps), LONGEST)), 0
+        self._lost = 0.0
 
     def __str__(self) -> str:
         total = sum(self._chosen.values())
