@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
             "markov_rank": 48,
         },
         MuonTrainer,
-        {"num_anchors": 48, "normalizer": "guess", "num_train_epochs": 2.2, "learning_rate": 6e-3},
+        {"num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2, "learning_rate": 6e-3},
     ),
 }
 BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
