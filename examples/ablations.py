@@ -35,37 +35,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "quarter": {"share": 1 / 4},
     "all": {"share": 1.0},
 }
-MUON_SCALE = 7.0  # Muon's learning rate over AdamW's
-
-
-class MuonTrainer(DraftTrainer):
-    """Train matrices with Muon, which needs far fewer steps here than AdamW, and the rest with AdamW."""
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        self.optimizer = Together(self.draft, self.settings.learning_rate)
-        return self.optimizer
-
-
-class Together(torch.optim.Optimizer):
-    """Be two optimizers that share one schedule."""
-
-    def __init__(self, draft: torch.nn.Module, learning_rate: float) -> None:
-        learning = {name: weight for name, weight in draft.named_parameters() if weight.requires_grad}
-        ends = {
-            name for name, weight in learning.items() if weight.dim() != 2 or "lm_head" in name or "markov_w" in name
-        }
-        inside = [weight for name, weight in learning.items() if name not in ends]
-        others = [weight for name, weight in learning.items() if name in ends]
-        self.parts = [
-            torch.optim.Muon(inside, lr=MUON_SCALE * learning_rate, weight_decay=0.05),
-            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
-        super().__init__([*inside, *others], {})
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    def step(self, closure: Any = None) -> None:
-        for part in self.parts:
-            part.step()
 
 
 def run(name: str, options: argparse.Namespace) -> None:
@@ -96,14 +65,16 @@ def run(name: str, options: argparse.Namespace) -> None:
     }
     recipe = {
         "num_train_epochs": options.epochs,
+        "muon_learning_rate": 42e-3,
         "learning_rate": 6e-3,
+        "weight_decay": 0.05,
         "max_grad_norm": 1.0,
         "warmup_steps": 0.1,
         "logging_steps": 20,
         "save_strategy": "no",
         **change,
     }
-    trainer = MuonTrainer(
+    trainer = DraftTrainer(
         draft,
         target,
         DraftTrainingArguments(**common, **recipe),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ablations import MuonTrainer
 from datasets import Dataset
 from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -40,24 +39,22 @@ MIXTURE = [
 ]
 # Of each kind: what the draft is, and how it is trained. Heads that ended in the target's own output layer, which is
 # only 144 wide, guessed worse however they were trained.
-KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+MUON = {"muon_learning_rate": 42e-3, "learning_rate": 6e-3, "weight_decay": 0.05}
+KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "eagle3": (
         Eagle3SpeculatorConfig,
         {},
-        MuonTrainer,
-        {"unroll_steps": 5, "num_train_epochs": 2.2, "learning_rate": 6e-3},
+        {**MUON, "unroll_steps": 5, "num_train_epochs": 2.2},
     ),
     "medusa": (
         MedusaSpeculatorConfig,
         {"num_heads": 4, "num_hidden_layers": 2, "draft_vocab_size": 1024, "shared_with_target": []},
-        DraftTrainer,
         {"num_train_epochs": 3.5, "learning_rate": 1e-2},
     ),
     "mtp": (
         MTPSpeculatorConfig,
         {"shared_with_target": ["embed_tokens", "lm_head"]},
-        MuonTrainer,
-        {"unroll_steps": 4, "num_train_epochs": 2, "learning_rate": 6e-3},
+        {**MUON, "unroll_steps": 4, "num_train_epochs": 2},
     ),
     "dspark": (
         DSparkSpeculatorConfig,
@@ -68,8 +65,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
             "markov_head_type": "rnn",
             "markov_rank": 48,
         },
-        MuonTrainer,
-        {"num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2, "learning_rate": 6e-3},
+        {**MUON, "num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2},
     ),
 }
 BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
@@ -127,7 +123,7 @@ def main() -> None:
     data = Dataset.load_from_disk(str(cache))
 
     name = f"draft-{options.kind}"
-    make, shape, trainer_class, recipe = KINDS[options.kind]
+    make, shape, recipe = KINDS[options.kind]
     config = make.for_target(target.config, **shape)
     config.speculators_config["verifier"]["name_or_path"] = None  # the family is where the package is
     args = DraftTrainingArguments(
@@ -142,7 +138,7 @@ def main() -> None:
         **recipe,
     )
     draft = new_draft(config, target, count_tokens(data, target.config.vocab_size))
-    trainer = trainer_class(draft, target, args, train_dataset=data, processing_class=tokenizer)
+    trainer = DraftTrainer(draft, target, args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     trainer.draft.to(torch.bfloat16).save_pretrained(options.output / name)
 

@@ -250,6 +250,22 @@ def test_blocks_and_recomputing_change_neither_logits_nor_gradients(
             torch.testing.assert_close(two, one, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=len(FLAGS))))
+def test_gradients_under_autocast_are_those_of_float32(values: tuple[bool, ...]) -> None:
+    """Norms give float32 there, projections bfloat16, so that a step may meet keys of another dtype."""
+    draft = eagle3(**dict(zip(FLAGS, values, strict=True)))
+    ids, features = batch(draft)
+    found = []
+    for enabled in (False, True):
+        draft.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits = unroll(draft, ids, features, STEPS)
+        sum(step.float().log_softmax(-1)[..., 3].sum() for step in logits).backward()
+        gradients = [weight.grad for weight in draft.parameters() if weight.grad is not None]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    assert torch.cosine_similarity(*found, dim=0) > 0.98
+
+
 def test_the_last_step_teaches_what_the_first_one_reads() -> None:
     draft = eagle3()
     ids, features = batch(draft)

@@ -57,6 +57,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, flex: bool) 
     ``key`` and ``value`` are (batch, key heads, keys, size); the log-sum-exps (batch, key heads, group, queries) are
     float32, for merging with what the queries attend to besides. ``flex``: by FlexAttention.
     """
+    query, value = query.to(key.dtype), value.to(key.dtype)  # under autocast norms make the later steps' states wider
     found: tuple[Tensor, Tensor] = (_flex if flex else cast(Any, _ByBlocks.apply))(query, key, value, reach)
     return found
 

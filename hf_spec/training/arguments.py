@@ -11,7 +11,10 @@ from transformers.integrations.integration_utils import get_available_reporting_
 
 from .losses import Normalizer, Outside, objective_terms
 
-NUMBERS = ("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature")
+NUMBERS = (
+    *("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature"),
+    "muon_learning_rate",
+)
 WHOLE = (
     *("unroll_steps", "num_anchors", "logit_rows"),
     *("eval_prompts", "eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"),
@@ -40,6 +43,9 @@ class DraftTrainingArguments(TrainingArguments):
             and counts them wrong; ``"keep"`` compares within the draft vocabulary, as the speculators library does.
         feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
             (EAGLE-1: 1.0, beside 0.1 cross-entropy).
+        muon_learning_rate: train the matrices inside the draft with Muon at this rate (0.01, say), which needs fewer
+            steps than AdamW, and the rest with AdamW at ``learning_rate``; both follow one schedule. ``None``: what
+            ``optim`` names.
         freeze_lm_head: do not train the draft's own output layer, as the speculators library does.
         logit_rows: positions of the text whose logits exist at once. Fewer need less memory, more are faster.
         eval_prompts: held-out prompts that ``evaluate()`` generates from; 0 for none.
@@ -62,6 +68,7 @@ class DraftTrainingArguments(TrainingArguments):
     confidence_weight: float = 1.0
     outside_vocabulary: str = "drop"
     feature_loss_weight: float = 0.0
+    muon_learning_rate: float | None = None
     freeze_lm_head: bool = False
     logit_rows: int = 256
     eval_prompts: int = 16
@@ -111,6 +118,11 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
         if self.chain_smoothing is not None and not 0 <= self.chain_smoothing <= 1:
             raise ValueError(f"chain_smoothing is {self.chain_smoothing!r}; set 0 to 1, or None")
+        if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
+            raise ValueError(
+                "Muon needs whole matrices, and FSDP and DeepSpeed give each process a part of them: leave "
+                "muon_learning_rate out, or train without sharding"
+            )
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns would remove what the target reads; leave it False")
         if self.torch_compile:

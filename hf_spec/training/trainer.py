@@ -21,7 +21,7 @@ from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.unrolling import Unrolled, UnrollInput
 from ..metrics import Counts
-from . import sharding
+from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_before_saving, name_target
@@ -92,9 +92,7 @@ class DraftTrainer(Trainer):
                 "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
             )
         if not isinstance(bare(target), PreTrainedModel) or isinstance(bare(target), DraftModel):
-            raise TypeError(
-                f"the target is a {type(target).__name__}: pass the language model, loaded, behind the draft"
-            )
+            raise TypeError(f"the target is a {type(target).__name__}: pass the language model, loaded, as second")
         self.target: PreTrainedModel = bare(target).eval()
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
@@ -102,6 +100,8 @@ class DraftTrainer(Trainer):
         self._tokenizer = kwargs.get("processing_class")
         self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
         kwargs.setdefault("data_collator", DraftCollator())
+        if args.muon_learning_rate is not None:
+            kwargs["optimizer_cls_and_kwargs"] = muon.factory(args)
         held_out = kwargs.get("eval_dataset")
         self._data = [kwargs.get("train_dataset"), *(held_out.values() if isinstance(held_out, dict) else [held_out])]
         if not has_body(self.target):

@@ -1,0 +1,146 @@
+"""Compare ways to answer many prompts of mixed length: fixed batches, transformers' engine, the engine that guesses.
+
+    python examples/batch_speed.py
+    python examples/batch_speed.py --size 1152 4608 16 --at-once 4 16 64 --rounds 3 --json batches.json
+
+All prompts are there from the beginning, so a request's time is that until its text is whole. Methods take turns;
+figures are medians over the rounds, with the least and the most of them. The target is the demo family's, inflated to
+a hidden size, an MLP size and a number of layers; its drafts guess as they do for the small one. A method whose texts
+are not those of the first one, transformers' engine alone, ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+
+from hf_spec import demo
+from hf_spec.cli.demo import STORIES
+from hf_spec.demo.inflation import Narrowed, inflate
+
+Texts = list[list[int]]
+Timed = tuple[Texts, list[float]]
+
+
+class Workload:
+    """Be the prompts, each with the number of tokens to be written, and the forwards that a method takes for them."""
+
+    def __init__(self, target: Any, tokenizer: Any, count: int, seed: int = 0) -> None:
+        draw = random.Random(seed)
+        stories = [tokenizer(story)["input_ids"] for story in STORIES]
+        self.prompts = [
+            [draw.randrange(8, 2000), *draw.choice(stories)[: draw.randrange(4, 12)]] for _ in range(count)
+        ]
+        self.lengths = [draw.randrange(16, 97) for _ in range(count)]
+        self.target, self.forwards = target, 0
+        target.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def in_batches(self, speculator: Any, size: int) -> Timed:
+        """Answer in batches of ``size``, one behind the other, each as long as its longest text."""
+        start, texts, seconds = time.perf_counter(), [], []
+        for first in range(0, len(self.prompts), size):
+            prompts, lengths = self.prompts[first : first + size], self.lengths[first : first + size]
+            longest = max(map(len, prompts))
+            ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+            out = self.target.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max(lengths),
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                speculator=speculator,
+            )
+            texts += [row[longest : longest + length] for row, length in zip(out.tolist(), lengths, strict=True)]
+            seconds += [time.perf_counter() - start] * len(prompts)
+        return texts, seconds
+
+    def in_engine(self, speculator: Any, size: int) -> Timed:
+        """Answer with transformers' engine, at most ``size`` requests at once."""
+        options = GenerationConfig(do_sample=False, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
+        sizes = ContinuousBatchingConfig(
+            max_requests_per_batch=size, num_blocks=16 * size, page_size=16, max_batch_tokens=max(256, 16 * size)
+        )
+        start, texts, seconds = time.perf_counter(), {}, {}
+        engine = {"continuous_batching_config": sizes, "warmup": False, "speculator": speculator}
+        with self.target.continuous_batching_context_manager(options, **engine) as manager:
+            for number, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
+                manager.add_request(prompt, request_id=str(number), max_new_tokens=length)
+            while len(texts) < len(self.prompts):
+                if (output := manager.get_result(timeout=1)) is not None:
+                    texts[output.request_id] = output.generated_tokens
+                    seconds[output.request_id] = time.perf_counter() - start
+        names = [str(number) for number in range(len(self.prompts))]
+        return [texts[name] for name in names], [seconds[name] for name in names]
+
+    def measured(self, method: Callable[[Any, int], Timed], speculator: Any, size: int, expected: Texts | None) -> Any:
+        """Run a method once: forwards, tokens a second, median and 95th percentile of a request's seconds; texts."""
+        self.forwards = 0
+        texts, seconds = method(speculator, size)
+        if expected is not None and texts != expected:
+            wrong = sum(text != right for text, right in zip(texts, expected, strict=True))
+            sys.exit(f"{method.__name__} wrote {wrong} other texts than the first method")
+        speed = sum(self.lengths) / max(seconds)
+        return (self.forwards, speed, median(seconds), quantiles(seconds, n=20)[-1]), texts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, nargs=3, default=(1152, 4608, 16), help="hidden, MLP, layers (300 M)")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--drafts", nargs="+", default=["ngram", "draft-eagle3", "draft-mtp"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    small = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    work = Workload(inflate(small, *args.size), AutoTokenizer.from_pretrained(demo.path()), args.prompts)
+    speculators = {
+        name: name
+        if name == "ngram"
+        else Narrowed(AutoModel.from_pretrained(demo.path(name), dtype=torch.float32), small)
+        for name in args.drafts
+    }
+    ways: dict[str, tuple[Any, Any]] = {"engine, plain": (work.in_engine, False)}
+    ways |= {f"engine, {name}": (work.in_engine, one) for name, one in speculators.items()}
+    ways |= {"batches, plain": (work.in_batches, False)}
+    ways |= {f"batches, {name}": (work.in_batches, one) for name, one in speculators.items()}
+
+    expected = None
+    found: dict[str, Any] = {}
+    for size in args.at_once:
+        for turn in range(args.rounds):
+            for name, (method, speculator) in ways.items():
+                figures, texts = work.measured(method, speculator, size, expected)
+                expected = expected or texts
+                found.setdefault(str(size), {}).setdefault(name, []).append(figures)
+                print(f"{size} at once, round {turn}, {name}: {figures}", file=sys.stderr, flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(found))
+        print(f"\n| {size} at once | forwards | x engine, plain | median seconds | 95th percentile |")
+        print("|---|---|---|---|---|")
+        base = [speed for _, speed, *_ in found[str(size)]["engine, plain"]]
+        for name, rounds in found[str(size)].items():
+            ratios = [speed / plain for (_, speed, *_), plain in zip(rounds, base, strict=True)]
+            forwards, _, middle, late = map(median, zip(*rounds, strict=True))
+            spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"| {name} | {forwards:.0f} | {spread} | {middle:.1f} | {late:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Train the matrices of a draft with Muon, which needs fewer steps than AdamW, and all the rest with AdamW.
+
+Muon (Jordan, 2024; ``torch.optim.Muon``) takes steps of equal size in all directions of a matrix. Embeddings, output
+layers, biases and norms are no maps between hidden states; AdamW trains them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import DraftTrainingArguments
+from .teacher import bare
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Be both optimizers for one schedule and one checkpoint: the first group of parameters is Muon's."""
+
+    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], args: DraftTrainingArguments) -> None:
+        betas = (args.adam_beta1, args.adam_beta2)
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=args.muon_learning_rate or 0.0, weight_decay=args.weight_decay),
+            torch.optim.AdamW(others, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=0.0),
+        ]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let both work on the groups and the state of this one, which are saved."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step with each."""
+        loss = None if closure is None else closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def factory(args: DraftTrainingArguments) -> tuple[Callable[[], Callable[[nn.Module], MuonAndAdamW]], dict[str, Any]]:
+    """Return what ``Trainer`` takes as ``optimizer_cls_and_kwargs``."""
+    return lambda: functools.partial(_made_for, args), {}
+
+
+def _made_for(args: DraftTrainingArguments, draft: Any) -> MuonAndAdamW:
+    learning = [weight for weight in draft.parameters() if weight.requires_grad]
+    matrices = {id(weight) for weight in inner_matrices(draft)}
+    return MuonAndAdamW(
+        [weight for weight in learning if id(weight) in matrices],
+        [weight for weight in learning if id(weight) not in matrices],
+        args,
+    )
+
+
+def inner_matrices(draft: Any) -> list[Tensor]:
+    """List the matrices of ``draft``'s linear layers that learn and that end in neither a vocabulary nor a number."""
+    config = bare(draft).config
+    ends = {1, getattr(config, "layers", config.get_text_config()).vocab_size}
+    ends.add(getattr(config, "draft_vocab_size", None))
+    linear = [module.weight for module in draft.modules() if isinstance(module, nn.Linear)]
+    return [weight for weight in linear if weight.requires_grad and len(weight) not in ends]
