@@ -7,7 +7,7 @@ Every method decodes the same prompts in turn, after two rounds that warm up and
 shown, as tokens a second and relative to plain. Shapes other than "demo" are the demo target inflated to about the
 sizes of Llama 3.2 1B and Llama 3.1 8B, without their vocabulary: the same text, with the demo target's acceptance. On
 CUDA, mode "reduce-overhead" uses CUDA graphs. Whether texts are plain `generate`'s is told; in 16 bits near-ties may
-flip, compiled or not.
+flip, compiled or not. Beside the vanilla draft, assisted generation guesses with it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer, CompileConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaForCausalLM
 
 from hf_spec import SpeculationConfig, demo
 from hf_spec.demo.inflation import Narrowed, inflate
@@ -39,14 +39,15 @@ PROMPTS = (
 def models(shape: str, device: str, dtype: torch.dtype, draft: str) -> tuple[Any, Any]:
     """Load the demo target, inflated to ``shape``, and a draft for it."""
     small = LlamaForCausalLM.from_pretrained(demo.path(), dtype=dtype).to(device).eval()
-    guesser: Any = AutoModel.from_pretrained(demo.path(f"draft-{draft}"), dtype=dtype).to(device).eval()
+    auto: Any = AutoModelForCausalLM if draft == "vanilla" else AutoModel
+    guesser: Any = auto.from_pretrained(demo.path(f"draft-{draft}"), dtype=dtype).to(device).eval()
     if (sizes := SHAPES[shape]) is None:
         return small, guesser
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return inflate(small, *sizes), Narrowed(guesser, small)
+            return inflate(small, *sizes), guesser if draft == "vanilla" else Narrowed(guesser, small)
     finally:
         torch.set_default_dtype(before)
 
@@ -92,6 +93,9 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
         f"{args.draft}, eager": ours,
         f"{args.draft}, compiled": ours | compiled,
     }
+    if args.draft == "vanilla" and batch == 1:
+        draft.generation_config.num_assistant_tokens = args.depth
+        ways["assisted, eager"] = {"assistant_model": draft}
     methods = {name: lambda way=way: target.generate(**inputs, **options, **way) for name, way in ways.items()}
     found = measure(methods, args.rounds)
     plain, plain_compiled = found["plain, eager"], found["plain, compiled"]
@@ -111,7 +115,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    parser.add_argument("--draft", choices=("eagle3", "mtp", "medusa"), default="eagle3")
+    parser.add_argument("--draft", choices=("eagle3", "mtp", "medusa", "dspark", "vanilla"), default="eagle3")
     parser.add_argument("--tree", choices=("", "dynamic", "sampled"), default="", help="of guesses; none for a chain")
     parser.add_argument("--nodes", type=int, default=12, help="of a tree")
     parser.add_argument("--depth", type=int, default=5)

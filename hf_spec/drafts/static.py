@@ -173,16 +173,21 @@ class OpenKeys:
         self._column: Tensor
 
     def begin(
-        self, count: int, ancestors: Tensor | None, config: PreTrainedConfig, dtype: torch.dtype
+        self,
+        count: int,
+        ancestors: Tensor | None,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        kinds: dict[str, int | None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Aim at ``count`` new nodes, and return their positions (seats, nodes) and the masks by kind of layer.
 
-        ``ancestors`` are those of ``Slots.scoring``.
+        ``ancestors`` are those of ``Slots.scoring``; ``kinds`` what ``windows`` finds, where ``config`` does not say.
         """
         keys, lengths, slots = self._keys, self.lengths, self._keys.known.shape[1]
         depth = None if ancestors is None else self._with_depth_of(ancestors)
         masks, column = {}, torch.zeros(0)
-        for kind, window in windows(config).items():
+        for kind, window in (kinds or windows(config)).items():
             block = Block(lengths, self._open, count, slots, keys.known, depth, ancestors, window)
             column = block.columns_of_nodes()
             masks[kind] = as_mask(block.seen_from(column), config, dtype)

@@ -14,8 +14,10 @@ from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
 from ..base import Drafter, News, Request, Speculator
-from ..static import not_compiled
+from ..static import CompiledDrafter, not_compiled
 from ..trees import grow
+from .fixed import FixedVanillaDrafter, why_no_fixed_slots
+from .words import Words, vocabulary_of
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
@@ -36,7 +38,7 @@ class VanillaSpeculator(Speculator):
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError if the vocabularies differ or the draft has no cache that takes guesses back."""
-        own, wanted = _vocabulary(self.model), _vocabulary(target)
+        own, wanted = vocabulary_of(self.model), vocabulary_of(target)
         name = type(self.model).__name__
         if abs(own - wanted) >= MOST_PADDING or (own != wanted and min(own, wanted) < 16 * MOST_PADDING):
             raise ValueError(
@@ -58,11 +60,14 @@ class VanillaSpeculator(Speculator):
             raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
         runner_for(self.model, cache, one_chain=False)  # has errors of its own
 
-    def drafter(self, request: Request) -> VanillaDrafter:
+    def drafter(self, request: Request) -> Drafter:
         """Read the prompt with the draft."""
-        if request.compiler is not None:
-            not_compiled(self.model, "drafts that are language models keep slots that grow")
-        return VanillaDrafter(self.model, request)
+        if request.compiler is None or request.input_ids.shape[1] == 0:
+            return VanillaDrafter(self.model, request)
+        if (reason := why_no_fixed_slots(self.model)) is not None:
+            not_compiled(self.model, reason)
+            return VanillaDrafter(self.model, request)
+        return CompiledDrafter(FixedVanillaDrafter(self.model, request), request, request.compiler)
 
 
 class VanillaDrafter(Drafter):
@@ -73,7 +78,7 @@ class VanillaDrafter(Drafter):
 
     def __init__(self, model: PreTrainedModel, request: Request) -> None:
         self._request = request
-        self._vocabulary, self._known = _vocabulary(request.target), _vocabulary(model)
+        self._words = Words(model, request)
         self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = input_device(model)
@@ -83,7 +88,7 @@ class VanillaDrafter(Drafter):
         self._lengths = mask.sum(1)  # (batch,) of the text
         self._reads = self._room is None or self._room > 0
         if self._reads:
-            self._runner.prefill_tokens(self._readable(request.input_ids.to(self._device)), mask)
+            self._runner.prefill_tokens(self._words.readable(request.input_ids.to(self._device)), mask)
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
@@ -96,7 +101,7 @@ class VanillaDrafter(Drafter):
         if not self._reads:
             logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
             return Proposal.nothing(root).to(news.tokens.device)
-        log_probs = self._log_probs(self._read(self._readable(tokens), counts, news.amounts))
+        log_probs = self._words.log_probs(self._read(self._words.readable(tokens), counts, news.amounts), self._device)
         self._open = []
         proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
         return proposal.to(news.tokens.device)
@@ -107,20 +112,9 @@ class VanillaDrafter(Drafter):
         return None if self._limit is None else self._limit - int(self._lengths.max())
 
     def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        tokens = self._readable(tokens)
+        tokens = self._words.readable(tokens)
         self._open.append((tokens, parents))
-        return self._log_probs(self._runner.extend(tokens, ancestors).logits)
-
-    def _readable(self, tokens: Tensor) -> Tensor:
-        """Put token 0 for those of the target that the draft does not know: it then guesses badly, but it can read."""
-        return tokens if self._known >= self._vocabulary else tokens.masked_fill(tokens >= self._known, 0)
-
-    def _log_probs(self, logits: Tensor) -> Tensor:
-        """Turn draft logits (..., vocabulary) into the log-probabilities of guesses over the target's vocabulary."""
-        if (missing := self._vocabulary - logits.shape[-1]) != 0:
-            logits = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
-        # The processors keep tensors where the prompt is, which may be another device than the draft's.
-        return self._request.log_probs(logits.to(self._request.input_ids.device)).to(self._device)
+        return self._words.log_probs(self._runner.extend(tokens, ancestors).logits, self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
@@ -186,7 +180,3 @@ class VanillaDrafter(Drafter):
         self._lengths = torch.cat([self._lengths, other._lengths])
         self._open = []
         return True
-
-
-def _vocabulary(model: PreTrainedModel) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
