@@ -53,6 +53,9 @@ def add_prepare(commands: Any) -> None:
     add("--held-out", type=at_least(0), metavar="N", help="examples kept for evaluation (a tenth, at most 64)")
     add("--num-proc", type=at_least(1), metavar="N", help="processes")
     add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE.jsonl; goes on where it ends")
+    add("--endpoint", metavar="URL", help="let a server answer that has OpenAI's chat completions below URL "
+        "(http://localhost:8000/v1), --batch-size requests at once; its key: OPENAI_API_KEY")  # fmt: skip
+    add("--endpoint-model", metavar="NAME", help="what the server calls the target (what --target says)")
     add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="of a new answer (%(default)s)")
     add("--cut-answers", choices=("keep", "drop"), default="keep", help="what becomes of answers that were cut off by "
         "--max-new-tokens: they are trained on without an end, or left out (%(default)s)")  # fmt: skip
@@ -91,6 +94,8 @@ def _prepare(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--regenerate {args.regenerate} holds the data, which would be taken for answers: name another"
         )
+    if args.endpoint and (args.speculator or not args.regenerate):
+        raise ValueError("--endpoint answers for --regenerate FILE, and has a speculator of its own, if any")
     data = load_raw(args.data, args.split)
     if args.regenerate:
         data = load_raw(_regenerated(data, args))
@@ -116,15 +121,20 @@ def _prepare(args: argparse.Namespace) -> None:
 
 def _regenerated(data: Any, args: argparse.Namespace) -> str:
     """Let the target answer the conversations of ``data`` anew; return the name of the file with them."""
-    from ..training import regenerate
+    from ..training import Endpoint, regenerate
     from ..training.sources import conversations
     from .loading import load_models
 
     asked = conversations(data)
     drafts = [args.speculator] if args.speculator else []
-    target, tokenizer, speculators = load_models(
-        args.target, drafts, args.dtype, args.device, lambda draft: [draft.defaults()]
-    )
+    target: Any
+    speculators: dict[str, Any] = {}
+    if args.endpoint:
+        target, tokenizer = Endpoint(args.endpoint, args.endpoint_model or args.target), None
+    else:
+        target, tokenizer, speculators = load_models(
+            args.target, drafts, args.dtype, args.device, lambda draft: [draft.defaults()]
+        )
     options = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
     options["template_arguments"] = args.template_arguments
     if args.speculator:

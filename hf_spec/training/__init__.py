@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..drafts.unrolling import unroll
 from .arguments import DraftTrainingArguments
 from .data import DraftCollator, prepare_dataset
+from .endpoint import Endpoint
 from .evaluation import measure
 from .features import FeatureCache, cache_features
 from .regenerate import regenerate
@@ -16,6 +17,7 @@ __all__ = [
     "DraftCollator",
     "DraftTrainer",
     "DraftTrainingArguments",
+    "Endpoint",
     "FeatureCache",
     "RolloutCallback",
     "cache_features",

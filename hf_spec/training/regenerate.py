@@ -27,8 +27,11 @@ from .chat import (
     template_arguments_of,
 )
 from .data import check_ids
+from .endpoint import Endpoint, Refused, request_of, side_by_side
 
 logger = logging.get_logger(__name__)
+
+AT_FIRST = 16  # conversations: if a server refuses so many from the beginning on, something else is wrong
 
 Turn = list[dict[str, Any]]  # messages
 Turns = list[Turn]
@@ -45,7 +48,7 @@ class _Asked:
 
 def regenerate(
     conversations: Iterable[Any],
-    target: PreTrainedModel,
+    target: PreTrainedModel | Endpoint,
     tokenizer: Any,
     output: str | os.PathLike[str],
     *,
@@ -70,8 +73,11 @@ def regenerate(
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
     ``output`` holds something else than answers to ``conversations``, or answers of another target, tokenizer or way
     to generate. An OSError if it cannot be written.
+
+    ``target`` may also be an ``Endpoint``, a server that answers ``batch_size`` requests at once; ``tokenizer`` is not
+    asked then, and conversations that the server refuses are skipped.
     """
-    if not tokenizer.chat_template:
+    if not isinstance(target, Endpoint) and not tokenizer.chat_template:
         raise ValueError(
             "the tokenizer has no chat template, so the target cannot be asked: set tokenizer.chat_template"
         )
@@ -82,18 +88,67 @@ def regenerate(
     done = _skip_done(path, rest)
     path.touch()  # where it cannot be written, nothing is run
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
-    made_from: dict[str, Any] = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer)}
-    if template_arguments:
-        made_from["template_arguments"] = template_arguments
-    _check_made_from(path, done, made_from | generation_settings(target, options))
+    made_from = _made_from(target, tokenizer, options)
+    _check_made_from(
+        path, done, made_from | ({"template_arguments": template_arguments} if template_arguments else {})
+    )
+    answered = (
+        _answered_there(rest, target, options, batch_size)
+        if isinstance(target, Endpoint)
+        else _answered_here(rest, target, tokenizer, options, batch_size)
+    )
     bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
     with bar:
-        while batch := list(islice(rest, batch_size)):
-            answered = _answered(batch, target, tokenizer, options)
-            _append(path, [{"messages": said, **one.beside} for one, said in zip(batch, answered, strict=True)])
+        for batch in answered:
+            _append(path, [{"messages": said, **one.beside} for one, said in batch])
             bar.update(len(batch))
     _tell_cut(path)
     return path
+
+
+def _answered_here(
+    rest: Iterator[_Asked], target: PreTrainedModel, tokenizer: Any, options: dict[str, Any], batch_size: int
+) -> Iterator[list[tuple[_Asked, Turn]]]:
+    while batch := list(islice(rest, batch_size)):
+        yield list(zip(batch, _answered(batch, target, tokenizer, options), strict=True))
+
+
+def _answered_there(
+    rest: Iterator[_Asked], server: Endpoint, options: dict[str, Any], at_once: int
+) -> Iterator[list[tuple[_Asked, Turn]]]:
+    """Yield conversations as they are answered; a ValueError if nothing but refusals comes."""
+
+    def answer(asked: _Asked) -> tuple[_Asked, Turn | Refused]:
+        said: Turn = []
+        try:
+            for turn in asked.turns:
+                said += turn
+                text, cut = server.answer(said, asked.arguments, options)
+                said.append({"role": "assistant", "content": text} | ({CUT: True} if cut else {}))
+        except Refused as refused:
+            return asked, refused
+        return asked, said
+
+    refused, pending = 0, list[tuple[_Asked, Turn]]()
+    for number, (asked, said) in enumerate(side_by_side(answer, rest, at_once), start=1):
+        refused += isinstance(said, Refused)
+        pending.append((asked, [] if isinstance(said, Refused) else said))
+        if refused < number:
+            yield pending
+            pending = []
+        elif number == AT_FIRST:
+            raise ValueError(f"{server.url} refused the first {number} conversations: {said}")
+    yield pending
+    if refused:
+        logger.warning(f"{server.url} refused {refused} conversations: they are skipped")
+
+
+def _made_from(target: PreTrainedModel | Endpoint, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Say what answers depend on; of a server what it is asked."""
+    if isinstance(target, Endpoint):
+        return {"model": target.model} | request_of({}, options)
+    made_from = fingerprint(target) | {"tokenizer": tokenizer_digest(tokenizer)}
+    return made_from | generation_settings(target, options)
 
 
 def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:

@@ -1,0 +1,109 @@
+"""Answers of a server with OpenAI's chat completions: vLLM, SGLang, ``hf-spec serve`` and others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+REFUSED = (400, 404, 413, 422)  # statuses that the same request will get again
+NAMES = {"max_new_tokens": "max_tokens"}  # as generate calls it, as such servers do
+KNOWN = ("max_tokens", "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty")
+AHEAD = 2  # requests that may be done before an earlier one, as a multiple of those at once
+
+
+class Refused(Exception):
+    """Say what a server has against a conversation."""
+
+
+class Endpoint:
+    """Let ``model`` answer at ``url``, in place of a target that is loaded here: ``regenerate(..., Endpoint(...))``.
+
+    Requests are repeated when the server is busy or cannot be reached.
+
+    Args:
+        url: where chat completions are below, ``http://localhost:8000/v1`` say.
+        model: what the server calls the target.
+        api_key: by default that of the environment variable ``OPENAI_API_KEY``, or none.
+        retries: how often a request is repeated.
+        timeout: seconds that an answer may take.
+    """
+
+    def __init__(
+        self, url: str, model: str, *, api_key: str | None = None, retries: int = 8, timeout: float = 600.0
+    ) -> None:
+        try:
+            from openai import OpenAI
+        except ImportError as error:
+            raise ImportError('an endpoint is asked by the openai library: pip install "hf-spec[train]"') from error
+        self.url, self.model = url, model
+        key = api_key or os.environ.get("OPENAI_API_KEY") or "none"  # a server of one's own needs no key
+        self._client = OpenAI(base_url=url, max_retries=retries, timeout=timeout, api_key=key)
+
+    def answer(
+        self, messages: list[dict[str, Any]], arguments: dict[str, Any], options: dict[str, Any]
+    ) -> tuple[str, bool]:
+        """Return what the model says after ``messages``, and whether its length was what ended it.
+
+        ``arguments`` are those of the chat template, ``options`` those of ``generate``; what is no option of OpenAI's
+        is sent under its own name, as vLLM and SGLang take it.
+
+        Errors: ``Refused`` if the server does not take the conversation; a ConnectionError if it cannot be reached.
+        """
+        from openai import APIConnectionError, APIStatusError
+
+        try:
+            said = self._client.chat.completions.create(
+                model=self.model,
+                messages=messages,  # type: ignore[arg-type]
+                **request_of(arguments, options),
+            )
+        except APIStatusError as error:
+            if error.status_code in REFUSED:
+                raise Refused(error.message) from error
+            raise ConnectionError(f"{self.url} failed: {error.message}. Answers are kept: repeat the call") from error
+        except APIConnectionError as error:
+            raise ConnectionError(
+                f"{self.url} cannot be reached ({error}). Start the server, or name another endpoint; answers are kept"
+            ) from error
+        choice = said.choices[0]
+        return (choice.message.content or "").strip(), choice.finish_reason == "length"
+
+
+def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Turn arguments of a chat template and options of ``generate`` into those of a chat completion.
+
+    Errors: a ValueError for a speculator, which is the server's own.
+    """
+    if "speculator" in options:
+        raise ValueError("an endpoint has a speculator of its own: leave it out, and start the server with one")
+    given = {NAMES.get(name, name): value for name, value in options.items()}
+    if given.pop("do_sample", None) is False:
+        given["temperature"] = 0.0
+    arguments = dict(arguments)
+    tools = {"tools": arguments.pop("tools")} if arguments.get("tools") else {}
+    known = {name: given.pop(name) for name in KNOWN if name in given}
+    extra = given | ({"chat_template_kwargs": arguments} if arguments else {})
+    return known | tools | ({"extra_body": extra} if extra else {})
+
+
+def side_by_side(function: Callable[[A], B], given: Iterable[A], at_once: int) -> Iterator[B]:
+    """Yield ``function`` of each of ``given``, in their order, while so many are worked out in threads."""
+    rest, waiting = iter(given), deque[Future[B]]()
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            while True:
+                waiting += [
+                    pool.submit(function, one) for one in itertools.islice(rest, AHEAD * at_once - len(waiting))
+                ]
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,149 @@
+"""A server answers the conversations of a dataset: as the target would here, over interruptions and refusals."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import TARGET, Client, serving
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_spec.cli import main
+from hf_spec.training import Endpoint, regenerate
+from hf_spec.training.endpoint import Refused, request_of, side_by_side
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "progress": False}
+
+
+def chat(question: str, *more: str) -> list[dict[str, str]]:
+    turns = [[{"role": "user", "content": one}, {"role": "assistant", "content": "No."}] for one in (question, *more)]
+    return [message for turn in turns for message in turn]
+
+
+CHATS = [chat(f"Tell me a story about {what}.", *more) for what, more in (
+    ("a dog", ()), ("a cat", ("And then?", "Why?")), ("the sea", ()), ("Tom", ("Who is he?",)), ("a bird", ()),
+)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with serving(speculator="ngram") as client:
+        yield client
+
+
+def rows(path: Path) -> list[Any]:
+    return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_server_gives_the_targets_own_answers(client: Client, tmp_path: Path) -> None:
+    """The slow twin: the target, loaded here, answers one conversation after the other."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
+    here = regenerate(CHATS, model.float(), tokenizer, tmp_path / "here.jsonl", batch_size=1, **GREEDY)
+    server = Endpoint(f"{client.url}/v1", TARGET)
+    there = regenerate(CHATS, server, None, tmp_path / "there.jsonl", batch_size=4, **GREEDY)
+    assert rows(there) == rows(here)
+    assert any(message.get("cut") for row in rows(there) for message in row)
+
+
+def test_an_interrupted_call_goes_on_and_other_answers_are_not_mixed_in(client: Client, tmp_path: Path) -> None:
+    server = Endpoint(f"{client.url}/v1", TARGET)
+    path = regenerate(CHATS, server, None, tmp_path / "answers.jsonl", **GREEDY)
+    whole = path.read_text(encoding="utf-8")
+    path.write_text("".join(whole.splitlines(keepends=True)[:2]) + '{"messages": [{"ro', encoding="utf-8")
+    asked: list[Any] = []
+    answer = server.answer
+    server.answer = lambda *given: asked.append(given) or answer(*given)  # type: ignore[method-assign]
+    regenerate(CHATS, server, None, path, **GREEDY)
+    assert path.read_text(encoding="utf-8") == whole
+    assert len(asked) == 4  # the turns of the last three
+    with pytest.raises(ValueError, match="max_tokens was 12, not 13"):
+        regenerate(CHATS, server, None, path, **GREEDY | {"max_new_tokens": 13})
+    with pytest.raises(ValueError, match="model was"):
+        regenerate(CHATS, Endpoint(f"{client.url}/v1", "another"), None, path, **GREEDY)
+
+
+def test_the_command_asks_a_server(client: Client, tmp_path: Path, capsys: Any) -> None:
+    data, answers = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in CHATS), encoding="utf-8")
+    call = ["prepare", str(data), str(tmp_path / "rows"), "--target", TARGET, "--held-out", "0", "--temperature", "0"]
+    call += ["--endpoint", f"{client.url}/v1", "--max-new-tokens", "12"]
+    assert main(call) == 1
+    assert "--endpoint answers for --regenerate FILE" in capsys.readouterr().err
+    assert main([*call, "--regenerate", str(answers)]) == 0
+    assert "train: 5 examples" in capsys.readouterr().out
+    assert len(rows(answers)) == 5 and (tmp_path / "rows").is_dir()
+
+
+class Stubborn(Endpoint):
+    """Refuse what has a certain word in it: no server of ours refuses one conversation and takes the next."""
+
+    def __init__(self, refused: str) -> None:
+        super().__init__("http://localhost:1/v1", "m", retries=0)
+        self.refused = refused
+
+    def answer(self, messages: Any, arguments: Any, options: Any) -> tuple[str, bool]:
+        if re.search(self.refused, messages[0]["content"]):
+            raise Refused("too long")
+        return "Yes.", False
+
+
+def test_conversations_that_are_refused_are_skipped(tmp_path: Path) -> None:
+    path = regenerate(CHATS, Stubborn("dog|sea"), None, tmp_path / "some.jsonl", **GREEDY)
+    assert [bool(row) for row in rows(path)] == [False, True, False, True, True]
+    few = regenerate(CHATS, Stubborn(""), None, tmp_path / "few.jsonl", **GREEDY)
+    assert rows(few) == [[]] * 5
+    with pytest.raises(ValueError, match="refused the first 16 conversations: too long"):
+        regenerate(CHATS * 4, Stubborn(""), None, tmp_path / "all.jsonl", **GREEDY)
+    assert rows(tmp_path / "all.jsonl") == []
+
+
+def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match=r"http://localhost:1/v1 cannot be reached .* answers are kept"):
+        regenerate(CHATS, Endpoint("http://localhost:1/v1", "m", retries=0), None, tmp_path / "x.jsonl", **GREEDY)
+
+
+def test_options_of_generate_are_sent_under_their_names_there() -> None:
+    arguments = {"tools": [{"type": "function"}], "enable_thinking": False}
+    options = {"max_new_tokens": 7, "do_sample": True, "temperature": 0.6, "top_k": 20}
+    assert request_of(arguments, options) == {
+        "max_tokens": 7,
+        "temperature": 0.6,
+        "tools": [{"type": "function"}],
+        "extra_body": {"top_k": 20, "chat_template_kwargs": {"enable_thinking": False}},
+    }
+    assert request_of({}, {"max_new_tokens": 7, "do_sample": False}) == {"max_tokens": 7, "temperature": 0.0}
+    with pytest.raises(ValueError, match="a speculator of its own"):
+        request_of({}, {"speculator": "ngram"})
+
+
+def test_several_are_asked_at_once_and_answered_in_order() -> None:
+    together = threading.Barrier(4, timeout=30)
+
+    def wait(number: int) -> int:
+        together.wait()  # until four are at work
+        return number
+
+    taken: list[int] = []
+    found = side_by_side(wait, (taken.append(number) or number for number in range(40)), 4)
+    assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
+    assert len(taken) < 16
+    assert list(found) == list(range(4, 40))
+
+
+def test_an_error_ends_what_waits() -> None:
+    begun: list[int] = []
+
+    def fail(number: int) -> int:
+        begun.append(number)
+        if number == 1:
+            raise ConnectionError
+        return number
+
+    with pytest.raises(ConnectionError):
+        list(side_by_side(fail, range(100), 2))
+    assert len(begun) < 20
