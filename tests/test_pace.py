@@ -141,6 +141,19 @@ def test_the_first_step_of_a_kind_warms_up_and_does_not_count() -> None:
     assert experience.times(1) == {3: 2.0}
 
 
+def test_a_machine_that_is_busy_for_a_while_changes_nothing() -> None:
+    experience = Experience()
+    for depth, seconds in ((0, 1.0), (4, 2.0)):
+        for _ in range(40):
+            experience.measured(1, depth, seconds)
+    for _ in range(12):
+        experience.measured(1, 0, 3.0)
+    assert experience.times(1) == {0: 1.0, 4: 2.0}
+    for _ in range(12):
+        experience.measured(1, 0, 3.0)
+    assert experience.times(1) == {0: 3.0, 4: 2.0}
+
+
 def test_what_lies_between_and_beyond_measured_depths_is_on_a_line() -> None:
     experience = Experience()
     for depth, seconds in ((0, 1.0), (4, 3.0)):

@@ -22,11 +22,12 @@ from ..proposal import tree_from_paths
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
 DEEPEST = 16
-SAMPLES = 7  # latest steps of a depth, whose median is what it takes
+SAMPLES = 32  # latest steps of a depth, whose median is what it takes; others use the machine for less long
 FADE = 0.97  # what a step's acceptance weighs after one more step
 CARRIED = 8.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
 LOOK_AGAIN, LONGEST = 32, 1024  # steps until another depth is tried, at least and at most
+TELLING = 7  # tries that are accepted in a row, until that says enough
 TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
 MARGIN = 1.02  # how much faster another depth must promise to be
@@ -253,7 +254,7 @@ class Pace:
         # As long as tries from ordinary steps are accepted they go on, because one alone says little. That many tell.
         is_good = self._best == 0 and 2 * sum(reached) > len(reached)
         self._in_a_row = self._in_a_row + 1 if is_good else 0
-        self._trying = is_good and self._in_a_row % SAMPLES > 0
+        self._trying = is_good and self._in_a_row % TELLING > 0
         if self._tried and seconds is not None:
             self._lost += seconds - (1 + sum(reached) / len(reached)) / self._speed
         if self._tried and not self._trying:
