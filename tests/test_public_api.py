@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, TrainingArguments
 
 import hf_spec
 from hf_spec import cli, training
-from hf_spec.checkpoints.kinds import layouts
+from hf_spec.checkpoints.kinds import config_classes, layouts
 from hf_spec.training.recipe import read_recipe
 
 THEN = Path(__file__).parent / "fixtures" / "public_api.json"
@@ -101,7 +101,7 @@ def recipe_keys() -> dict[str, list[str]]:
         kind: sorted(
             {one.name for one in dataclasses.fields(config)} - recipe._fields(PreTrainedConfig) - recipe.SET_BY_US
         )
-        for kind, config in recipe.KINDS.items()
+        for kind, config in config_classes().items()
     }
     return {
         "": sorted(recipe.SECTIONS),
@@ -193,6 +193,12 @@ def problem(file: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_the_keys_of_today_hold_those_of_then() -> None:
+    now = recipe_keys()
+    for section, keys in then("recipe").items():
+        assert set(keys) <= set(now[section]), section
 
 
 def test_what_is_missing_is_found() -> None:
