@@ -153,11 +153,11 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, capsys):
         {"step": step, "num_input_tokens_seen": 1024 * step, "eval_acceptance_length": 1 + step / 10, "secret": "x"}
         for step in (2, 4)
     ]
-    (state / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (state / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": 4, "max_steps": 16}))
     report = write_figures(results, monkeypatch)
     script("page", results, tmp_path / "benchmarks.md", "--work", tmp_path / "work", monkeypatch=monkeypatch)
     page = (tmp_path / "benchmarks.md").read_text(encoding="utf-8")
-    assert "| EAGLE-3 | 4,096 | 1.40 |" in page
+    assert "| EAGLE-3 | 4,096 | 25% | 1.40 |" in page
     assert (tmp_path / "benchmarks-curves.png").read_bytes().startswith(b"\x89PNG")
     assert "secret" not in (results / "training-eagle3.json").read_text()
     for method, one in report["figures"]["overall"].items():

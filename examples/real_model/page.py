@@ -16,7 +16,7 @@ from hf_spec.bench import import_pyplot
 
 KINDS = {"eagle3": "EAGLE-3", "dspark": "DSpark", "medusa": "Medusa", "mtp": "MTP", "vanilla": "two layers, distilled"}
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-LOGGED = ("step", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
+LOGGED = ("step", "max_steps", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
 
 
 def collect(work: Path, results: Path) -> None:
@@ -25,7 +25,8 @@ def collect(work: Path, results: Path) -> None:
         states = sorted(work.glob(f"{kind}/checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
         if not states:
             continue
-        history = json.loads(states[-1].read_text(encoding="utf-8"))["log_history"]
+        state = json.loads(states[-1].read_text(encoding="utf-8"))
+        history = [*state["log_history"], {"step": state["global_step"], "max_steps": state["max_steps"]}]
         kept = [
             {name: value for name, value in line.items() if name in LOGGED or name.startswith("eval_")}
             for line in history
@@ -44,7 +45,8 @@ def curves(results: Path, picture: Path) -> str:
     """Draw τ over tokens seen; return a table of what each draft was trained on and reached."""
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    lines = ["| draft | tokens seen | τ, held-out prompts | guess 1 | 2 | 3 | 4 | 5 |", f"|{'---|' * 8}"]
+    lines = ["| draft | tokens seen | of the training | τ, held-out prompts | guess 1 | 2 | 3 | 4 | 5 |"]
+    lines.append(f"|{'---|' * 9}")
     for kind, name in KINDS.items():
         if not (file := results / f"training-{kind}.json").exists():
             continue
@@ -57,7 +59,9 @@ def curves(results: Path, picture: Path) -> str:
         last = measured[-1]
         shares = [last.get(f"eval_conditional_acceptance_{k}") for k in range(1, 6)]
         cells = " | ".join("-" if share is None else f"{share:.2f}" for share in shares)
-        lines.append(f"| {name} | {seen[-1]:,} | {last['eval_acceptance_length']:.2f} | {cells} |")
+        whole = next((line["max_steps"] for line in history if "max_steps" in line), last["step"])
+        done = f"{last['step'] / whole:.0%}"
+        lines.append(f"| {name} | {seen[-1]:,} | {done} | {last['eval_acceptance_length']:.2f} | {cells} |")
     axes.set(xlabel="tokens seen", ylabel="τ, greedy chains of five, held-out prompts")
     if axes.lines:
         axes.legend()
