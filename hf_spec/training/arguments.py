@@ -10,6 +10,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from .losses import Normalizer, Outside, objective_terms
+from .sharding import is_asked_for
 
 NUMBERS = (
     *("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature"),
@@ -118,7 +119,7 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
         if self.chain_smoothing is not None and not 0 <= self.chain_smoothing <= 1:
             raise ValueError(f"chain_smoothing is {self.chain_smoothing!r}; set 0 to 1, or None")
-        if self.muon_learning_rate is not None and (self.fsdp or self.deepspeed):
+        if self.muon_learning_rate is not None and (is_asked_for(self) or self.deepspeed):
             raise ValueError(
                 "Muon needs whole matrices, and FSDP and DeepSpeed give each process a part of them: leave "
                 "muon_learning_rate out, or train without sharding"

@@ -61,7 +61,7 @@ class Endpoint:
         try:
             said = self._client.chat.completions.create(
                 model=self.model,
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,  # type: ignore[arg-type]  # plain dicts, where openai has a type for each role
                 **request_of(arguments, options),
             )
         except APIStatusError as error:

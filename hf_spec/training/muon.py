@@ -40,7 +40,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step with each."""
+        """Take a step with each. torch declares the two ways to call it apart."""
         loss = None if closure is None else closure()
         for part in self._parts:
             part.step()
