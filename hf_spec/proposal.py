@@ -34,8 +34,9 @@ class Proposal:
 
     ``q`` says which distribution the guesses were drawn from, and so how they may be verified. ``None``: the guesses
     were *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the
-    children of node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``; nodes from
-    ``q.shape[1]`` on have no children. A chosen token can therefore never be verified as if it had been drawn.
+    children of node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``, which sums
+    to one; nodes from ``q.shape[1]`` on have no children. A chosen token can therefore never be verified as if it had
+    been drawn.
 
     ``chosen`` (batch, nodes) bool marks guesses that were chosen beside drawn ones: each is a point mass, whatever
     ``q`` says. The choice may depend on guesses drawn above it and on elder siblings, but on no other drawn guess.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .counting import numbers
+
+NOTHING = -1  # where no token can be drawn
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -17,10 +22,10 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """
     below = p.cumsum(-1, dtype=widest_float(p.device))
     coin = torch.rand(below[..., :1].shape, dtype=below.dtype, device=p.device, generator=generator)
-    token = torch.searchsorted(below, coin * below[..., -1:], right=True).clamp(max=p.shape[-1] - 1)
+    token = torch.searchsorted(below, coin * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
+    most, likeliest = p.max(-1, keepdim=True)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
-    token = torch.where(possible, token, p.argmax(-1, keepdim=True))
-    return torch.where(below[..., -1:] > 0, token, -1)[..., 0]
+    return torch.where(most > 0, torch.where(possible, token, likeliest), numbers(1, p.device, NOTHING))[..., 0]
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -33,16 +38,19 @@ def best(log_probs: Tensor, count: int) -> Tensor:
     return log_probs.topk(min(count, log_probs.shape[-1])).indices
 
 
-def gumbel_noise(shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return independent variables of ``shape``, each of them minus a Gumbel variable, for ``draw_distinct``."""
-    return torch.empty(shape, dtype=widest_float(device), device=device).exponential_().log_()
+def gumbel_noise(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """Return tensors of all ``shapes``, of independent variables that are minus Gumbel's, for ``draw_distinct``."""
+    sizes = [math.prod(shape) for shape in shapes]
+    noise = torch.empty(sum(sizes), dtype=widest_float(device), device=device).exponential_().log_()
+    return [part.view(*shape) for part, shape in zip(noise.split(sizes), shapes, strict=True)]
 
 
 def draw_distinct(log_probs: Tensor, count: int, noise: Tensor | None = None) -> Tensor:
     """Draw ``count`` different tokens without replacement from the log-probabilities (..., vocabulary): (..., count).
 
     The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
-    ``noise`` is what ``gumbel_noise`` of the same shape gave, if it was drawn beforehand.
+    ``noise`` is what ``gumbel_noise`` gave for the same shape, if it was drawn beforehand.
     """
-    noise = gumbel_noise(log_probs.shape, log_probs.device) if noise is None else noise
+    if noise is None:
+        (noise,) = gumbel_noise([log_probs.shape], log_probs.device)
     return (log_probs - noise).topk(min(count, log_probs.shape[-1])).indices

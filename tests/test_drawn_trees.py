@@ -113,7 +113,7 @@ def enumerated(
 @pytest.mark.parametrize("rule", [traverse, reject])
 @pytest.mark.parametrize(
     ("vocabulary", "top_k", "nodes", "limit", "draws"),
-    [(3, 2, 4, 2, 3), (3, 3, 5, 2, 4), (2, 2, 5, 3, 5)],
+    [(3, 2, 4, 2, 3), (3, 3, 6, 2, 4), (2, 2, 5, 3, 5)],
 )
 def test_the_text_has_the_targets_distribution(
     vocabulary: int,
@@ -183,7 +183,7 @@ def test_the_imagined_tree_is_the_best_of_its_kind() -> None:
     paths = [path for depth in range(1, 4) for path in itertools.product(range(3), repeat=depth)]
     worth = sorted((float(torch.tensor([shares[rank] for rank in path]).prod()) for path in paths), reverse=True)
     found = [shares[first] * below for first, below in _imagined(3, 10, 3)]
-    assert found == pytest.approx(worth[:10])
+    assert sorted(found, reverse=True) == pytest.approx(worth[:10])
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_k": 5}, {"repetition_penalty": 1.2}])

@@ -141,6 +141,14 @@ def test_the_first_step_of_a_kind_warms_up_and_does_not_count() -> None:
     assert experience.times(1) == {3: 2.0}
 
 
+@pytest.mark.parametrize(("rows", "depth"), [(1, 5), (8, 5), (16, 3), (32, 1), (64, 1)])
+def test_many_rows_begin_with_few_guesses(rows: int, depth: int) -> None:
+    assert Pace(Experience(), first=5).depth(rows) == depth
+    assert Pace(Experience(), first=5, compiled=True).depth(rows) == 5  # the one depth that has a graph
+    world = World(lambda j: 0.7, lambda k: 1 + 0.05 * k, rows=rows)
+    assert run(Pace(Experience(), first=5), world, 300) > 0.9 * world.best()[1]
+
+
 def test_a_machine_that_is_busy_for_a_while_changes_nothing() -> None:
     experience = Experience()
     for depth, seconds in ((0, 1.0), (4, 2.0)):

@@ -404,8 +404,10 @@ def test_siblings_weighed_by_a_distribution_that_forgets_to_shrink_are_seen(shri
         first = reject(Proposal.chain(tokens[:, 0], tokens[:, 1:2], q=q), p, generator)
         left = torch.cat([(p[:, :1] - q).relu(), p[:, 1:]], dim=1)
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+        left = left / left.sum(-1, keepdim=True)
         if shrinks:
             q = q.scatter(2, tokens[:, None, 1:2], 0)
+            q = q / q.sum(-1, keepdim=True).clamp(min=1e-30)
         guess = torch.cat([left[:, :1], p_after(tokens[:, 2:3])], dim=1)
         second = reject(Proposal.chain(tokens[:, 0], tokens[:, 2:3], q=q), guess, generator)
         taken = first.counts > 1

@@ -26,6 +26,7 @@ SAMPLES = 32  # latest steps of a depth, whose median is what it takes; others u
 FADE = 0.97  # what a step's acceptance weighs after one more step
 CARRIED = 8.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
+UNKNOWN = 64  # tokens that the target is given at most, if more than two a row, before it is known what that takes
 LOOK_AGAIN, LONGEST = 32, 1024  # steps until another depth is tried, at least and at most
 TELLING = 7  # tries that are accepted in a row, until that says enough
 TRIES = 1 / 64  # of the time, that tries may cost
@@ -206,7 +207,8 @@ class Pace:
         experience, self._tried = self._experience, False
         times = experience.times(rows)
         if not any(times):  # no depth but 0
-            return min(self.first, self.deepest)
+            careful = self.first if self._compiled else max(1, UNKNOWN // rows - 1)
+            return min(self.first, self.deepest, careful)
         if 0 not in times:
             return 0
         speeds = experience.speeds(rows, self.deepest)

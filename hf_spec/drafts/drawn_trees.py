@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ..counting import numbers
 from ..proposal import ABSENT, NO_PARENT, Proposal
 from ..sampling import draw_distinct
 from .forest import Forest, Step
@@ -38,21 +41,31 @@ SHARE = (1.0, 0.6, 0.6, 0.6)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is known of drawn trees before any of them is drawn.
+class Level:
+    """What is known of one level of drawn trees before any of them is drawn.
 
-    ``widths[d]`` nodes of depth d are looked behind, and each gets at most ``siblings`` children of ``nodes`` in all.
-    ``imagined[d]`` are the rank and the share of each guess that is imagined below a node of depth d; ``least``,
-    ``average`` and ``share`` (siblings,) say how probably siblings are accepted.
+    ``width`` nodes are looked behind, and each gets at most ``children``. Below each of them a tree is imagined; a
+    guess in it is worth ``least`` + ``more`` * sum(q^2) of its node's promise, both (imagined,). The children come
+    first.
     """
 
-    widths: tuple[int, ...]
-    siblings: int
-    nodes: int
-    imagined: tuple[tuple[Tensor, Tensor], ...]
+    width: int
+    children: int
     least: Tensor
-    average: Tensor
-    share: Tensor
+    more: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of drawn trees of at most ``nodes`` guesses before any of them is drawn.
+
+    A sibling is accepted in its turn with a probability of ``least`` + ``more`` * its own share, both (siblings,).
+    """
+
+    nodes: int
+    levels: tuple[Level, ...]
+    least: Tensor
+    more: Tensor
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,89 +75,89 @@ def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torc
     Once for all trees of a kind, because every upload makes an accelerator wait.
     """
     siblings = min(top_k, vocabulary, len(LEAST))
-    widths = [1]
-    while len(widths) < limit:
-        widths.append(min(top_k, widths[-1] * siblings, nodes))
-    put = functools.partial(torch.tensor, device=device)
-    imagined = []
+    most = [(1 - LEAST[rank]) * SHARE[rank] for rank in range(siblings)]
+    # What is drawn from q has itself a probability of sum(q^2) on average; it decides about all siblings.
+    later = _in_turn(torch.tensor((0.0, *AVERAGE[1:siblings]))).tolist()
+    least = [LEAST[0], *((1 - LEAST[0]) * share for share in later[1:])]
+    more = [most[0], *(-most[0] * share for share in later[1:])]
+    put, levels, width = functools.partial(torch.tensor, device=device), [], 1
     for depth in range(limit):
-        rank, share = zip(*_imagined(siblings, nodes, limit - depth), strict=True)
-        imagined.append((put(rank), put(share)))
-    tables = [put(table[:siblings]) for table in (LEAST, AVERAGE, SHARE)]
-    return Plan(tuple(widths), siblings, nodes, tuple(imagined), *tables)
+        rank, below = zip(*_imagined(siblings, nodes, limit - depth), strict=True)
+        children = below.count(1.0)
+        parts = ([table[first] * share for first, share in zip(rank, below, strict=True)] for table in (least, more))
+        levels.append(Level(width, children, *map(put, parts)))
+        width = min(top_k, width * children, nodes)
+    return Plan(nodes, tuple(levels), put(LEAST[:siblings]), put(most))
 
 
-def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: Iterator[Tensor | None]) -> Proposal:
+def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: Iterator[Tensor]) -> Proposal:
     """Draw the guesses of a tree as ``plan`` says.
 
     ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``; ``noise`` is what levels are drawn
     with, see ``draw_distinct``.
     """
-    siblings, limit = plan.siblings, len(plan.widths)
-    tree = _DrawnTree(root, plan.nodes, log_probs)
-    forest, log_probs = Forest.empty(step, root), log_probs[:, None]
+    tree, forest = _DrawnTree(root, plan.nodes), Forest.empty(step, root)
+    log_probs = log_probs[:, None]
     node, promise = torch.zeros_like(root)[:, None], log_probs.new_ones((len(root), 1))  # of the level looked behind
-    for depth in range(1, limit + 1):
-        counts = _plan(promise, _before(log_probs, plan), plan.nodes - tree.used, *plan.imagined[depth - 1])
-        drawn = draw_distinct(log_probs, siblings, next(noise))  # (batch, n, siblings)
-        places = tree.add(node, log_probs, drawn, counts)
-        if depth == limit:
+    for level, below in itertools.zip_longest(plan.levels, plan.levels[1:]):
+        q = log_probs.exp()
+        wanted = _wanted(promise, q, plan.nodes - tree.used, level)  # (batch, n, children)
+        drawn = draw_distinct(log_probs, level.children, next(noise))
+        own = q.gather(2, drawn)
+        taken = wanted & (own > 0)
+        places = tree.add(node, q, drawn, taken)
+        if below is None:
             break
-        promises = promise[:, :, None] * _after(log_probs.gather(2, drawn).exp(), plan)  # (batch, n, siblings)
-        level = node.shape[1]
-        promise, pick = promises.masked_fill(places < 0, 0).flatten(1).topk(plan.widths[depth])
-        above = forest.size - level + pick // siblings if depth > 1 else torch.full_like(pick, NO_PARENT)
-        node = places.flatten(1).gather(1, pick)
+        promises = promise[:, :, None] * _after(own, plan) * taken
+        promise, pick = promises.flatten(1).topk(below.width)
+        parent = pick // level.children
+        above = parent + (forest.size - level.width) if forest.size else torch.full_like(pick, NO_PARENT)
+        node = places.gather(1, pick)
         log_probs = forest.look_behind(drawn.flatten(1).gather(1, pick), above)
-    return tree.proposal(limit)
+    return tree.proposal(len(plan.levels))
 
 
 class _DrawnTree:
     """Collect the guesses of a batch, another number of them in every row."""
 
-    def __init__(self, root: Tensor, nodes: int, log_probs: Tensor) -> None:
+    def __init__(self, root: Tensor, nodes: int) -> None:
         self.used = torch.zeros_like(root)  # guesses of each row
-        self._spill = nodes + 1  # the number of one column more than a tree has, for what is in none
-        self._tokens = root[:, None].repeat(1, nodes + 2)
-        self._parents = torch.full_like(self._tokens, ABSENT)
-        self._parents[:, 0] = NO_PARENT
-        self._q = log_probs.new_zeros((len(root), nodes + 2, log_probs.shape[-1]))
+        self._root, self._nodes = root, nodes
+        self._spill = numbers(1, root.device, nodes + 1)  # one place more than a tree has, for what is in none
+        self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
 
-    def add(self, node: Tensor, log_probs: Tensor, drawn: Tensor, counts: Tensor) -> Tensor:
-        """Give ``node`` (batch, n) the first ``counts`` (batch, n) of the children ``drawn`` (batch, n, siblings).
+    def add(self, node: Tensor, q: Tensor, drawn: Tensor, taken: Tensor) -> Tensor:
+        """Give ``node`` (batch, n) those of the children ``drawn`` (batch, n, children) that are ``taken``.
 
-        They were drawn from ``log_probs`` (batch, n, vocabulary). Return their numbers, -1 for those that are not
-        taken; a ``node`` of -1 is none either.
+        They were drawn from ``q`` (batch, n, vocabulary). Return their places (batch, n * children).
         """
-        possible = log_probs.gather(2, drawn) > -torch.inf
-        taken = possible & (torch.arange(drawn.shape[2], device=drawn.device) < counts[:, :, None])
-        number = (self.used[:, None] + taken.flatten(1).cumsum(1)).view(taken.shape)
-        column = number.masked_fill(~taken, self._spill).flatten(1)
-        node = node.masked_fill(node < 0, self._spill)[:, :, None]
-        self._tokens.scatter_(1, column, drawn.flatten(1))
-        self._parents.scatter_(1, column, node.expand_as(drawn).flatten(1))
-        self._q.scatter_(1, node.expand_as(log_probs), log_probs.exp())
-        self.used = self.used + taken.flatten(1).sum(1)
-        return number.masked_fill(~taken, -1)
+        number = self.used[:, None] + taken.flatten(1).cumsum(1)
+        places = torch.where(taken.flatten(1), number, self._spill)
+        parents = node[:, :, None].expand_as(drawn).flatten(1)
+        self._levels.append((places, drawn.flatten(1), parents, node, q))
+        self.used = number[:, -1]
+        return places
 
     def proposal(self, depth: int) -> Proposal:
         """Return what was collected, at most ``depth`` deep."""
-        return Proposal(self._tokens[:, :-1], self._parents[:, :-1], depth, self._q[:, :-1])
+        places, drawn, above, node, q = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
+        tokens = self._root[:, None].repeat(1, self._nodes + 2).scatter_(1, places, drawn)
+        parents = torch.full_like(tokens, ABSENT).scatter_(1, places, above)
+        parents[:, 0] = NO_PARENT
+        by_node = q.new_zeros((*tokens.shape, q.shape[-1])).scatter_(1, node[:, :, None].expand_as(q), q)
+        return Proposal(tokens[:, :-1], parents[:, :-1], depth, by_node[:, :-1])
 
 
-def _plan(promise: Tensor, before: Tensor, left: Tensor, first: Tensor, below: Tensor) -> Tensor:
-    """Say how many children each node of a level gets, (batch, n), while ``left`` (batch,) guesses may still be drawn.
+def _wanted(promise: Tensor, q: Tensor, left: Tensor, level: Level) -> Tensor:
+    """Say which children the nodes of a level get, (batch, n, children), while ``left`` (batch,) guesses may be drawn.
 
-    Below every node a tree is imagined, of guesses with the ranks ``first`` and the shares ``below``. Of all guesses
-    in these trees the best ones fill up what is left; those among them that are children of the level's own nodes are
-    to be drawn now. ``promise`` (batch, n) is that of the nodes, ``before`` (batch, n, siblings) that of a child whose
-    parent is accepted, before the child is drawn.
+    Of all guesses in the trees imagined below the nodes the best ones fill up what is left; those among them that are
+    children of the level's own nodes are to be drawn now. ``promise`` (batch, n) is that of the nodes.
     """
-    worth = (promise[:, :, None] * before[:, :, first] * below).flatten(1)  # (batch, n * imagined)
-    order = worth.sort(dim=1, descending=True, stable=True).indices
-    place = torch.arange(order.shape[1], device=order.device).expand_as(order)
-    chosen = (torch.zeros_like(order).scatter(1, order, place) < left[:, None]) & (worth > 0)
-    return (chosen.view(*promise.shape, -1) & (below == 1)).sum(2)
+    worth = promise[:, :, None] * torch.addcmul(level.least, q.square().sum(-1, keepdim=True), level.more)
+    place = worth.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    wanted = (place < left[:, None]).view(worth.shape) & (worth > 0)
+    return wanted[:, :, : level.children]
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,7 +165,7 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
     """List the best ``nodes`` guesses of an average tree, at most ``depth`` deep.
 
     Of each: the rank among its siblings of the child of the root that it stands behind, or is, and how much of that
-    child's promise is left there; 1 for the child itself.
+    child's promise is left there; 1 for the child itself. The children of the root come first.
     """
     share = _in_turn(torch.tensor(AVERAGE[:siblings])).tolist()
     best: list[tuple[float, tuple[int, ...]]] = [(-share[0], (0,))]
@@ -164,27 +177,18 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
             heapq.heappush(best, (worth / share[path[-1]] * share[path[-1] + 1], (*path[:-1], path[-1] + 1)))
         if len(path) < depth:
             heapq.heappush(best, (worth * share[0], (*path, 0)))
-    return tuple(found)
-
-
-def _before(log_probs: Tensor, plan: Plan) -> Tensor:
-    """Promise children before they are drawn from ``log_probs`` (..., vocabulary): (..., siblings).
-
-    What is drawn from q has itself a probability of sum(q^2) on average.
-    """
-    accepted = plan.average.to(log_probs.dtype).repeat(*log_probs.shape[:-1], 1)
-    accepted[..., 0] = LEAST[0] + (1 - LEAST[0]) * SHARE[0] * (2 * log_probs).exp().sum(-1)
-    return _in_turn(accepted)
+    return tuple(sorted(found, key=lambda one: one[1] < 1.0))
 
 
 def _after(drawn: Tensor, plan: Plan) -> Tensor:
-    """Promise children whose probabilities ``drawn`` (..., siblings) are known, if their parent is accepted."""
+    """Promise children whose probabilities ``drawn`` (..., children) are known, if their parent is accepted."""
+    count = drawn.shape[-1]
     left = 1 - (drawn.cumsum(-1) - drawn)  # for drawn ones leave the distribution
-    own = (drawn / left.clamp(min=1e-6)).clamp(max=1)
-    return _in_turn(plan.least + (1 - plan.least) * plan.share * own)
+    own = (drawn / left.clamp_(min=1e-6)).clamp_(max=1)
+    return _in_turn(torch.addcmul(plan.least[:count], own, plan.more[:count]))
 
 
 def _in_turn(accepted: Tensor) -> Tensor:
     """Turn how probably each sibling (..., siblings) is accepted in its turn into how probably it is the one."""
     passed = (1 - accepted).cumprod(-1)
-    return torch.cat([torch.ones_like(passed[..., :1]), passed[..., :-1]], dim=-1) * accepted
+    return functional.pad(passed[..., :-1], (1, 0), value=1.0) * accepted

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,18 +58,16 @@ class Ahead:
         widths: Sequence[int]
         if config.tree == "dynamic" and sample:
             plan = plan_drawn(config.tree_top_k, config.tree_nodes, depth, vocabulary, device)
-            widths = plan.widths
+            widths = [level.width for level in plan.levels]
         elif config.tree is None or config.tree == "dynamic":
             widths = [0] * depth
         else:
             layout = _lay_out(_paths(config, depth, sample), device)
             widths = [len(level.nodes) for level in layout[1]]
         shapes = [(rows, width, vocabulary) if width else (rows, vocabulary) for width in widths]
-        noise = [
-            gumbel_noise(shape, device) if level < drawn else torch.zeros(shape, device=device)
-            for level, shape in enumerate(shapes if sample else [])
-        ]
-        return cls(layout, plan, noise)
+        shapes = shapes if sample else []
+        unused = [torch.zeros(shape, device=device) for shape in shapes[drawn:]]
+        return cls(layout, plan, gumbel_noise(shapes[:drawn], device) + unused)
 
     def seated(self, rows: Tensor) -> Ahead:
         """Give each seat the random numbers of the row that sits there, ``rows`` (seats,)."""
@@ -122,20 +120,16 @@ def grow(
     """
     if limit == 0:
         return Proposal.nothing(root)
+    in_graph = ahead is not None
+    if ahead is None:
+        ahead = Ahead.of(config, limit, limit, len(root), log_probs.shape[-1], sample, root.device)
+    if ahead.plan is not None:
+        return grow_drawn(root, log_probs, step, ahead.plan, iter(ahead.noise))
+    if ahead.layout is not None:
+        return _static(root, log_probs, step, ahead.layout, ahead.noise)
     if config.tree is None:
-        return _chain(root, log_probs, step, limit, sample, config.min_confidence, confidence, ahead)
-    noise: Iterator[Tensor | None] = itertools.repeat(None) if ahead is None else iter(ahead.noise)
-    if config.tree == "dynamic" and sample:
-        plan = None if ahead is None else ahead.plan
-        if plan is None:
-            plan = plan_drawn(config.tree_top_k, config.tree_nodes, limit, log_probs.shape[-1], root.device)
-        return grow_drawn(root, log_probs, step, plan, noise)
-    if config.tree == "dynamic":
-        return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
-    layout = None if ahead is None else ahead.layout
-    if layout is None:
-        layout = _lay_out(_paths(config, limit, sample), root.device)
-    return _static(root, log_probs, step, layout, sample, noise)
+        return _chain(root, log_probs, step, limit, ahead.noise, config.min_confidence, confidence, in_graph)
+    return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
 
 
 def _chain(
@@ -143,37 +137,37 @@ def _chain(
     log_probs: Tensor,
     step: Step,
     limit: int,
-    sample: bool,
+    noise: list[Tensor],
     min_confidence: float,
-    confidence: Confidence | None = None,
-    ahead: Ahead | None = None,
+    confidence: Confidence | None,
+    in_graph: bool,
 ) -> Proposal:
-    noise: Iterator[Tensor | None] = itertools.repeat(None) if ahead is None else iter(ahead.noise)
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
     least = math.log(min_confidence) if min_confidence > 0 else None
-    counts, going = torch.zeros_like(root), torch.ones_like(root, dtype=torch.bool)
+    counts = repeated(0, len(root), root.device)
+    going = counts == 0 if least is not None else counts
     for depth in range(limit):
         if depth:
             parents = repeated(depth - 2, len(root), root.device)[:, None]
             log_probs = step(guesses[-1][:, None], parents, None)[:, 0]
         if least is not None and confidence is not None:  # asked before the guess is in, of which it knows nothing
             going = going & (confidence() >= min_confidence)
-            if ahead is None and not bool(going.any()):
+            if not in_graph and not bool(going.any()):
                 break
-        guess = draw_distinct(log_probs, 1, next(noise))[:, 0] if sample else log_probs.argmax(-1)
+        guess = draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else log_probs.argmax(-1)
         guesses.append(guess)
         by_depth.append(log_probs)
         if least is None:
             continue
-        counts += going
+        counts = counts + going
         if confidence is None:  # once the guess is in, which tells nothing of the next one
             going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= least)
-            if ahead is None and not bool(going.any()):
+            if not in_graph and not bool(going.any()):
                 break
     if not guesses:
         return Proposal.nothing(root)
-    q = torch.stack(by_depth, dim=1).exp() if sample else None  # (batch, k, vocabulary)
+    q = torch.stack(by_depth, dim=1).exp_() if noise else None  # (batch, k, vocabulary)
     return Proposal.path(torch.stack([root, *guesses], dim=1), None if least is None else counts, q)
 
 
@@ -218,22 +212,21 @@ def _static(
     log_probs: Tensor,
     step: Step,
     layout: tuple[list[int], list[_Level]],
-    sample: bool,
-    noise: Iterator[Tensor | None],
+    noise: list[Tensor],
 ) -> Proposal:
     """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
     parents, levels = layout
     forest = Forest.empty(step, root)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
     above = torch.full_like(tokens, NO_PARENT)
-    q = log_probs.new_zeros((len(root), max(parents) + 1, log_probs.shape[-1])) if sample else None
+    q = log_probs.new_zeros((len(root), max(parents) + 1, log_probs.shape[-1])) if noise else None
     log_probs = log_probs[:, None]
     for depth, level in enumerate(levels):
         if depth:
             log_probs = forest.look_behind(tokens[:, level.nodes], level.above.expand(len(root), -1))
         if q is not None:
             q[:, level.nodes] = log_probs.exp()
-        drawn = draw_distinct(log_probs, level.most, next(noise)) if sample else None
+        drawn = draw_distinct(log_probs, level.most, noise[depth]) if noise else None
         ordered = best(log_probs, level.most) if drawn is None else drawn  # (batch, n, most)
         rank = level.rank.clamp(max=ordered.shape[2] - 1)  # a vocabulary may be tiny
         possible = (log_probs.gather(2, ordered) > -torch.inf)[:, level.place, rank] & (rank == level.rank)
