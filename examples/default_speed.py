@@ -2,15 +2,18 @@
 
     python examples/default_speed.py
     python examples/default_speed.py --processors  # with a minimum length, a repetition penalty and an n-gram ban
+    python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
 
 Each call decodes 96 tokens. Methods take turns, so that all of them meet the same machine; a figure is the median of
 the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, which is never right. Greedy calls
-leave the depth to the clock, sampled ones ask for that (``num_speculative_tokens="auto"``).
+leave the depth to the clock, sampled ones ask for that (``num_speculative_tokens="auto"``). "assisted" is assisted
+generation of transformers, one prompt at a time, with the small model and so many of its tokens in every step.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from statistics import median
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
+from hf_spec.demo.inflation import Narrowed, inflate
 
 PROMPTS = (
     "Once upon a time, there was a little dog",
@@ -33,15 +37,26 @@ PROMPTS = (
 PROCESSORS = {"min_new_tokens": 96, "repetition_penalty": 1.1, "no_repeat_ngram_size": 6}
 
 
-def drafts() -> dict[str, Any]:
-    """Return what guesses, by name."""
+def drafts(small: Any, is_inflated: bool) -> dict[str, Any]:
+    """Return what guesses, by name; for a target that ``small`` was inflated to, or for itself."""
     found: dict[str, Any] = {"ngram": "ngram"}
     found["vanilla"] = AutoModelForCausalLM.from_pretrained(demo.path("draft-vanilla"), dtype=torch.float32)
     for kind in ("eagle3", "medusa", "mtp", "dspark"):
         found[kind] = AutoModel.from_pretrained(demo.path(f"draft-{kind}"), dtype=torch.float32)
     torch.manual_seed(0)
     found["random"] = type(found["eagle3"])(found["eagle3"].config).eval()
+    if is_inflated:
+        found |= {name: Narrowed(one, small) for name, one in found.items() if name not in ("ngram", "vanilla")}
     return found
+
+
+def assisted(small: Any, tokens: int) -> dict[str, Any]:
+    """Return the options of assisted generation with ``tokens`` guesses in every step."""
+    assistant = copy.deepcopy(small)
+    assistant.generation_config.update(
+        num_assistant_tokens=tokens, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    return {"speculator": False, "assistant_model": assistant}
 
 
 def compare(
@@ -72,12 +87,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--fixed", type=int, help="guess so many tokens in every step instead")
     parser.add_argument("--processors", action="store_true", help="use processors that look at the text")
+    parser.add_argument(
+        "--size", type=int, nargs=3, metavar=("HIDDEN", "MLP", "LAYERS"), help="inflate the target to it"
+    )
+    parser.add_argument("--assisted", type=int, nargs="+", default=[], help="beside assisted generation, so many deep")
+    parser.add_argument("--drafts", nargs="+", help="only these")
     args = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")
-    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
-    named = drafts()
-    print("| | " + " | ".join(named) + " |\n|---|" + "---|" * len(named))
+    small = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    target = inflate(small, *args.size) if args.size else small
+    named = drafts(small, bool(args.size))
+    peers = {f"assisted, {tokens}": assisted(named["vanilla"], tokens) for tokens in args.assisted}
+    named = {name: named[name] for name in args.drafts or named}
+    if peers and args.batch != [1]:
+        parser.error("assisted generation takes one prompt at a time: --batch 1")
+    print("| | " + " | ".join([*named, *peers]) + " |\n|---|" + "---|" * (len(named) + len(peers)))
     for batch in args.batch:
         inputs = tokenizer(list(PROMPTS[:batch]), return_tensors="pt", padding=True)
         for do_sample in (False, True):
@@ -93,7 +118,7 @@ def main() -> None:
             ways = {"plain": {"speculator": False}} | {
                 name: {"speculator": one} | given for name, one in named.items()
             }
-            ratios = compare(target, inputs, ways, options, args.rounds)
+            ratios = compare(target, inputs, ways | peers, options, args.rounds)
             label = f"batch {batch}, {'sampled' if do_sample else 'greedy'}"
             print(f"| {label} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
 

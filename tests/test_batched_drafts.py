@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,17 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from twins import fitted, noisy
 
-from hf_spec import Drafter, News, Request, SpeculationConfig, SpeculationStats, Speculator
+from hf_spec import (
+    Drafter,
+    HybridSpeculator,
+    News,
+    NgramSpeculator,
+    Request,
+    SpeculationConfig,
+    SpeculationStats,
+    Speculator,
+)
+from hf_spec.batching.drafting import Drafters
 from hf_spec.batching.engine import _Processor, _Ring
 from hf_spec.checkpoints.resolve import as_speculator
 from hf_spec.decoding.pace import Pace
@@ -220,6 +230,68 @@ def test_joined_drafters_guess_as_each_alone(kind: str) -> None:
             nodes = expected.tokens.shape[1]
             assert proposal.tokens[place, :nodes].tolist() == expected.tokens[0].tolist()
             assert not proposal.present[place, nodes:].any()
+
+
+def hybrid() -> HybridSpeculator:
+    memory = NgramSpeculator(remember=500)
+    memory.learn([[*range(10, 40)], [60] * 9 + [61, 62]])
+    return HybridSpeculator(as_speculator(draft("eagle3", "gemma3_text"), model("gemma3_text")), memory)
+
+
+def remembering() -> NgramSpeculator:
+    speculator = NgramSpeculator(remember=500)
+    speculator.learn([[*range(10, 40)], [60] * 9 + [61, 62]])
+    return speculator
+
+
+@pytest.mark.parametrize("make", [hybrid, remembering])
+@torch.no_grad()
+def test_joined_memories_guess_as_each_alone(make: Callable[[], Speculator]) -> None:
+    """What became text follows what is remembered in one row, so that its chain is taken and the draft's put off."""
+    target, ways = model("gemma3_text"), (make(), make())
+    prompts = [torch.tensor(prompt) for prompt in ([9, 8], [10, 11, 12], [60] * 4)]
+
+    def start(speculator: Speculator, i: int) -> Drafter:
+        return speculator.drafter(request_of(target, speculator, prompts[i], sample=False))
+
+    alone = [start(ways[1], i) for i in range(3)]
+    joined, widths = start(ways[0], 0), None
+    if layers := ways[0].feature_layers(target):
+        widths = len(layers) * target.config.hidden_size
+    rows, recalled = [0], 0
+    for step, coming in enumerate(([1], [], [2], [], [])):
+        for i in coming:
+            assert joined.join(start(ways[0], i))
+            rows.append(i)
+        news = news_of([1] * len(rows), widths, step)
+        for i, one in zip(rows, news, strict=True):
+            if i == 1:
+                one.tokens.fill_(13 + step)
+        proposal = joined.propose(stacked(news), 6)
+        for place, (i, own) in enumerate(zip(rows, news, strict=True)):
+            expected = alone[i].propose(own, 6)
+            recalled += expected.tokens[0, 1:4].tolist() == [14 + step, 15 + step, 16 + step]
+            nodes = int(expected.present[0].sum())
+            assert proposal.tokens[place, :nodes].tolist() == expected.tokens[0, :nodes].tolist()
+            assert not proposal.present[place, nodes:].any()
+    assert recalled >= 3
+
+
+def test_requests_with_draft_and_memory_are_asked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as the draft alone, whose rows stand side by side."""
+    groups = []
+    propose = Drafters.propose
+
+    def counted(self: Drafters, *args: Any) -> bool:
+        late = propose(self, *args)
+        groups.append(len(self._groups))
+        return late
+
+    monkeypatch.setattr(Drafters, "propose", counted)
+    speculator = HybridSpeculator(draft("eagle3", "gemma3_text"), NgramSpeculator(remember=300))
+    found, _ = serve(model("gemma3_text"), PROMPTS, 4, speculator=speculator, speculation_config=CHAIN)
+    assert [output.generated_tokens for output in found] == texts("gemma3_text")
+    assert set(groups) == {1}
 
 
 # --- Depth -----------------------------------------------------------------------------------------------------------

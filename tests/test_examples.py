@@ -186,11 +186,18 @@ def test_costs_of_steps_are_measured_and_drawn(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "costs.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--batch", "2", "--processors"],
+        ["--batch", "1", "--size", "288", "1024", "12", "--assisted", "3", "--drafts", "vanilla", "eagle3"],
+    ],
+    ids=["processors", "inflated"],
+)
 def test_default_settings_are_measured_beside_plain_generate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--rounds", "1", "--new-tokens", "6", "--batch", "2", "--processors"]
-    monkeypatch.setattr("sys.argv", ["default_speed.py", *given])
+    monkeypatch.setattr("sys.argv", ["default_speed.py", "--rounds", "1", "--new-tokens", "6", *given])
     runpy.run_path(str(ROOT / "examples" / "default_speed.py"), run_name="__main__")
     header, _, *rows = capsys.readouterr().out.splitlines()
     assert [row.count("|") for row in rows] == [header.count("|")] * 2

@@ -76,6 +76,11 @@ class Narrowed(Speculator):
     def __init__(self, draft: Speculator, small: PreTrainedModel) -> None:
         self.draft, self.small = draft, small
 
+    @property
+    def model(self) -> Any:
+        """Return what holds the draft's weights, by which its speed is remembered."""
+        return getattr(self.draft, "model", self.draft)
+
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Read the layers that ``small`` has, too: those behind them add nothing."""
         return self.draft.feature_layers(self.small)

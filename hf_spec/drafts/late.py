@@ -29,12 +29,27 @@ class LateDrafter(Drafter):
         self.caught_up = limit > 0 and (self._drafter is None or len(self._unread) > 1)
         if limit == 0:
             return Proposal.nothing(news.root)
+        unread, self._unread = News.joined(self._unread), []
+        return self._begun().propose(unread, limit)
+
+    def _begun(self) -> Drafter:
         if self._drafter is None:
             self._drafter = self._start()
             if self._rows is not None:
                 self._drafter.keep_rows(self._rows)
-        unread, self._unread = News.joined(self._unread), []
-        return self._drafter.propose(unread, limit)
+        return self._drafter
+
+    def join(self, other: Drafter) -> bool:
+        """Let both drafters read what they have put off, and join them if they can be."""
+        assert isinstance(other, LateDrafter)
+        return self._up_to_date().join(other._up_to_date())
+
+    def _up_to_date(self) -> Drafter:
+        drafter = self._begun()
+        if self._unread:
+            drafter.propose(News.joined(self._unread), 0)
+            self._unread = []
+        return drafter
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""

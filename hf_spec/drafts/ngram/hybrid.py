@@ -176,13 +176,21 @@ class _Last:
             [self.taken[row] for row in some],
         )
 
+    def beside(self, rows: int) -> _Last:
+        """Put ``rows`` more below that guessed nothing."""
+        more = (0, 0, 0, rows)
+        tokens = functional.pad(self.drafted.tokens, more)
+        parents = functional.pad(self.drafted.parents, more, value=ABSENT)
+        nothing: list[Guesses] = [{} for _ in range(rows)]
+        drafted = replace(self.drafted, tokens=tokens, parents=parents, q=None)
+        return _Last(drafted, self.recalled + nothing, self.taken + [False] * rows)
+
 
 class HybridDrafter(Drafter):
     """Ask the memory first, then the draft for the rows that want it."""
 
     def __init__(self, speculator: HybridSpeculator, request: Request) -> None:
-        self._texts = speculator.memory.texts(request)
-        self._numbers = list(range(len(request.input_ids)))  # of the rows' texts
+        self._rows = speculator.memory.texts(request).rows()
         self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
         self._min_chance, self._record = speculator.memory.min_chance, speculator.record
         self._is_chain = request.config.tree is None
@@ -191,11 +199,11 @@ class HybridDrafter(Drafter):
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news``, look up what may follow, and let the draft guess where that is not much."""
-        for number, tokens in zip(self._numbers, self._read(news), strict=True):
-            self._texts.extend(number, tokens)
+        for (texts, number), tokens in zip(self._rows, self._read(news), strict=True):
+            texts.extend(number, tokens)
         self._last = None
         nodes = None if self._is_chain else limit
-        found = [self._texts.guesses(one, limit, self._width, nodes, self._min_chance) for one in self._numbers]
+        found = [texts.guesses(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows]
         if self._is_chain:
             return self._chains(news, limit, found)
         proposal = self._draft.propose(news, min(limit, self._draft_depth))
@@ -203,9 +211,18 @@ class HybridDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        self._numbers = [self._numbers[row] for row in rows.tolist()]
+        self._rows = [self._rows[row] for row in rows.tolist()]
         self._draft.keep_rows(rows)
         self._last = None if self._last is None else self._last.of(rows)
+
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too, if the draft can; what those guessed last teaches nothing."""
+        assert isinstance(other, HybridDrafter)
+        if not self._draft.join(other._draft):
+            return False
+        self._rows += other._rows
+        self._last = None if self._last is None else self._last.beside(len(other._rows))
+        return True
 
     def _chains(self, news: News, limit: int, found: list[Guesses]) -> Proposal:
         depth, record = min(limit, self._draft_depth), self._record

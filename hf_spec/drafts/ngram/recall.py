@@ -29,6 +29,10 @@ class Texts:
         # For each size of n-gram: where it stands, as number of the text and position behind it.
         self._places: dict[int, dict[Path, list[tuple[int, int]]]] = {size: {} for size in self._sizes}
 
+    def rows(self) -> list[tuple[Texts, int]]:
+        """Name each text by this object and its number, so that texts of several calls can stand side by side."""
+        return [(self, number) for number in range(len(self.texts))]
+
     def extend(self, number: int, tokens: Iterable[int]) -> None:
         """Append ``tokens`` to a text, each in constant time."""
         text = self.texts[number]

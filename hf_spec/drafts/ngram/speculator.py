@@ -263,25 +263,30 @@ class RememberingDrafter(Drafter):
     """Guess from the texts of a call and from what is remembered of earlier ones. Lives on the CPU."""
 
     def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
-        self._texts = speculator.texts(request)
-        self._numbers = list(range(len(request.input_ids)))  # of the rows' texts
+        self._rows = speculator.texts(request).rows()
         self._shape = _Shape(request.config)
         self._min_chance = speculator.min_chance
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news`` and look up what may follow, at most ``limit`` tokens of it."""
-        for number, tokens in zip(self._numbers, news.emitted, strict=True):
-            self._texts.extend(number, tokens)
+        for (texts, number), tokens in zip(self._rows, news.emitted, strict=True):
+            texts.extend(number, tokens)
         depth = self._shape.depth(limit)
-        return lay_out([self._tree(number, depth) for number in self._numbers], news.root, self._shape.is_chain)
+        return lay_out([self._tree(*row, depth) for row in self._rows], news.root, self._shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only; the others' texts stay to be looked in."""
-        self._numbers = [self._numbers[row] for row in rows.tolist()]
+        self._rows = [self._rows[row] for row in rows.tolist()]
 
-    def _tree(self, number: int, depth: int) -> list[Path]:
+    def join(self, other: Drafter) -> bool:
+        """Go on with the rows of ``other``, too; each keeps looking in the texts of its own call."""
+        assert isinstance(other, RememberingDrafter)
+        self._rows += other._rows
+        return True
+
+    def _tree(self, texts: Texts, number: int, depth: int) -> list[Path]:
         shape = self._shape
-        found = self._texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
+        found = texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
         return list(found) if shape.ranks is None else _of_ranks(found, shape.ranks)
 
 
