@@ -18,10 +18,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec import SpeculationConfig, demo
+from hf_spec import HybridSpeculator, SpeculationConfig, demo
 from hf_spec.cli import main
 from hf_spec.cli.common import length_of, tree_of
 from hf_spec.cli.demo import highlighted
+from hf_spec.cli.loading import load_models, load_speculator, to_be_read
 from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
 
@@ -198,6 +199,31 @@ def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(models,
     assert (capsys.readouterr().out, rounds.read_bytes()) == (first, kept)  # the same seconds: nothing was run
     assert main([*call, "--temperature", "1"]) == 1
     assert "measured otherwise (settings)" in capsys.readouterr().err
+
+
+def test_a_draft_and_a_memory_are_measured_beside_each_alone(models, prompts, capsys):
+    options = ["--prompts-per-category", "1", "--max-new-tokens", "4", "--warmup", "0", "--no-baselines"]
+    drafts = [models["twin"], "memory", f"memory+{models['twin']}"]
+    assert main(["bench", models["target"], "--prompts", prompts, *options, "--draft", *drafts]) == 0
+    out = capsys.readouterr().out
+    assert {"twin", "memory", "memory+twin"} <= set(re.findall(r"^\s*(\S+) chain\s", out, re.MULTILINE))
+    assert main(["bench", models["target"], "--prompts", prompts, *options, "--draft", "memory+ngram"]) == 1
+    assert "needs a draft with weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["memory", "memory+mtp", "memory+DRAFT"])
+def test_what_a_name_stands_for(name, models):
+    target = AutoModelForCausalLM.from_pretrained(models["target"])
+    if name == "memory+mtp":
+        found = to_be_read(name)
+        assert isinstance(found, HybridSpeculator) and found.draft == "mtp"
+        with pytest.raises(ValueError, match="mtp"):
+            load_models(models["target"], [name], "float32", "cpu", lambda draft: [])
+        return
+    found = load_speculator(name.replace("DRAFT", models["twin"]), target, "float32")
+    memory = found.memory if isinstance(found, HybridSpeculator) else found
+    assert isinstance(found, HybridSpeculator) is (name != "memory") and memory is not None
+    assert to_be_read("ngram") == "ngram"
 
 
 def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, capsys):

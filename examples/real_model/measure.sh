@@ -17,6 +17,7 @@ drafts=(ngram memory)
 for kind in eagle3 dspark medusa mtp vanilla; do
     [ ! -e "$kind/finished" ] || drafts+=("$kind")
 done
+[ ! -e eagle3/finished ] || drafts+=(memory+eagle3)
 mkdir -p rounds
 for dtype in "${dtypes[@]}"; do
     for batch in 1 8; do

@@ -40,8 +40,8 @@ def add_bench(commands: Any) -> None:
     """Declare ``hf-spec bench``."""
     add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
     add("model", help="target: directory or Hub id")
-    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories or Hub ids "
-        "(ngram)")  # fmt: skip
+    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories or Hub ids, "
+        "or memory+DRAFT for both together (ngram)")  # fmt: skip
     add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
     add("--limit", "--prompts-per-category", type=at_least(1), metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
@@ -81,7 +81,7 @@ def _bench(args: argparse.Namespace) -> None:
             f"--card {args.card} is not the card of {draft}, which is measured: name {draft / 'README.md'}"
         )
     from ..bench import import_pyplot, read_prompts, run_bench
-    from .loading import load_models
+    from .loading import WITH_MEMORY, load_models
 
     prompts = read_prompts(args.prompts, args.limit)
     if args.png:
@@ -94,7 +94,7 @@ def _bench(args: argparse.Namespace) -> None:
         args.device,
         lambda draft: [configured(draft, args, shape) for shape in shapes],
     )
-    names = [Path(draft).name for draft in args.draft]
+    names = [WITH_MEMORY * draft.startswith(WITH_MEMORY) + Path(draft).name for draft in args.draft]
     names = names if len(set(names)) == len(names) else args.draft
     speculators = {name: drafts[draft] for name, draft in zip(names, args.draft, strict=True)}
     contenders: list[Contender] = []

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import add_answer_options, asked_for, command, configured, sampling
+from .common import SPECULATOR_HELP, add_answer_options, asked_for, command, configured, sampling
 
 if TYPE_CHECKING:
     from ..metrics import SpeculationStats
@@ -20,7 +20,7 @@ def add_chat(commands: Any) -> None:
     """Declare ``hf-spec chat``."""
     add = command(commands, _chat, "chat", "talk to a model in the terminal", f"While it runs:\n{HELP}")
     add("model", help="target: directory or Hub id, with a chat template")
-    add("--speculator", required=True, metavar="X", help="ngram, mtp, auto, or a draft: directory or Hub id")
+    add("--speculator", required=True, metavar="X", help=SPECULATOR_HELP)
     add("--system", metavar="TEXT", help="what the model is told before the first message")
     add_answer_options(add, 512)
 

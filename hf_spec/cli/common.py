@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..settings import SpeculationConfig
 
 TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"
+SPECULATOR_HELP = "ngram, memory, mtp, auto, a draft (directory or Hub id), or memory+DRAFT for both together"
 TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

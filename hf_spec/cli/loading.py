@@ -11,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..drafts.base import Speculator
+from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import NgramSpeculator
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 
 REMEMBERED = 100_000  # tokens of a memory: 10 MB
+WITH_MEMORY = "memory+"  # before the name of a draft
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 
 Configured = Callable[[Speculator], Iterable[SpeculationConfig]]
@@ -36,7 +38,7 @@ def load_models(
         weights = getattr(speculator, "model", speculator)
         if isinstance(weights, nn.Module):
             weights.to(input_device(model))
-    return model, tokenizer, {name: speculators.get(name) or as_speculator(name, model) for name in drafts}
+    return model, tokenizer, {name: speculators.get(name) or as_speculator(to_be_read(name), model) for name in drafts}
 
 
 def outline_of(target: str) -> PreTrainedModel:
@@ -52,7 +54,7 @@ def load_drafts(
     """Load ``drafts`` and check that they can serve ``outline``; ``mtp`` and ``auto`` are left to the target."""
     speculators = {}
     for name in drafts:
-        if name not in ("mtp", "auto"):  # these layers stand beside the target's weights
+        if name.removeprefix(WITH_MEMORY) not in ("mtp", "auto"):  # these layers stand beside the target's weights
             speculators[name] = load_speculator(name, outline, dtype)
             for config in configs(speculators[name]):
                 speculators[name].check(outline, config)
@@ -69,12 +71,24 @@ def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrai
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
     """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
-    if name == "memory":
-        return NgramSpeculator(remember=REMEMBERED)
-    if name in ("ngram", "mtp", "auto"):
-        return as_speculator(name, target)
+    if name.startswith(WITH_MEMORY):
+        return with_memory(load_speculator(name.removeprefix(WITH_MEMORY), target, dtype))
+    if name in ("ngram", "memory", "mtp", "auto"):
+        return as_speculator(to_be_read(name), target)
     draft = load_draft(name, target, dtype=dtype)
     return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)
+
+
+def to_be_read(name: str) -> str | Speculator:
+    """Return what ``as_speculator`` takes in place of what a user names, before the draft is read."""
+    if name == "memory":
+        return NgramSpeculator(remember=REMEMBERED)
+    return with_memory(name.removeprefix(WITH_MEMORY)) if name.startswith(WITH_MEMORY) else name
+
+
+def with_memory(draft: str | Speculator) -> HybridSpeculator:
+    """Put a memory beside a draft."""
+    return HybridSpeculator(draft, NgramSpeculator(remember=REMEMBERED))
 
 
 def check_device(name: str | None) -> None:

@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from .common import TREE_HELP, add_proposal_options, asked_for, command, tree_of
+from .common import SPECULATOR_HELP, TREE_HELP, add_proposal_options, asked_for, command, tree_of
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
@@ -26,7 +26,7 @@ Answers POST /v1/chat/completions, /v1/completions, /v1/responses, and GET /metr
 def add_serve(commands: Any) -> None:
     """Declare ``hf-spec serve``."""
     add = command(commands, _serve, "serve", "answer OpenAI's clients with a target that guesses", MORE, USAGE)
-    add("--speculator", required=True, metavar="X", help="ngram, mtp, auto, or a draft: directory or Hub id")
+    add("--speculator", required=True, metavar="X", help=SPECULATOR_HELP)
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
 
@@ -50,13 +50,13 @@ def _serve(args: argparse.Namespace) -> None:
 
 def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:
     """Load a draft and check it before the target's weights are read, where the target's outline can be had."""
-    from .loading import load_drafts, outline_of
+    from .loading import load_drafts, outline_of, to_be_read
 
     try:
         outline = outline_of(target)
     except (OSError, ValueError):  # code of its own, a GGUF file, or nothing at all, of which transformers will tell
-        return name
-    return load_drafts(outline, [name], dtype or "auto", lambda draft: [config(draft)]).get(name, name)
+        return to_be_read(name)
+    return load_drafts(outline, [name], dtype or "auto", lambda draft: [config(draft)]).get(name) or to_be_read(name)
 
 
 def _options_of_transformers(rest: list[str]) -> dict[str, Any]:
