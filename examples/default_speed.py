@@ -5,9 +5,10 @@
     python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
 
 Each call decodes 96 tokens. Methods take turns, so that all of them meet the same machine; a figure is the median of
-the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, which is never right. Greedy calls
-leave the depth to the clock, sampled ones ask for that (``num_speculative_tokens="auto"``). "assisted" is assisted
-generation of transformers, one prompt at a time, with the small model and so many of its tokens in every step.
+the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, which is never right. The depth is
+left to the clock: calls that sample have the same seed, and so ask for that (``num_speculative_tokens="auto"``).
+"assisted" is assisted generation of transformers, one prompt at a time, with the small model and so many of its tokens
+in every step.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 from .counting import numbers
 
 NOTHING = -1  # where no token can be drawn
+SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -31,6 +32,16 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the most precise type that ``device`` computes in: Apple's have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_seeded(device: torch.device) -> bool:
+    """Tell whether somebody has set the seed of random numbers on ``device``.
+
+    Until then torch's generators have one of 64 random bits; what people set, and what numpy takes, is far smaller.
+    """
+    own = torch if device.type == "cpu" else torch.get_device_module(device)
+    seed: int = getattr(own, "initial_seed", torch.initial_seed)()
+    return seed < SMALLEST_RANDOM_SEED
 
 
 def best(log_probs: Tensor, count: int) -> Tensor:

@@ -20,7 +20,8 @@ class SpeculationConfig:
     Args:
         num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: whatever emits most tokens a second, by
             what steps took and what was accepted so far; 0 is one of the depths. ``None``: that, beginning with the
-            draft's own number; when sampling that number in every step, so that a seed gives the same text again.
+            draft's own number; when sampling after a seed was set (``torch.manual_seed``, ``set_seed``) that number in
+            every step, so that the same seed gives the same text.
         tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858), or when
             sampling for one drawn without replacement, with most guesses where the draft is surest; ``"sampled"`` for
             such a tree of fixed shape; ``"auto"`` for the faster one of chain and dynamic tree in earlier calls; or a

@@ -16,6 +16,7 @@ from twins import draft, target
 from hf_spec import News, SpeculationConfig, as_speculator
 from hf_spec.decoding import loop
 from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
+from hf_spec.sampling import is_seeded
 
 pytestmark = pytest.mark.clock
 
@@ -244,6 +245,19 @@ def test_a_seed_gives_the_same_text_whatever_the_clock_says(monkeypatch: pytest.
     monkeypatch.setattr(Pace, "_choose", lambda pace, rows: 1)
     assert torch.equal(sampled(), first)
     assert not torch.equal(sampled(num_speculative_tokens="auto"), first)
+
+
+@pytest.mark.parametrize(("verification", "seeded"), [("auto", True), ("auto", False), ("exact", True)])
+def test_sampled_depths_are_left_to_the_clock_unless_a_seed_has_to_give_the_same_text(
+    verification: str, seeded: bool
+) -> None:
+    torch.manual_seed(5) if seeded else torch.seed()
+    assert is_seeded(torch.device("cpu")) is seeded
+    out = target().generate(
+        **prompts(1), speculator=draft(), speculation_config=SpeculationConfig(verification=verification),
+        do_sample=True, max_new_tokens=12, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert ("by the clock" in out.speculation.pace) is (verification == "exact" or not seeded)
 
 
 def test_a_number_asked_for_is_kept_and_the_statistics_say_so() -> None:

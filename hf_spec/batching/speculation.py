@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoding.pace import Pace
+from ..decoding.pace import Pace, by_the_clock
 from ..decoding.ranks import Ranks
 from ..decoding.verification import Verdict, follow, match, rule_for
 from ..drafts.base import Drafter, News, Request, Speculator
@@ -74,14 +74,14 @@ class Speculation:
         self.model, self.speculator, self.sample = model, speculator, sample
         self.config = config
         unasked = asked is None or asked.num_speculative_tokens is None
-        adapts = self.config.num_speculative_tokens == "auto" or (unasked and not sample)
+        self._ranks = Ranks(model)
+        adapts = self._ranks.agree(by_the_clock(config, asked, sample, model.device))
         if unasked and adapts and speculator.defaults().num_speculative_tokens is None:
             self.config = self.config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave one
         self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests")
         self.features = Features(model, speculator.feature_layers(model))
         self.counts = Counts()
         self._rule = rule_for(self.config)
-        self._ranks = Ranks(model)
         self._rows: dict[str, Row] = {}
         self._drafters = Drafters(self._start, model.device)
         self._asked_rows: list[Row] = []  # whose drafter is guessing just now

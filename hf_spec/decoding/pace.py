@@ -14,11 +14,13 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator
 from ..proposal import tree_from_paths
+from ..sampling import is_seeded
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
 DEEPEST = 16
@@ -33,6 +35,21 @@ TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
 MARGIN = 1.02  # how much faster another depth must promise to be
 PLAIN_MARGIN = 1.05  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
+
+
+def by_the_clock(
+    config: SpeculationConfig, asked: SpeculationConfig | None, samples: bool, device: torch.device
+) -> bool:
+    """Tell whether the clock chooses the depth: where ``config`` says so, or what was ``asked`` for holds no number.
+
+    A step that draws takes as many random numbers as it is deep. So where a seed was set, and the draws are not those
+    of plain ``generate``, the depth is fixed instead: the same seed gives the same text.
+    """
+    if config.num_speculative_tokens == "auto":
+        return True
+    if asked is not None and asked.num_speculative_tokens is not None:
+        return False
+    return not samples or config.verification == "exact" or not is_seeded(device)
 
 
 class Experience:
