@@ -219,17 +219,17 @@ def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
-    weights, reach = p.clone(), torch.ones_like(p[..., 0])  # what the next child of each node is weighed against
+    tokens, chosen = proposal.tokens[:, 1:], None if proposal.chosen is None else proposal.chosen[:, 1:]
+    guess, probability = _drawn(_without_elders(proposal, q), tokens, chosen, proposal.present[:, 1:])
+    weights, reach = p.clone(), torch.ones_like(p[..., 0])  # of each node, for its next child
     accept = torch.zeros_like(reach)  # (batch, nodes)
-    guess = _without_elders(proposal, q)  # (batch, nodes - 1, vocabulary)
-    chosen = None if proposal.chosen is None else proposal.chosen[:, 1:]
-    guess, probability = _drawn(guess, proposal.tokens[:, 1:], chosen, proposal.present[:, 1:])
     row, parent, child, sizes = _turns(proposal)
+    # All that a turn reads is put into the order of turns at once, (..., guesses) or (..., guesses, vocabulary).
     guess, behind = guess[row, child - 1].split(sizes, dim=-2), p[row, child].split(sizes, dim=-2)
-    token, probability = (x[row, child - 1].split(sizes, dim=-1) for x in (proposal.tokens[:, 1:], probability))
+    token, probability = (x[row, child - 1].split(sizes, dim=-1) for x in (tokens, probability))
     rows = [row] * len(sizes) if row.dim() == 2 else row.split(sizes)
-    for turn, at in enumerate(zip(rows, parent.split(sizes), child.split(sizes), strict=True)):
-        above, here = at[:2], at[::2]
+    for turn, (at, over, under) in enumerate(zip(rows, parent.split(sizes), child.split(sizes), strict=True)):
+        above, here = (at, over), (at, under)
         weight, before = weights[above], reach[above]
         accept[here] = own = _ratio(weight, token[turn], probability[turn]).clamp_(max=1)
         rest, mass, total = _take_out(weight, guess[turn], before)
