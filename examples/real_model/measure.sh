@@ -22,15 +22,18 @@ mkdir -p rounds
 for dtype in "${dtypes[@]}"; do
     for batch in 1 8; do
         for temperature in 0 0.6 1; do
-            # In float32, which is for comparison, what a table of bfloat16 begins with only.
-            [ "$dtype" = bfloat16 ] || [ "$batch-$temperature" = 1-0 ] || continue
-            name=$dtype-batch$batch-temperature$temperature-$each
-            [ ! -e "$results/$name.json" ] || continue
-            hf-spec bench HuggingFaceTB/SmolLM2-135M-Instruct --draft "${drafts[@]}" --prompts "$benchmark" --dtype "$dtype" \
-                --prompts-per-category $((each > batch ? each : batch)) --batch-size "$batch" --temperature "$temperature" \
-                --max-new-tokens 128 --rounds "rounds/$name.jsonl" --json "$name.json.part" --threads "${THREADS:-2}" \
-                ${MORE:-}
-            mv "$name.json.part" "$results/$name.json"
+            for depth in auto own; do
+                # In float32, and with each draft's own number of guesses, which are for comparison, the first table only.
+                [ "$dtype-$depth" = bfloat16-auto ] || [ "$batch-$temperature" = 1-0 ] || continue
+                name=$dtype-batch$batch-temperature$temperature-$each-$depth
+                [ ! -e "$results/$name.json" ] || continue
+                [ "$depth" = own ] && depth=() || depth=(--num-speculative-tokens auto)
+                hf-spec bench HuggingFaceTB/SmolLM2-135M-Instruct --draft "${drafts[@]}" --prompts "$benchmark" \
+                    --dtype "$dtype" --prompts-per-category $((each > batch ? each : batch)) --batch-size "$batch" \
+                    --temperature "$temperature" --max-new-tokens 128 --rounds "rounds/$name.jsonl" \
+                    --json "$name.json.part" --threads "${THREADS:-2}" ${depth[@]+"${depth[@]}"} ${MORE:-}
+                mv "$name.json.part" "$results/$name.json"
+            done
         done
     done
 done

@@ -110,7 +110,9 @@ def by_category(report: dict[str, Any]) -> str:
 def headline(report: dict[str, Any]) -> str:
     settings, made = report["settings"], report["environment"]
     how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
-    return f"{made['dtype']}, {how}, batches of {settings['batch_size']}"
+    depths = {one["num_speculative_tokens"] for one in settings["contenders"].values() if one}
+    depth = "depth left to the clock" if depths == {"auto"} else "each draft's own depth"
+    return f"{made['dtype']}, {how}, batches of {settings['batch_size']}, {depth}"
 
 
 def machine(report: dict[str, Any]) -> str:
@@ -165,8 +167,9 @@ def page(results: Path, target: Path) -> str:
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
     for path, report in reports:
         sections.append(
-            f"## {headline(report).capitalize()}\n\n{machine(report)}. Up to {report['settings']['max_new_tokens']} "
-            f"new tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}\n\n"
+            f"## {headline(report).capitalize()}\n\n{machine(report)}. "
+            f"{report['figures']['overall']['plain']['rows']} answers of up to {report['settings']['max_new_tokens']} "
+            f"tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}\n\n"
             f"Speed beside plain, and τ, by category:\n\n{by_category(report)}\n"
         )
     if not reports:

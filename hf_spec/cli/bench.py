@@ -94,7 +94,9 @@ def _bench(args: argparse.Namespace) -> None:
         args.device,
         lambda draft: [configured(draft, args, shape) for shape in shapes],
     )
-    names = [WITH_MEMORY * draft.startswith(WITH_MEMORY) + Path(draft).name for draft in args.draft]
+    names = [
+        WITH_MEMORY * name.startswith(WITH_MEMORY) + Path(name.removeprefix(WITH_MEMORY)).name for name in args.draft
+    ]
     names = names if len(set(names)) == len(names) else args.draft
     speculators = {name: drafts[draft] for name, draft in zip(names, args.draft, strict=True)}
     contenders: list[Contender] = []
