@@ -51,6 +51,8 @@ def best(log_probs: Tensor, count: int) -> Tensor:
 
 def gumbel_noise(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
     """Return tensors of all ``shapes``, of independent variables that are minus Gumbel's, for ``draw_distinct``."""
+    if not shapes:  # guesses are chosen: no operator is spent
+        return []
     sizes = [math.prod(shape) for shape in shapes]
     noise = torch.empty(sum(sizes), dtype=widest_float(device), device=device).exponential_().log_()
     return [part.view(*shape) for part, shape in zip(noise.split(sizes), shapes, strict=True)]
