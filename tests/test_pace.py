@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +98,40 @@ def test_calls_of_a_draft_that_is_never_right_share_their_tries() -> None:
     speeds = [run(Pace(experience, 5), world, 96, seed) for seed in range(40)]
     assert sum(speeds) / len(speeds) >= 0.975 * world.speed(0)
     assert experience.offered[0] > 0.0  # but it is tried
+
+
+REAL = json.loads((Path(__file__).parent / "fixtures" / "smollm2_reach.json").read_text())
+
+
+def decode_answer(pace: Pace, reach: str, seconds: list[float], chance: random.Random) -> float:
+    """Decode an answer of which ``reach`` says how many guesses are right behind each token; return the seconds."""
+    done, clock = 0, 0.0
+    while done < len(reach):
+        depth = min(pace.depth(1), len(seconds) - 1)
+        right = min(depth, int(reach[done]))
+        taken = seconds[depth] * chance.uniform(0.92, 1.08)
+        pace.stepped(1, depth, taken if clock else None, [depth], [right])
+        done, clock = done + 1 + right, clock + taken
+    return clock
+
+
+@pytest.mark.parametrize(("dtype", "of_best"), [("float32", 0.83), ("bfloat16", 0.92)])
+def test_answers_of_a_real_model_take_little_longer_than_with_the_best_depth(dtype: str, of_best: float) -> None:
+    """In float32 guesses pay in every third answer: what the others have taught must not keep a call from looking."""
+    seconds, passes = REAL["milliseconds"][dtype], 24
+    took: dict[str, float] = defaultdict(float)
+    best: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(seconds))
+    for category, reach in REAL["reach"]:
+        for depth in range(len(seconds)):
+            pace = Pace(Experience(), depth, adapts=False)
+            best[category][depth] += passes * decode_answer(pace, reach, seconds, random.Random(1))
+    for number in range(passes):
+        if number % 2 == 0:
+            chance, experience = random.Random(number), Experience()
+        for category, reach in chance.sample(REAL["reach"], len(REAL["reach"])):
+            took[category] += decode_answer(Pace(experience, 5), reach, seconds, chance)
+    assert all(took[category] <= depths[0] / 0.96 for category, depths in best.items())
+    assert all(took[category] <= min(depths) / of_best for category, depths in best.items())
 
 
 def test_a_fixed_depth_stays_fixed() -> None:

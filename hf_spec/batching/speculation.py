@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoding.pace import Pace, by_the_clock
+from ..decoding.pace import Pace, paced
 from ..decoding.ranks import Ranks
 from ..decoding.verification import Verdict, follow, match, rule_for
 from ..drafts.base import Drafter, News, Request, Speculator
@@ -72,12 +72,8 @@ class Speculation:
     ) -> None:
         self.asked = asked
         self.model, self.speculator, self.sample = model, speculator, sample
-        self.config = config
-        unasked = asked is None or asked.num_speculative_tokens is None
         self._ranks = Ranks(model)
-        adapts = self._ranks.agree(by_the_clock(config, asked, sample, model.device))
-        if unasked and adapts and speculator.defaults().num_speculative_tokens is None:
-            self.config = self.config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave one
+        self.config, adapts = self._ranks.agree(paced(config, asked, speculator, sample, model.device))
         self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests")
         self.features = Features(model, speculator.feature_layers(model))
         self.counts = Counts()

@@ -25,7 +25,7 @@ from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..settings import SpeculationConfig
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
-from .pace import Pace, by_the_clock, faster
+from .pace import Pace, faster, paced
 from .processors import Processors
 from .ranks import Ranks
 from .refusals import refuse_call, refusing
@@ -95,10 +95,7 @@ class SpeculativeDecoding:
 
         if samples:
             ranks.share_random_numbers(input_ids.device)
-        unasked = self.config is None or self.config.num_speculative_tokens is None
-        adapts = ranks.agree(by_the_clock(config, self.config, samples, input_ids.device))
-        if unasked and adapts and speculator.defaults().num_speculative_tokens is None:
-            config = config.merge(num_speculative_tokens=None)  # neither the user nor the draft gave a number
+        config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
         pace = Pace.of(model, speculator, config, adapts, is_static, samples)
         call = Call(
             model,

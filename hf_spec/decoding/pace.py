@@ -26,30 +26,38 @@ from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 DEEPEST = 16
 SAMPLES = 32  # latest steps of a depth, whose median is what it takes; others use the machine for less long
 FADE = 0.97  # what a step's acceptance weighs after one more step
-CARRIED = 8.0  # steps that the acceptance of earlier calls weighs at most
+CARRIED = 2.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
 UNKNOWN = 64  # tokens that the target is given at most, if more than two a row, before it is known what that takes
-LOOK_AGAIN, LONGEST = 32, 1024  # steps until another depth is tried, at least and at most
+LOOK_AGAIN, LONGEST = 24, 1024  # steps until another depth is tried, at least and at most
 TELLING = 7  # tries that are accepted in a row, until that says enough
 TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
 MARGIN = 1.02  # how much faster another depth must promise to be
-PLAIN_MARGIN = 1.05  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
+PLAIN_MARGIN = 1.03  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
 
 
-def by_the_clock(
-    config: SpeculationConfig, asked: SpeculationConfig | None, samples: bool, device: torch.device
-) -> bool:
-    """Tell whether the clock chooses the depth: where ``config`` says so, or what was ``asked`` for holds no number.
+def paced(
+    config: SpeculationConfig,
+    asked: SpeculationConfig | None,
+    speculator: Speculator,
+    samples: bool,
+    device: torch.device,
+) -> tuple[SpeculationConfig, bool]:
+    """Return the settings of a call and whether the clock chooses its depths.
 
-    A step that draws takes as many random numbers as it is deep. So where a seed was set, and the draws are not those
-    of plain ``generate``, the depth is fixed instead: the same seed gives the same text.
+    It does where ``config`` says so, or what was ``asked`` for holds no number. A step that draws takes as many random
+    numbers as it is deep. So where a seed was set, and the draws are not those of plain ``generate``, the depth is
+    fixed instead: the same seed gives the same text. A number that neither the user nor the draft gave is no bound of
+    what the clock chooses: it is taken out of the settings.
     """
     if config.num_speculative_tokens == "auto":
-        return True
+        return config, True
     if asked is not None and asked.num_speculative_tokens is not None:
-        return False
-    return not samples or config.verification == "exact" or not is_seeded(device)
+        return config, False
+    adapts = not samples or config.verification == "exact" or not is_seeded(device)
+    is_common = adapts and speculator.defaults().num_speculative_tokens is None
+    return (config.merge(num_speculative_tokens=None) if is_common else config), adapts
 
 
 class Experience:
