@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,18 +29,15 @@ def answer_file(args: argparse.Namespace) -> None:
     for _ in _questions(args):  # a bad line is told before anything is loaded
         pass
     import torch
-    from accelerate import PartialState  # type: ignore[import-untyped]
 
     from ..checkpoints.fingerprint import fingerprint, generation_settings, tokenizer_digest
     from ..many.answers import AnswerFile
     from ..many.generate import generate_many
-    from ..many.processes import Processes
     from ..metrics import Counts
+    from ..processes import Processes, launched
     from .loading import load_models
 
-    on_cpu = args.device == "cpu" or not torch.accelerator.is_available()
-    state = PartialState(cpu=on_cpu) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
-    device = args.device or (None if state is None else str(state.device))
+    state, device = launched(args.device)
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, device, lambda draft: [configured(draft, args, args.tree)]
     )
@@ -49,8 +45,7 @@ def answer_file(args: argparse.Namespace) -> None:
     options = {"max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
     made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer), "chat": args.chat}
     answers = AnswerFile(args.out, made_from | {"seed": args.seed} | generation_settings(target, options))
-    is_first = processes.number == 0
-    processes.together(lambda: answers.prepare() if is_first else None)
+    processes.by_the_first(answers.prepare)
     count = answers.read(asked for asked, _ in _questions(args))
     rest = _Rest(args, tokenizer, answers, count - len(answers))
     if args.seed is not None:  # not the numbers again that answers were drawn with before, or in another process
@@ -67,11 +62,11 @@ def answer_file(args: argparse.Namespace) -> None:
         **options,
     ):
         index, asked = rest.waiting.pop(one.index)
-        if is_first:
+        if processes.is_first:
             answers.write(index, asked, _answer(one, target.generation_config.eos_token_id))
         if one.speculation is not None:
             counts.add(one.speculation.counts)
-    if is_first:
+    if processes.is_first:
         _tell(len(rest), len(answers), args.out, counts)
 
 

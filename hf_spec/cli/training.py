@@ -83,6 +83,7 @@ def _prepare(args: argparse.Namespace) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     from ..configuration import max_positions
+    from ..processes import Processes, launched
     from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
 
     out = Path(args.out)
@@ -97,8 +98,11 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.endpoint and (args.speculator or not args.regenerate):
         raise ValueError("--endpoint answers for --regenerate FILE, and has a speculator of its own, if any")
     data = load_raw(args.data, args.split)
+    state, device = launched(args.device)
     if args.regenerate:
-        data = load_raw(_regenerated(data, args))
+        data = load_raw(_regenerated(data, args, state, device))
+    if not Processes(state).is_first:  # only answers are work to be shared
+        return
     names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     config = AutoConfig.from_pretrained(args.target)
@@ -119,8 +123,11 @@ def _prepare(args: argparse.Namespace) -> None:
     print(f"Share of the answers that a draft vocabulary of so many tokens has: {shares}")
 
 
-def _regenerated(data: Any, args: argparse.Namespace) -> str:
-    """Let the target answer the conversations of ``data`` anew; return the name of the file with them."""
+def _regenerated(data: Any, args: argparse.Namespace, state: Any, device: str | None) -> str:
+    """Let the target answer the conversations of ``data`` anew; return the name of the file with them.
+
+    The process shares them with those of its ``state``.
+    """
     from ..training import Endpoint, regenerate
     from ..training.sources import conversations
     from .loading import load_models
@@ -133,10 +140,10 @@ def _regenerated(data: Any, args: argparse.Namespace) -> str:
         target, tokenizer = Endpoint(args.endpoint, args.endpoint_model or args.target), None
     else:
         target, tokenizer, speculators = load_models(
-            args.target, drafts, args.dtype, args.device, lambda draft: [draft.defaults()]
+            args.target, drafts, args.dtype, device, lambda draft: [draft.defaults()]
         )
     options = {"batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
-    options["template_arguments"] = args.template_arguments
+    options |= {"template_arguments": args.template_arguments, "accelerator": state}
     if args.speculator:
         options["speculator"] = speculators[args.speculator]
     return str(regenerate(asked, target, tokenizer, args.regenerate, **options))

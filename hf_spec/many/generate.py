@@ -12,11 +12,11 @@ from transformers.utils import logging
 from ..checkpoints.resolve import as_speculator, base_model
 from ..defaults import option
 from ..metrics import Counts
+from ..processes import Processes
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .batches import Batches
 from .engine import Engine, why_not_engine
-from .processes import Processes
 from .prompts import Completion, Pending, pending
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def generate_many(
     if ordered:
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
-    return _finished(completions, tokenizer, total, progress and processes.number == 0)
+    return _finished(completions, tokenizer, total, progress and processes.is_first)
 
 
 def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: dict[str, Any]) -> None:
@@ -145,12 +145,17 @@ def _completions(
     def read() -> list[Pending]:
         return [pending(index, prompt, tokenizer) for index, prompt in islice(numbered, ahead)]
 
-    while window := processes.same(read):
+    while window := processes.same(read, lambda one: one.ids):
         if processes.count == 1:
             yield from decoder.answer(window)
             continue
-        for part in processes.together(lambda: list(decoder.answer(processes.mine(window)))):
+        for part in processes.together(lambda: list(decoder.answer(_mine(window, processes)))):
             yield from part
+
+
+def _mine(window: list[Pending], processes: Processes) -> list[Pending]:
+    """Choose this process's part of the prompts of a ``window``: as many as the others, and about as long."""
+    return sorted(window, key=lambda one: (len(one.ids), one.index))[processes.number :: processes.count]
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:

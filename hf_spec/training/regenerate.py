@@ -6,15 +6,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
+from ..processes import Processes
 from ..scoring.plain import input_device
 from .chat import (
     CUT,
@@ -28,6 +29,9 @@ from .chat import (
 )
 from .data import check_ids
 from .endpoint import Endpoint, Refused, request_of, side_by_side
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
 
 logger = logging.get_logger(__name__)
 
@@ -56,6 +60,7 @@ def regenerate(
     max_new_tokens: int = 512,
     progress: bool = True,
     template_arguments: dict[str, Any] | None = None,
+    accelerator: Accelerator | PartialState | None = None,
     **generate_kwargs: Any,
 ) -> Path:
     """Write ``conversations`` to the jsonl file ``output`` with every answer replaced by ``target``'s own.
@@ -76,6 +81,10 @@ def regenerate(
 
     ``target`` may also be an ``Endpoint``, a server that answers ``batch_size`` requests at once; ``tokenizer`` is not
     asked then, and conversations that the server refuses are skipped.
+
+    With ``accelerator`` its processes share the conversations, ``batch_size`` each at a time, and the first one writes
+    all answers. All call this with the same conversations, and each has a copy of the target. An ``Endpoint`` is asked
+    by one process.
     """
     if not isinstance(target, Endpoint) and not tokenizer.chat_template:
         raise ValueError(
@@ -83,34 +92,58 @@ def regenerate(
         )
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; set at least 1")
+    processes = Processes(accelerator)
+    if isinstance(target, Endpoint) and processes.count > 1:
+        raise ValueError("one process is enough for an Endpoint: it asks for batch_size answers at once")
     path = Path(output)
-    rest = (_asked(conversation, template_arguments or {}) for conversation in conversations)
-    done = _skip_done(path, rest)
-    path.touch()  # where it cannot be written, nothing is run
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
     made_from = _made_from(target, tokenizer, options)
-    _check_made_from(
-        path, done, made_from | ({"template_arguments": template_arguments} if template_arguments else {})
-    )
+    made_from |= {"template_arguments": template_arguments} if template_arguments else {}
+    rest: Iterator[_Asked] = (_asked(conversation, template_arguments or {}) for conversation in conversations)
+    done = processes.by_the_first(lambda: _begin(path, rest, made_from)) or 0
+    if not processes.is_first:
+        rest = islice(rest, done, None)
     answered = (
         _answered_there(rest, target, options, batch_size)
         if isinstance(target, Endpoint)
-        else _answered_here(rest, target, tokenizer, options, batch_size)
+        else _answered_here(rest, target, tokenizer, options, batch_size, processes)
     )
-    bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not progress)
+    bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not (progress and processes.is_first))
     with bar:
         for batch in answered:
-            _append(path, [{"messages": said, **one.beside} for one, said in batch])
+            lines = [{"messages": said, **one.beside} for one, said in batch]
+            processes.by_the_first(lambda lines=lines: _append(path, lines))  # type: ignore[misc]
             bar.update(len(batch))
-    _tell_cut(path)
+    processes.by_the_first(lambda: _tell_cut(path))
     return path
 
 
+def _begin(path: Path, rest: Iterator[_Asked], made_from: dict[str, Any]) -> int:
+    """Count the answers in the file, behind which ``rest`` goes on; write beside a new one what they are made from."""
+    done = _skip_done(path, rest)
+    path.touch()  # where it cannot be written, nothing is run
+    _check_made_from(path, done, made_from)
+    return done
+
+
 def _answered_here(
-    rest: Iterator[_Asked], target: PreTrainedModel, tokenizer: Any, options: dict[str, Any], batch_size: int
+    rest: Iterator[_Asked],
+    target: PreTrainedModel,
+    tokenizer: Any,
+    options: dict[str, Any],
+    batch_size: int,
+    processes: Processes,
 ) -> Iterator[list[tuple[_Asked, Turn]]]:
-    while batch := list(islice(rest, batch_size)):
-        yield list(zip(batch, _answered(batch, target, tokenizer, options), strict=True))
+    """Yield conversations with their answers, in order: in turns each process answers as many."""
+
+    def read() -> list[_Asked]:
+        return list(islice(rest, processes.count * batch_size))
+
+    while window := processes.same(read, lambda one: one.turns):
+        share = -(-len(window) // processes.count)
+        mine = window[processes.number * share :][:share]
+        parts = processes.together(lambda mine=mine: _answered(mine, target, tokenizer, options))  # type: ignore[misc]
+        yield list(zip(window, chain.from_iterable(parts), strict=True))
 
 
 def _answered_there(
@@ -225,7 +258,7 @@ def _answered(batch: list[_Asked], target: PreTrainedModel, tokenizer: Any, opti
     """Answer all conversations of a batch, turn by turn."""
     written: list[Turn] = [[] for _ in batch]
     turns = [one.turns for one in batch]
-    for turn in range(max(len(one) for one in turns)):
+    for turn in range(max((len(one) for one in turns), default=0)):
         prompts = {}
         for row in [row for row, one in enumerate(turns) if len(one) > turn]:
             try:

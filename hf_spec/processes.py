@@ -1,13 +1,12 @@
-"""Processes that hold a copy of the model each: share the prompts, and give everyone all answers."""
+"""Processes that hold a copy of the model each: what they do together, in turns."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from .prompts import Pending
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
@@ -24,6 +23,11 @@ class Processes:
     def __init__(self, accelerator: Accelerator | PartialState | None) -> None:
         self.count = 1 if accelerator is None else accelerator.num_processes
         self.number = 0 if accelerator is None else accelerator.process_index
+
+    @property
+    def is_first(self) -> bool:
+        """Tell whether this is the process that writes what all have worked out."""
+        return self.number == 0
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Do ``work`` in every process and return all results, in order. Errors: those of any process, in all."""
@@ -46,21 +50,35 @@ class Processes:
                 raise RuntimeError(f"process {number} failed, so that its prompts have no answers: {problem}")
         return [result for result, _ in everyone]
 
-    def same(self, read: Callable[[], list[Pending]]) -> list[Pending]:
-        """Return what ``read`` gives here. Errors: a ValueError if it gives other prompts in another process."""
-        prompts: list[Pending] = []
+    def by_the_first(self, work: Callable[[], T]) -> T | None:
+        """Do ``work`` in the first process alone, and return its result in all. Errors: its own, in all."""
+        return self.together(lambda: work() if self.is_first else None)[0]
+
+    def same(self, read: Callable[[], list[T]], key: Callable[[T], Any]) -> list[T]:
+        """Return what ``read`` gives here. Errors: a ValueError if another process reads what has other ``key``s."""
+        found: list[T] = []
 
         def digest() -> str:
-            prompts.extend(read())
-            return hashlib.sha256(json.dumps([one.ids for one in prompts]).encode()).hexdigest()
+            found.extend(read())
+            return hashlib.sha256(json.dumps([key(one) for one in found]).encode()).hexdigest()
 
         if len(set(self.together(digest))) > 1:
             raise ValueError(
                 "the processes were given different prompts: pass the same ones, in the same order, to each. "
-                "generate_many shares them out itself"
+                "They share them out themselves"
             )
-        return prompts
+        return found
 
-    def mine(self, prompts: Sequence[Pending]) -> list[Pending]:
-        """Choose this process's part of ``prompts``: as many as the others, and about as long."""
-        return sorted(prompts, key=lambda one: (len(one.ids), one.index))[self.number :: self.count]
+
+def launched(device: str | None) -> tuple[PartialState | None, str | None]:
+    """Return the state of a process that accelerate or torchrun has launched beside others, and its device.
+
+    Of a process by itself: ``None``, and the ``device`` that was asked for.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None, device
+    import torch
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device == "cpu" or not torch.accelerator.is_available())
+    return state, device or str(state.device)
