@@ -89,8 +89,11 @@ def test_a_recipe_may_name_it(stories: Path, tmp_path: Path) -> None:
     assert main(["train", recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 1}, trainer=kept)]) == 0
 
 
-def test_parts_of_matrices_are_refused_where_the_launcher_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+@pytest.mark.parametrize("plugin", ["FSDP", "DEEPSPEED"])
+def test_parts_of_matrices_are_refused_where_the_launcher_asks_for_them(
+    plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{plugin}", "true")
     with pytest.raises(ValueError, match="leave muon_learning_rate out, or train without sharding"):
         DraftTrainingArguments(output_dir="unused", **RATES)
 

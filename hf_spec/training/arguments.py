@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import SchedulerType, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
 from .losses import Normalizer, Outside, objective_terms
-from .sharding import is_asked_for
+from .sharding import splits_matrices
 
 NUMBERS = (
     *("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature"),
@@ -119,7 +119,7 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
         if self.chain_smoothing is not None and not 0 <= self.chain_smoothing <= 1:
             raise ValueError(f"chain_smoothing is {self.chain_smoothing!r}; set 0 to 1, or None")
-        if self.muon_learning_rate is not None and (is_asked_for(self) or self.deepspeed):
+        if self.muon_learning_rate is not None and splits_matrices(self):
             raise ValueError(
                 "Muon needs whole matrices, and FSDP and DeepSpeed give each process a part of them: leave "
                 "muon_learning_rate out, or train without sharding"
@@ -132,6 +132,9 @@ class DraftTrainingArguments(TrainingArguments):
                 "each layer of draft.layers (the heads of Medusa: draft.heads) be compiled by layer.compile()"
             )
         super().__post_init__()  # type: ignore[no-untyped-call]
+        accelerator: Any = self.accelerator_config
+        if accelerator.dispatch_batches is None:
+            accelerator.dispatch_batches = False  # of a stream, whose batches are of different widths
         there = get_available_reporting_integrations()
         if missing := [name for name in self.report_to or [] if name not in there]:
             raise ValueError(

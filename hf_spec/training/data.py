@@ -9,7 +9,6 @@ import gzip
 import itertools
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +36,7 @@ from .origin import record_tokenizer
 logger = logging.get_logger(__name__)
 
 MAX_LENGTH = 2048
+FIRST = 256  # examples of a stream that are looked at beforehand
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 REASONS = {
@@ -63,7 +63,7 @@ def prepare_dataset(
     cut_answers: Literal["keep", "drop"] = "keep",
     template_arguments: dict[str, Any] | None = None,
     end_of_text: bool = False,
-) -> datasets.Dataset:
+) -> datasets.Dataset | datasets.IterableDataset:
     """Turn conversations or plain text into examples for ``DraftTrainer``.
 
     ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
@@ -80,8 +80,12 @@ def prepare_dataset(
     in columns ``tools`` and ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token behind documents
     that go through no template, so that a draft learns where they end.
 
+    A stream, a ``datasets.IterableDataset``, stays one: its examples are made while they are read, and packed a
+    thousand documents at a time. What is left out is counted among its first examples.
+
     Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
-    without a chat template, offsets or an end-of-sequence token where they are needed, and if no example is left.
+    without a chat template, offsets or an end-of-sequence token where they are needed, ``num_proc`` with a stream, and
+    if no example is left.
     """
     if max_length < 3:
         raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
@@ -91,39 +95,46 @@ def prepare_dataset(
         raise ValueError(f"cut_answers is {cut_answers!r}; choose 'keep' or 'drop'")
     if isinstance(dataset, str | os.PathLike):
         dataset = read_file(dataset)
-    if not isinstance(dataset, datasets.Dataset):
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    if not (is_stream or isinstance(dataset, datasets.Dataset)):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
             'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(examples)'
         )
-    chat, templated = _columns(dataset, tokenizer, text_column)
+    if is_stream and num_proc is not None:
+        raise ValueError("a stream is prepared while it is read: leave out num_proc, and set dataloader_num_workers")
+    first = list(dataset.take(FIRST))
+    names = dataset.column_names or list(first[0] if first else ())
+    chat, templated = _columns(names, bool(first), tokenizer, text_column)
     if end_of_text and tokenizer.eos_token_id is None:
         raise ValueError("end_of_text=True needs an end-of-sequence token, and the tokenizer has none: set eos_token")
     choices = (max_length, too_long, last_turn_only, cut_answers, template_arguments or {}, end_of_text)
     tokenize = _Tokenize(tokenizer, chat, templated, text_column, *choices)
-    examples = dataset.map(tokenize, remove_columns=dataset.column_names, num_proc=num_proc, desc="Tokenizing")
-    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped", desc="Filtering")
-    _report(examples["skipped"], len(kept), sum(kept["cut"]))
+    say = {} if is_stream else {"num_proc": num_proc, "desc": "Tokenizing"}
+    examples = dataset.map(tokenize, remove_columns=names, **say)
+    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped")
+    seen = datasets.Dataset.from_list([tokenize(example) for example in first]) if is_stream else examples
+    _report(list(seen["skipped"]), sum(seen["cut"]))
     kept = kept.remove_columns(["skipped", "cut"])
     if packing:
-        kept = kept.map(_Pack(max_length), batched=True, desc="Packing")
+        kept = kept.map(_Pack(max_length), batched=True)
     record_tokenizer(kept, tokenizer)
     return kept
 
 
 def _columns(
-    dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str
+    names: list[str], is_filled: bool, tokenizer: PreTrainedTokenizerBase, text_column: str
 ) -> tuple[tuple[str, ...], bool]:
     """Return the columns that conversations are in, () for text, and whether they go through the chat template."""
-    if not len(dataset):
+    if not is_filled:
         raise ValueError("the dataset is empty")
-    chat = chat_columns(dataset.column_names)
-    if chat in PAIRS and text_column in dataset.column_names:
+    chat = chat_columns(names)
+    if chat in PAIRS and text_column in names:
         chat = ()
-    if not chat and text_column not in dataset.column_names:
+    if not chat and text_column not in names:
         raise ValueError(
             f"no column of {[*CHAT_COLUMNS, *map(' and '.join, PAIRS)]} and no {text_column!r}, but "
-            f"{dataset.column_names}; rename one, or name the text with text_column="
+            f"{names}; rename one, or name the text with text_column="
         )
     templated = len(chat) == 1 or bool(chat and tokenizer.chat_template)
     if templated:
@@ -164,8 +175,8 @@ def _broken_line(path: Path) -> str | None:
     return None
 
 
-def _report(skipped: Iterable[str], kept: int, cut: int) -> None:
-    reasons = list(skipped)
+def _report(reasons: list[str], cut: int) -> None:
+    kept = reasons.count("")
     found = [f"{reasons.count(reason)} examples {text}" for reason, text in REASONS.items() if reason in reasons]
     if not kept:
         raise ValueError(f"no example is left to train on: {'; '.join(found)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -97,9 +97,12 @@ def regenerate(
         raise ValueError("one process is enough for an Endpoint: it asks for batch_size answers at once")
     path = Path(output)
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
-    made_from = _made_from(target, tokenizer, options)
-    made_from |= {"template_arguments": template_arguments} if template_arguments else {}
     rest: Iterator[_Asked] = (_asked(conversation, template_arguments or {}) for conversation in conversations)
+
+    def made_from() -> dict[str, Any]:
+        told = {"template_arguments": template_arguments} if template_arguments else {}
+        return _made_from(target, tokenizer, options) | told
+
     done = processes.by_the_first(lambda: _begin(path, rest, made_from)) or 0
     if not processes.is_first:
         rest = islice(rest, done, None)
@@ -118,11 +121,11 @@ def regenerate(
     return path
 
 
-def _begin(path: Path, rest: Iterator[_Asked], made_from: dict[str, Any]) -> int:
+def _begin(path: Path, rest: Iterator[_Asked], made_from: Callable[[], dict[str, Any]]) -> int:
     """Count the answers in the file, behind which ``rest`` goes on; write beside a new one what they are made from."""
     done = _skip_done(path, rest)
     path.touch()  # where it cannot be written, nothing is run
-    _check_made_from(path, done, made_from)
+    _check_made_from(path, done, made_from())
     return done
 
 

@@ -18,7 +18,16 @@ from transformers import TrainingArguments
 
 def is_asked_for(args: TrainingArguments) -> bool:
     """Tell whether ``args`` or ``accelerate launch`` ask for FSDP."""
-    return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+    return bool(args.fsdp) or _launched_with("FSDP")
+
+
+def splits_matrices(args: TrainingArguments) -> bool:
+    """Tell whether a process may have a part of a matrix only: with FSDP, or with DeepSpeed."""
+    return is_asked_for(args) or bool(args.deepspeed) or _launched_with("DEEPSPEED")
+
+
+def _launched_with(plugin: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() in ("true", "1")
 
 
 def set_up(plugin: Any) -> None:
