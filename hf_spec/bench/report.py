@@ -121,6 +121,7 @@ class BenchReport:
         speed.axvline(1, color="grey", linewidth=0.8)
         speed.margins(x=0.4)
         speed.set_xlabel("tokens per second, plain generate = 1")
+        accepted.set_prop_cycle(color=pyplot.colormaps["tab20"].colors)
         for name, one in overall.items():
             if shares := one.acceptance_by_position:
                 accepted.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
