@@ -415,7 +415,7 @@ def test_the_legend_covers_no_line(target, twin, tokenizer):
     assert len(axes.lines) == 2
     assert not axes.get_legend().get_window_extent().overlaps(axes.get_window_extent())
     pyplot.close(picture)
-    report.overall |= {f"method {i}": report.overall["chain"] for i in range(12)}
+    report.overall.update({f"method {i}": report.overall["chain"] for i in range(12)})
     picture = report.draw(pyplot)
     colors = [line.get_color() for line in picture.axes[1].lines]
     assert len(colors) == len(set(colors)) == 14
