@@ -103,33 +103,43 @@ def test_calls_of_a_draft_that_is_never_right_share_their_tries() -> None:
 REAL = json.loads((Path(__file__).parent / "fixtures" / "smollm2_reach.json").read_text())
 
 
-def decode_answer(pace: Pace, reach: str, seconds: list[float], chance: random.Random) -> float:
-    """Decode an answer of which ``reach`` says how many guesses are right behind each token; return the seconds."""
+def decode_answer(pace: Pace, right: str, offered: str, seconds: list[float], chance: random.Random) -> float:
+    """Decode an answer of which is known how many guesses there are and how many are right; return the seconds."""
     done, clock = 0, 0.0
-    while done < len(reach):
-        depth = min(pace.depth(1), len(seconds) - 1)
-        right = min(depth, int(reach[done]))
+    while done < len(right):
+        depth = min(pace.depth(1), int(offered[done]))
+        count = min(depth, int(right[done]))
         taken = seconds[depth] * chance.uniform(0.92, 1.08)
-        pace.stepped(1, depth, taken if clock else None, [depth], [right])
-        done, clock = done + 1 + right, clock + taken
+        pace.stepped(1, depth, taken if clock else None, [depth], [count])
+        done, clock = done + 1 + count, clock + taken
     return clock
 
 
-@pytest.mark.parametrize(("dtype", "of_best"), [("float32", 0.83), ("bfloat16", 0.92)])
-def test_answers_of_a_real_model_take_little_longer_than_with_the_best_depth(dtype: str, of_best: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "of_best"),
+    [
+        ("eagle3", "float32", 0.83),
+        ("eagle3", "bfloat16", 0.92),
+        ("ngram", "float32", 0.91),
+        ("ngram", "bfloat16", 0.94),
+    ],
+)
+def test_answers_of_a_real_model_take_little_longer_than_with_the_best_depth(
+    kind: str, dtype: str, of_best: float
+) -> None:
     """In float32 guesses pay in every third answer: what the others have taught must not keep a call from looking."""
-    seconds, passes = REAL["milliseconds"][dtype], 24
+    seconds, answers, passes = REAL["milliseconds"][kind][dtype], REAL["answers"][kind], 24
     took: dict[str, float] = defaultdict(float)
     best: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(seconds))
-    for category, reach in REAL["reach"]:
+    for category, *answer in answers:
         for depth in range(len(seconds)):
             pace = Pace(Experience(), depth, adapts=False)
-            best[category][depth] += passes * decode_answer(pace, reach, seconds, random.Random(1))
+            best[category][depth] += passes * decode_answer(pace, *answer, seconds, random.Random(1))
     for number in range(passes):
         if number % 2 == 0:
             chance, experience = random.Random(number), Experience()
-        for category, reach in chance.sample(REAL["reach"], len(REAL["reach"])):
-            took[category] += decode_answer(Pace(experience, 5), reach, seconds, chance)
+        for category, *answer in chance.sample(answers, len(answers)):
+            took[category] += decode_answer(Pace(experience, 5), *answer, seconds, chance)
     assert all(took[category] <= depths[0] / 0.96 for category, depths in best.items())
     assert all(took[category] <= min(depths) / of_best for category, depths in best.items())
 
