@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 import hf_spec
 from hf_spec import demo
-from hf_spec.training import DraftTrainer, prepare_dataset
+from hf_spec.training import DraftTrainer, cache_features, prepare_dataset
 from hf_spec.training.vocabulary import count_tokens
 
 datasets = pytest.importorskip("datasets")
@@ -82,6 +82,14 @@ def test_a_draft_is_trained_on_a_stream_as_on_the_dataset(tmp_path: Path) -> Non
         trainer.train()
         trained.append((losses(trainer), trainer.evaluate()["eval_acceptance_length"]))
     assert trained[0] == trained[1]
+
+
+def test_features_of_a_stream_are_not_kept(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(examples()).to_iterable_dataset()
+    with pytest.raises(TypeError, match="take a part of it"):
+        cache_features(rows, sharp_target(), (), tmp_path)
+    part = datasets.Dataset.from_list(list(rows.take(4)))
+    assert len(cache_features(part, sharp_target(), (), tmp_path, progress=False)) == 4
 
 
 def work(folder: str) -> None:

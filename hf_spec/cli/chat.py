@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .common import SPECULATOR_HELP, add_answer_options, asked_for, command, configured, sampling
+from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
     from ..metrics import SpeculationStats
@@ -22,10 +23,12 @@ def add_chat(commands: Any) -> None:
     add("model", help="target: directory or Hub id, with a chat template")
     add("--speculator", required=True, metavar="X", help=SPECULATOR_HELP)
     add("--system", metavar="TEXT", help="what the model is told before the first message")
+    add_memory_file(add)
     add_answer_options(add, 512)
 
 
 def _chat(args: argparse.Namespace) -> None:
+    check_memory_file(args)
     import torch
 
     from .loading import load_models
@@ -44,7 +47,8 @@ def _chat(args: argparse.Namespace) -> None:
         "max_new_tokens": args.max_new_tokens,
         **sampling(args.temperature),
     }
-    _Chat(target, tokenizer, args.system, options).run()
+    with remembering(args, speculator, tokenizer):
+        _Chat(target, tokenizer, args.system, options).run()
 
 
 class _Chat:

@@ -18,6 +18,7 @@ from .common import (
     writable,
 )
 from .many import answer_file, check_options
+from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
     from ..integration import SpeculativeModel
@@ -33,11 +34,13 @@ def add_generate(commands: Any) -> None:
     add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; goes on with one that is there")
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add_memory_file(add)
     add_answer_options(add, 256)
 
 
 def _generate(args: argparse.Namespace) -> None:
     check_options(args)
+    check_memory_file(args)
     if args.prompts is not None:
         answer_file(args)
         return
@@ -58,16 +61,17 @@ def _generate(args: argparse.Namespace) -> None:
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    out = cast("SpeculativeModel", target).generate(
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        speculator=speculator,
-        speculation_config=asked_for(speculator, args, args.tree),
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        max_new_tokens=args.max_new_tokens,
-        return_dict_in_generate=True,
-        **sampling(args.temperature),
-    )
+    with remembering(args, speculator, tokenizer):
+        out = cast("SpeculativeModel", target).generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            speculator=speculator,
+            speculation_config=asked_for(speculator, args, args.tree),
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            max_new_tokens=args.max_new_tokens,
+            return_dict_in_generate=True,
+            **sampling(args.temperature),
+        )
     print(out.speculation, file=sys.stderr)
 
 

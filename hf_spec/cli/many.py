@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .common import asked_for, configured, sampling
+from .remembering import remembering
 
 if TYPE_CHECKING:
     from ..bench import Prompt
@@ -51,7 +52,7 @@ def answer_file(args: argparse.Namespace) -> None:
     if args.seed is not None:  # not the numbers again that answers were drawn with before, or in another process
         torch.manual_seed(args.seed + len(answers) + (processes.number << 32))
     counts = Counts()
-    for one in generate_many(
+    completions = generate_many(
         target,
         rest,
         speculator=speculator,
@@ -60,12 +61,14 @@ def answer_file(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         accelerator=state,
         **options,
-    ):
-        index, asked = rest.waiting.pop(one.index)
-        if processes.is_first:
-            answers.write(index, asked, _answer(one, target.generation_config.eos_token_id))
-        if one.speculation is not None:
-            counts.add(one.speculation.counts)
+    )
+    with remembering(args, speculator, tokenizer, writes=processes.is_first):
+        for one in completions:
+            index, asked = rest.waiting.pop(one.index)
+            if processes.is_first:
+                answers.write(index, asked, _answer(one, target.generation_config.eos_token_id))
+            if one.speculation is not None:
+                counts.add(one.speculation.counts)
     if processes.is_first:
         _tell(len(rest), len(answers), args.out, counts)
 

@@ -7,6 +7,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from .common import SPECULATOR_HELP, TREE_HELP, add_proposal_options, asked_for, command, tree_of
+from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
@@ -29,9 +30,11 @@ def add_serve(commands: Any) -> None:
     add("--speculator", required=True, metavar="X", help=SPECULATOR_HELP)
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
+    add_memory_file(add)
 
 
 def _serve(args: argparse.Namespace) -> None:
+    check_memory_file(args)
     options = _options_of_transformers(args.rest)
     target = options.pop("force_model")
     if target is None:
@@ -43,9 +46,14 @@ def _serve(args: argparse.Namespace) -> None:
     def config(speculator: Speculator) -> SpeculationConfig:
         return asked_for(speculator, args, tree)
 
+    from transformers import AutoTokenizer
+
     from ..serving.server import Server
 
-    Server(target, _checked(target, args.speculator, options["dtype"], config), config, **options)
+    speculator = _checked(target, args.speculator, options["dtype"], config)
+    tokenizer = None if args.memory_file is None else AutoTokenizer.from_pretrained(target)
+    with remembering(args, speculator, tokenizer):
+        Server(target, speculator, config, **options)
 
 
 def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:

@@ -64,11 +64,17 @@ def cache_features(
     ``tokenizer``, if given, is compared as well. Once all is finished, ``load_target()`` will do for the target. Only
     one process at a time may write to a directory.
 
-    Errors: a ValueError for an empty dataset, for tokens or layers that the target does not have, and if ``directory``
-    holds a cache that was made from something else, which it names. An OSError if a shard cannot be written.
+    Errors: a TypeError for a stream. A ValueError for an empty dataset, for tokens or layers that the target does not
+    have, and if ``directory`` holds a cache that was made from something else, which it names. An OSError if a shard
+    cannot be written.
     """
     if batch_size < 1 or shard_size < 1:
         raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            "features are kept of numbered examples, and a stream has none: take a part of it, "
+            "datasets.Dataset.from_list(list(examples.take(10_000)))"
+        )
     target, path = bare(target).eval(), Path(directory)
     index = _Index.read(path) or _Index(path, {"shard_size": shard_size}, 0)
     kept = _layers(layers, target, index.made_from.get("layers", ()))

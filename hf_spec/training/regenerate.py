@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,23 +87,11 @@ def regenerate(
     all answers. All call this with the same conversations, and each has a copy of the target. An ``Endpoint`` is asked
     by one process.
     """
-    if not isinstance(target, Endpoint) and not tokenizer.chat_template:
-        raise ValueError(
-            "the tokenizer has no chat template, so the target cannot be asked: set tokenizer.chat_template"
-        )
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; set at least 1")
-    processes = Processes(accelerator)
-    if isinstance(target, Endpoint) and processes.count > 1:
-        raise ValueError("one process is enough for an Endpoint: it asks for batch_size answers at once")
-    path = Path(output)
+    processes, path = Processes(accelerator), Path(output)
+    _check(target, tokenizer, batch_size, processes)
     options = {"max_new_tokens": max_new_tokens, **generate_kwargs}
     rest: Iterator[_Asked] = (_asked(conversation, template_arguments or {}) for conversation in conversations)
-
-    def made_from() -> dict[str, Any]:
-        told = {"template_arguments": template_arguments} if template_arguments else {}
-        return _made_from(target, tokenizer, options) | told
-
+    made_from = partial(_made_from, target, tokenizer, options, template_arguments)
     done = processes.by_the_first(lambda: _begin(path, rest, made_from)) or 0
     if not processes.is_first:
         rest = islice(rest, done, None)
@@ -119,6 +108,17 @@ def regenerate(
             bar.update(len(batch))
     processes.by_the_first(lambda: _tell_cut(path))
     return path
+
+
+def _check(target: PreTrainedModel | Endpoint, tokenizer: Any, batch_size: int, processes: Processes) -> None:
+    if not isinstance(target, Endpoint) and not tokenizer.chat_template:
+        raise ValueError(
+            "the tokenizer has no chat template, so the target cannot be asked: set tokenizer.chat_template"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; set at least 1")
+    if isinstance(target, Endpoint) and processes.count > 1:
+        raise ValueError("one process is enough for an Endpoint: it asks for batch_size answers at once")
 
 
 def _begin(path: Path, rest: Iterator[_Asked], made_from: Callable[[], dict[str, Any]]) -> int:
@@ -179,12 +179,15 @@ def _answered_there(
         logger.warning(f"{server.url} refused {refused} conversations: they are skipped")
 
 
-def _made_from(target: PreTrainedModel | Endpoint, tokenizer: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _made_from(
+    target: PreTrainedModel | Endpoint, tokenizer: Any, options: dict[str, Any], arguments: dict[str, Any] | None
+) -> dict[str, Any]:
     """Say what answers depend on; of a server what it is asked."""
+    told = {"template_arguments": arguments} if arguments else {}
     if isinstance(target, Endpoint):
-        return {"model": target.model} | request_of({}, options)
+        return {"model": target.model} | request_of({}, options) | told
     made_from = fingerprint(target) | {"tokenizer": tokenizer_digest(tokenizer)}
-    return made_from | generation_settings(target, options)
+    return made_from | generation_settings(target, options) | told
 
 
 def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:

@@ -1,0 +1,72 @@
+"""``--memory-file FILE``: go on with what earlier runs wrote."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .common import writable
+
+if TYPE_CHECKING:
+    from ..drafts.base import Speculator
+
+
+def add_memory_file(add: Any) -> None:
+    """Declare the option; ``check_memory_file`` and ``remembering`` read it."""
+    add("--memory-file", type=writable, metavar="FILE", help="of --speculator memory or memory+DRAFT: begin with "
+        "what is there, and keep all texts there in the end; readable by you alone")  # fmt: skip
+
+
+def check_memory_file(args: argparse.Namespace) -> None:
+    """Raise a ValueError for a file without a memory."""
+    if args.memory_file is not None and args.speculator.partition("+")[0] != "memory":
+        raise ValueError(
+            f"--memory-file keeps what a memory remembers, and --speculator {args.speculator} has none: take memory, "
+            f"or memory+{args.speculator}"
+        )
+
+
+@contextlib.contextmanager
+def remembering(
+    args: argparse.Namespace, speculator: Speculator, tokenizer: Any, writes: bool = True
+) -> Iterator[None]:
+    """Let ``speculator`` know what the file holds; write what it knows at the end, whatever ends it.
+
+    Errors: a ValueError for a memory of another tokenizer, an OSError for a damaged one.
+    """
+    if args.memory_file is None:
+        yield
+        return
+    from ..drafts.ngram.hybrid import HybridSpeculator
+    from ..drafts.ngram.remembered import read_remembered
+
+    memory: Any = speculator.memory if isinstance(speculator, HybridSpeculator) else speculator
+    if args.memory_file.exists():
+        memory.learn([*read_remembered(args.memory_file, tokenizer).texts()])
+    try:
+        with _ending_as_from_within():
+            yield
+    finally:
+        if writes:
+            memory.save(args.memory_file, tokenizer)
+
+
+@contextlib.contextmanager
+def _ending_as_from_within() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt: servers and batch jobs are ended by it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

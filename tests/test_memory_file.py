@@ -1,0 +1,143 @@
+"""``--memory-file``: what one run of a command wrote, the next one remembers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+import hf_spec
+from hf_spec import NgramSpeculator, demo
+from hf_spec.cli import main
+from hf_spec.drafts.ngram.remembered import read_remembered
+
+TARGET = str(demo.path())
+TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
+PROMPT = "Once upon a time, there was a little dog"
+OPTIONS = ["--max-new-tokens", "24", "--temperature", "0", "--dtype", "float32", "--device", "cpu"]
+OPTIONS += ["--num-speculative-tokens", "8"]
+
+
+def texts(file: Path) -> list[str]:
+    return [TOKENIZER.decode(one, skip_special_tokens=True) for one in read_remembered(file, TOKENIZER).texts()]
+
+
+@pytest.mark.parametrize("speculator", ["memory", f"memory+{demo.path('draft-medusa')}"], ids=["alone", "draft"])
+def test_the_second_run_copies_the_first(speculator: str, tmp_path: Path, capsys: Any) -> None:
+    file, said = tmp_path / "memory.safetensors", []
+    call = ["generate", TARGET, "--speculator", speculator, "--prompt", PROMPT, *OPTIONS]
+    for more in ([], ["--memory-file", str(file)], ["--memory-file", str(file)]):
+        assert main([*call, *more]) == 0
+        out, err = capsys.readouterr()
+        said.append((out, int(err.split(" tokens in ")[1].split(" steps")[0])))
+    assert said[0] == said[1]  # a file that is not there yet changes nothing
+    assert said[2][0] == said[0][0] and said[2][1] < said[0][1]
+    assert len({*texts(file)}) == 1 and texts(file)[0].startswith(PROMPT)
+
+
+def test_answers_of_a_file_of_prompts_are_remembered(tmp_path: Path) -> None:
+    file, prompts = tmp_path / "memory.safetensors", tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in (PROMPT, "Tom and Lily")), encoding="utf-8")
+    call = ["generate", TARGET, "--speculator", "memory", "--prompts", str(prompts), "--memory-file", str(file)]
+    assert main([*call, "--out", str(tmp_path / "out.jsonl"), *OPTIONS]) == 0
+    assert len(texts(file)) == 2
+
+
+def test_a_chat_is_remembered_that_ends_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "memory.safetensors"
+    lines = iter(["Tell me a story."])
+
+    def read(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise RuntimeError("the terminal is gone")
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        main(["chat", TARGET, "--speculator", "memory", "--memory-file", str(file), *OPTIONS])
+    assert "Tell me a story." in texts(file)[0]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_a_file_without_a_memory_is_refused(command: str, tmp_path: Path, capsys: Any) -> None:
+    call = [command, TARGET, "--speculator", "ngram", "--memory-file", str(tmp_path / "memory")]
+    assert main([*call, *(["--prompt", PROMPT] if command == "generate" else [])]) == 1
+    assert "--speculator ngram has none: take memory, or memory+ngram" in capsys.readouterr().err
+
+
+def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, capsys: Any) -> None:
+    file, other = tmp_path / "memory.safetensors", AutoTokenizer.from_pretrained(TARGET)
+    other.add_tokens(["<another>"])
+    memory = NgramSpeculator(remember=100)
+    memory.learn([[1, 2, 3]])
+    memory.save(file, other)
+    before = file.read_bytes()
+    call = ["generate", TARGET, "--speculator", "memory", "--prompt", PROMPT, "--memory-file", str(file), *OPTIONS]
+    assert main(call) == 1
+    assert "tokenizer" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="processes there are not asked to end")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_is_told_to_end_keeps_its_memory(number: int, tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn")
+    file = tmp_path / "memory.safetensors"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    call = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "memory", "--memory-file", str(file)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    options = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
+    with subprocess.Popen([*call, *options], env=environment, stderr=subprocess.DEVNULL) as server:
+        try:
+            answer = ask(f"http://127.0.0.1:{port}/v1/chat/completions", server)
+            server.send_signal(number)
+            server.wait(60)
+        finally:
+            server.kill()
+    assert answer in texts(file)[0]
+
+
+def ask(url: str, server: subprocess.Popen[bytes]) -> str:
+    """Return a server's answer, once it is up."""
+    question = {"model": TARGET, "messages": [{"role": "user", "content": "A dog"}], "max_tokens": 8, "temperature": 0}
+    request = urllib.request.Request(url, json.dumps(question).encode(), {"Content-Type": "application/json"})
+    end = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                found: str = json.load(response)["choices"][0]["message"]["content"]
+                return found
+        except ConnectionError:
+            pass
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionError):
+                raise
+        assert server.poll() is None and time.monotonic() < end, "the server never came"
+        time.sleep(0.2)
+
+
+def test_threads_count_no_signals() -> None:
+    """The option works where commands are called outside of the main thread, too."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hf_spec.cli.remembering import _ending_as_from_within
+
+    def inside() -> bool:
+        with _ending_as_from_within():
+            return True
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(inside).result()
