@@ -87,20 +87,10 @@ def prepare_dataset(
     without a chat template, offsets or an end-of-sequence token where they are needed, ``num_proc`` with a stream, and
     if no example is left.
     """
-    if max_length < 3:
-        raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
-    if too_long not in ("truncate", "drop"):
-        raise ValueError(f"too_long is {too_long!r}; choose 'truncate' or 'drop'")
-    if cut_answers not in ("keep", "drop"):
-        raise ValueError(f"cut_answers is {cut_answers!r}; choose 'keep' or 'drop'")
+    _check_choices(max_length, too_long, cut_answers)
     if isinstance(dataset, str | os.PathLike):
         dataset = read_file(dataset)
-    is_stream = isinstance(dataset, datasets.IterableDataset)
-    if not (is_stream or isinstance(dataset, datasets.Dataset)):
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
-            'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(examples)'
-        )
+    is_stream = _is_stream(dataset)
     if is_stream and num_proc is not None:
         raise ValueError("a stream is prepared while it is read: leave out num_proc, and set dataloader_num_workers")
     first = list(dataset.take(FIRST))
@@ -120,6 +110,25 @@ def prepare_dataset(
         kept = kept.map(_Pack(max_length), batched=True)
     record_tokenizer(kept, tokenizer)
     return kept
+
+
+def _check_choices(max_length: int, too_long: str, cut_answers: str) -> None:
+    if max_length < 3:
+        raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
+    if too_long not in ("truncate", "drop"):
+        raise ValueError(f"too_long is {too_long!r}; choose 'truncate' or 'drop'")
+    if cut_answers not in ("keep", "drop"):
+        raise ValueError(f"cut_answers is {cut_answers!r}; choose 'keep' or 'drop'")
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Tell a stream from a dataset of known length. Errors: a TypeError for what is neither."""
+    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
+        raise TypeError(
+            f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
+            'split of a DatasetDict, dataset["train"], or datasets.Dataset.from_list(examples)'
+        )
+    return isinstance(dataset, datasets.IterableDataset)
 
 
 def _columns(

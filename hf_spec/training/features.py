@@ -70,11 +70,7 @@ def cache_features(
     """
     if batch_size < 1 or shard_size < 1:
         raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            "features are kept of numbered examples, and a stream has none: take a part of it, "
-            "datasets.Dataset.from_list(list(examples.take(10_000)))"
-        )
+    _check_numbered(dataset)
     target, path = bare(target).eval(), Path(directory)
     index = _Index.read(path) or _Index(path, {"shard_size": shard_size}, 0)
     kept = _layers(layers, target, index.made_from.get("layers", ()))
@@ -107,6 +103,14 @@ def cache_features(
         with bar:
             _fill(index, todo, _ShardReader(dataset, reader, batch_size, kind, bar))
     return FeatureCache(path)
+
+
+def _check_numbered(dataset: Any) -> None:
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            "features are kept of numbered examples, and a stream has none: take a part of it, "
+            "datasets.Dataset.from_list(list(examples.take(10_000)))"
+        )
 
 
 def _layers(asked: Sequence[int], target: PreTrainedModel, there: Sequence[int]) -> list[int]:
