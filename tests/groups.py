@@ -1,11 +1,19 @@
-"""How processes of a group end in the tests."""
+"""How processes of a group begin and end in the tests."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import torch.distributed as dist
+
+import hf_spec
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a process that is to find this package, and has one core to itself."""
+    return {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 def leave() -> None:

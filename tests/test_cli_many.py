@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from groups import environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import hf_spec
 from hf_spec import demo
 from hf_spec.cli import main
 from hf_spec.many import generate as generating
@@ -128,10 +127,6 @@ def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Pat
     assert first.count(b"\n") >= 1
     assert main(command(model, prompts, out, *more)) == 0
     assert out.read_bytes().startswith(first[: first.rfind(b"\n") + 1]) and len(read(out)) == 11
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from groups import environment
 from transformers import AutoTokenizer
 
-import hf_spec
 from hf_spec import NgramSpeculator, demo
 from hf_spec.cli import main
 from hf_spec.drafts.ngram.remembered import read_remembered
@@ -98,9 +97,8 @@ def test_a_server_that_is_told_to_end_keeps_its_memory(number: int, tmp_path: Pa
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     call = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "memory", "--memory-file", str(file)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     options = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
-    with subprocess.Popen([*call, *options], env=environment, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen([*call, *options], env=environment(), stderr=subprocess.DEVNULL) as server:
         try:
             answer = ask(f"http://127.0.0.1:{port}/v1/chat/completions", server)
             server.send_signal(number)

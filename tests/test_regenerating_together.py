@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
-from groups import leave
+from groups import environment, leave
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_spec
 from hf_spec import demo
 from hf_spec.training import Endpoint, regenerate
 
@@ -52,10 +50,6 @@ def work(folder: str) -> None:
     with pytest.raises(ValueError, match="one process is enough for an Endpoint"):
         regenerate(chats(), Endpoint("http://localhost:1/v1", "m"), None, together, accelerator=state, **OPTIONS)
     leave()
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
 def test_processes_share_the_conversations(tmp_path: Path) -> None:

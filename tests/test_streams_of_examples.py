@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from groups import leave
+from groups import environment, leave
 from test_trainer import arguments, eagle3, losses, sharp_target
 from transformers import AutoTokenizer
 
-import hf_spec
 from hf_spec import demo
 from hf_spec.training import DraftTrainer, cache_features, prepare_dataset
 from hf_spec.training.vocabulary import count_tokens
@@ -49,9 +47,9 @@ def test_a_stream_gives_the_examples_of_the_dataset(rows: list[dict[str, Any]], 
     assert torch.equal(*counts)
 
 
-def test_what_a_stream_leaves_out_is_told_by_its_first_examples(caplog: Any) -> None:
+def test_what_a_stream_leaves_out_is_told_by_its_first_examples(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = datasets.Dataset.from_list([*TEXTS[:4], {"text": None}]).to_iterable_dataset()
-    logging.getLogger("hf_spec").propagate = True
+    monkeypatch.setattr(logging.getLogger("hf_spec"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         prepare_dataset(rows, TOKENIZER)
     assert "4 of 5 examples are kept: 1 examples are no text" in caplog.text
@@ -112,6 +110,5 @@ def test_processes_share_a_stream(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     paths = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
     script.write_text(f"{paths}; import test_streams_of_examples as test\ntest.work({str(tmp_path)!r})")
-    environment = {**os.environ, "PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=120, env=environment)
+    subprocess.run(command, check=True, timeout=120, env=environment())
