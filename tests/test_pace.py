@@ -251,6 +251,8 @@ def test_what_became_text_in_several_steps_is_told_at_once() -> None:
     assert both.features[1, :4, 0].tolist() == [3, 8, 2, 3]
     assert both.root.tolist() == [7, 10]
     assert News.joined([first]) is first
+    assert both.tokens.shape[1] == both.features.shape[1] == 5  # nothing that counts in no row
+    assert both.of(torch.tensor([1])).tokens.tolist() == [[4, 6, 8, 10]]
 
 
 @pytest.mark.parametrize("tree", [None, "dynamic"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -122,19 +122,20 @@ class News:
             counts = counts + part.counts
         amounts = [sum(column) for column in zip(*(part.amounts for part in parts), strict=True)]
         emitted = [list(chain.from_iterable(row)) for row in zip(*(part.emitted for part in parts), strict=True)]
-        return cls(tokens, counts, features, amounts, emitted)
+        return cls(tokens, counts, features, amounts, emitted)._narrow()
 
     def of(self, rows: Tensor) -> News:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
         kept, amounts, emitted = rows.tolist(), self.amounts, self.emitted
-        return News(
-            self.tokens[rows],
-            self.counts[rows],
-            features,
-            [amounts[row] for row in kept],
-            [emitted[row] for row in kept],
-        )
+        amounts, emitted = [amounts[row] for row in kept], [emitted[row] for row in kept]
+        return News(self.tokens[rows], self.counts[rows], features, amounts, emitted)._narrow()
+
+    def _narrow(self) -> News:
+        """Leave out the columns that count in no row: a draft would read them all the same."""
+        width = max(self.amounts, default=0)
+        features = None if self.features is None else self.features[:, :width]
+        return replace(self, tokens=self.tokens[:, :width], features=features)
 
 
 @dataclass
