@@ -85,7 +85,8 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
     options |= {"pad_token_id": tokenizer.pad_token_id, "return_dict_in_generate": True}
     compiled = {"cache_implementation": "static", "compile_config": config}
     tree = args.tree or None
-    settings = SpeculationConfig(num_speculative_tokens=args.depth, tree=tree, tree_top_k=4, tree_nodes=args.nodes)
+    depth = args.depth or None
+    settings = SpeculationConfig(num_speculative_tokens=depth, tree=tree, tree_top_k=4, tree_nodes=args.nodes)
     ours = {"speculator": draft, "speculation_config": settings}
     ways: dict[str, dict[str, Any]] = {
         "plain, eager": {},
@@ -94,7 +95,7 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
         f"{args.draft}, compiled": ours | compiled,
     }
     if args.draft == "vanilla" and batch == 1:
-        draft.generation_config.num_assistant_tokens = args.depth
+        draft.generation_config.num_assistant_tokens = args.depth or 5
         ways["assisted, eager"] = {"assistant_model": draft}
     methods = {name: lambda way=way: target.generate(**inputs, **options, **way) for name, way in ways.items()}
     found = measure(methods, args.rounds)
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--draft", choices=("eagle3", "mtp", "medusa", "dspark", "vanilla"), default="eagle3")
     parser.add_argument("--tree", choices=("", "dynamic", "sampled"), default="", help="of guesses; none for a chain")
     parser.add_argument("--nodes", type=int, default=12, help="of a tree")
-    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--depth", type=int, default=5, help="of the guesses; 0 leaves it to the clock, as by default")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="cores of a CPU")

@@ -6,6 +6,7 @@ Most tests run the function that is to be compiled as it is: what a graph may no
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from twins import fitted, noisy, target
 
 from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, as_speculator
+from hf_spec.decoding.pace import Pace
 from hf_spec.drafts import static as static_drafts
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
@@ -35,7 +37,7 @@ from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.drafts.static import CompiledDrafter, OpenKeys
-from hf_spec.scoring import compiled, graphs
+from hf_spec.scoring import compiled, graphs, static
 from hf_spec.scoring.graphs import Compiler
 
 DEPTH = 3
@@ -92,7 +94,7 @@ def draft_of(kind: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_drafts, "SHORTEST", 16)
+    monkeypatch.setattr(static, "SHORTEST", 16)
 
 
 @pytest.fixture
@@ -221,7 +223,7 @@ def test_a_graph_makes_the_same_guesses(
     kind: str, shape: str, sample: bool, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph for each number of seats and slots, whatever the lengths of the texts."""
-    monkeypatch.setattr(static_drafts, "SHORTEST", 64)
+    monkeypatch.setattr(static, "SHORTEST", 64)
     call = Call(kind, SHAPES[shape], 3, sample)
     same_guesses(call)
     assert call.compiler.graphs.made == 3  # 4 seats, 2 and 1
@@ -259,6 +261,20 @@ def test_rows_that_end_apart(as_it_is: None) -> None:
     expected = generate(model, 8, **ends)
     _, out = text_and_out("eagle3", "dynamic", 8, **ends)
     assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ordinary_steps_in_between(kind: str, as_it_is: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that was not asked reads later what became text, of rows that have come further by one or by many."""
+    chance = random.Random(3)
+    monkeypatch.setattr(Pace, "depth", lambda pace, rows: chance.choice([0, DEPTH]))
+    model = target("llama")
+    text = generate(model, 8)
+    for last in range(14, 30, 4):
+        ends = {"eos_token_id": [int(text[row, last + row]) for row in range(8)], "pad_token_id": 0}
+        _, out = text_and_out(kind, "chain", 8, **ends)
+        assert torch.equal(out.sequences, generate(model, 8, **ends))
+        assert out.speculation.proposed
 
 
 def test_drafting_is_compiled_with_the_target(

@@ -33,7 +33,7 @@ from hf_spec.scoring import static
 from hf_spec.scoring.compiled import CompiledForward
 from hf_spec.scoring.factory import runner_for
 from hf_spec.scoring.plain import new_cache, new_static_cache, prompt_kwargs
-from hf_spec.scoring.static import Ring, StaticSlotCache, power_of_two, ring_size
+from hf_spec.scoring.static import Ring, StaticSlotCache, fewest_slots, power_of_two, ring_size
 
 COMPILED = ("llama", "gemma2")
 NOT_COMPILED = ("bloom", "mpt", "bart")
@@ -80,8 +80,9 @@ def test_a_ring_holds_the_last_columns(size: int) -> None:
 
 def test_sizes_are_few() -> None:
     assert [power_of_two(number) for number in (1, 2, 3, 4, 5, 8, 9)] == [1, 2, 4, 4, 8, 8, 16]
-    assert [ring_size(None, end, 5) for end in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
-    assert {ring_size(8, end, 5) for end in range(1, 200)} == {12}  # 7 columns and 5 nodes
+    assert [fewest_slots(columns) for columns in (None, 8, 9, 1000)] == [16, 8, 16, 16]
+    assert [ring_size(None, end, 5, 16) for end in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 128]
+    assert {ring_size(8, end, 5, 16) for end in range(1, 200)} == {12}  # 7 columns and 5 nodes
 
 
 # -- the same text ----------------------------------------------------------------------------------------------------
@@ -345,6 +346,33 @@ def test_one_graph_for_each_shape(name: str, forwards: Forwards, monkeypatch: py
     assert out.speculation.graphs == 0  # all were there from the first call
     assert out.speculation.compile_seconds == 0.0
     assert len(forwards.shapes) > 2 * len(forwards.compiled) > 2  # it did grow
+
+
+@pytest.mark.parametrize(("new_tokens", "slots"), [(30, 64), (60, 128), (200, 128)])
+def test_rings_are_no_longer_than_the_text_can_get(
+    new_tokens: int, slots: int, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of 13 + 30 tokens fits in half of the usual slots, blocks of guesses included, and never needs more."""
+    monkeypatch.setattr(static, "SHORTEST", 128)
+    model, draft = target("llama"), noisy_copy(target("llama"), 0)
+    options = {"max_new_tokens": new_tokens, "eos_token_id": None}
+    text = generate(model, 1, **options)
+    for way in ({}, {"speculator": draft}):
+        out = guessing(model, 1, text, CHAIN, compile_config=on_any_device(), **options, **way)
+        assert torch.equal(out, text)
+    assert {shape[2] for shape in forwards.shapes if shape[2] <= 128} == {slots}
+
+
+def test_plain_generate_has_graphs_left(forwards: Forwards) -> None:
+    """Torch makes so many graphs of a model and then none: ours must not be among those of plain `generate`."""
+    model = target("llama")
+    options = {"cache_implementation": "static", "compile_config": on_any_device()}
+    text = generate(model, 3)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert torch.equal(generate(model, 3, **options), text)
+        assert torch.equal(guessing(model, 3, text, CHAIN, compile_config=on_any_device()), text)
+        assert len(forwards.compiled) > 2
+        assert torch.equal(generate(model, 3, **options), text)
 
 
 def test_a_graph_holds_nothing_that_changes(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:

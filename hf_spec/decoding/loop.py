@@ -181,7 +181,7 @@ class Call:
             return self._step(root, score, self.target.take_back_prompt)
         scores = self.target.prefill(input_ids, config, kwargs)
         if self.target.compiles:
-            self.compiler = Compiler(config.compile_config, self.pace.first)
+            self.compiler = Compiler(config.compile_config, self.pace.first, self.target.most_new_tokens)
         self.record.prompt(scores.hidden_states)
         last = scores.last()
         choice = self._choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..proposal import Proposal
 from ..scoring.graphs import Compiler
 from ..scoring.masks import Block
-from ..scoring.static import SHORTEST, power_of_two
+from ..scoring.static import fewest_slots, power_of_two
 from .base import Drafter, News, Request
 from .trees import Ahead, most_looked_behind
 
@@ -120,7 +120,7 @@ class StaticKeys:
     def adopt(cls, cache: DynamicCache, mask: Tensor) -> StaticKeys:
         """Take over what a prompt left in ``cache``; ``mask`` (batch, prompt) is 0 at padding."""
         length = mask.shape[1]
-        size = max(SHORTEST, power_of_two(length + 1))
+        size = power_of_two(length + 1)
         layers: list[tuple[Tensor, Tensor]] = []
         for layer in cast(Any, cache.layers):
             both = []
@@ -267,6 +267,8 @@ class CompiledDrafter(Drafter):
         self._open = most_looked_behind(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
         self._row_in_seat: Tensor | None = None  # (seats,), where some are empty
+        end = request.input_ids.shape[1] + 1 + compiler.depth + 1 + self._open
+        self._inner.make_room(fewest_slots(None if compiler.most_new is None else end + compiler.most_new))
         self._sit(list(range(len(self._lengths))))
 
     def _sit(self, rows: list[int]) -> None:

@@ -101,8 +101,10 @@ def unhook_attention() -> None:
 
 
 def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: Any) -> bool:
-    """Tell whether several nodes of heads in groups share a mask, and nothing else enters the attention."""
-    if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or query.shape[2] == 1 or others.get("dropout"):
+    """Tell whether the nodes of heads in groups share a mask, and nothing else enters the attention."""
+    if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or others.get("dropout"):
+        return False
+    if query.shape[2] == 1 and not torch.compiler.is_compiling():  # an ordinary step rounds as plain `generate` does
         return False
     if any(others.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")):
         return False

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from .graphs import Graphs, taking_turns
+from .graphs import Graphs, compiled_model, taking_turns
 from .runner import ModelRunner, Scores
 from .slots import Slots
 from .static import StaticSlotCache, StaticSlots, power_of_two
@@ -67,9 +67,8 @@ class StaticRunner(ModelRunner):
         return False
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
-        return StaticSlots(
-            StaticSlotCache.adopt(cache, batch, device, self._widest), cache, padding, self.most_new_tokens
-        )
+        slots = StaticSlotCache.adopt(cache, batch, device, self._widest, self.most_new_tokens)
+        return StaticSlots(slots, cache, padding, self.most_new_tokens)
 
     def _start(self, cache: Any, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
@@ -176,7 +175,7 @@ class CompiledForward:
     def _run(self, inputs: dict[str, Any]) -> Any:
         with self.graphs.counted():
             torch.compiler.cudagraph_mark_step_begin()
-            return self._model.get_compiled_call(self._config)(**inputs)
+            return compiled_model(self._model, self._config)(**inputs)
 
     def _mask(self, inputs: dict[str, Any]) -> Any:
         """Let the model make its masks: one (seats, 1, nodes, slots), or one for each type of layer."""

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._dynamo.utils import counters
@@ -45,10 +45,13 @@ class Graphs:
 
 
 class Compiler:
-    """Compile what guesses ``depth`` tokens deep for one call of ``generate``, with its ``config``."""
+    """Compile what guesses ``depth`` tokens deep for one call of ``generate``, with its ``config``.
 
-    def __init__(self, config: CompileConfig | None, depth: int) -> None:
-        self.depth = depth
+    No row gets more than ``most_new`` tokens behind the prompt.
+    """
+
+    def __init__(self, config: CompileConfig | None, depth: int, most_new: int | None = None) -> None:
+        self.depth, self.most_new = depth, most_new
         self.graphs = Graphs()
         options = (config or CompileConfig()).to_dict()
         self._options = options | {"fullgraph": True, "dynamic": False}
@@ -73,6 +76,21 @@ class Compiler:
             reason = " ".join([f"{type(error).__name__}:", *lines[:2]])
             logger.warning_once(f"{name} is not compiled for guessing, but run as it is: {reason}.")
         return found
+
+
+def compiled_model(model: Any, config: CompileConfig | None) -> Callable[..., Any]:
+    """Return ``model`` compiled as ``get_compiled_call`` does it, but with a store of graphs of its own.
+
+    Torch refuses a model more than eight graphs, or runs it as it is from then on: ours would leave none to plain
+    ``generate``, which has one for each size of a static cache.
+    """
+    if model.get_compiled_call(config) == model.__call__:
+        return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
+    options = (config or model._default_compile_config()).to_dict()
+    if (known := getattr(model, "_hf_spec_compiled", None)) is None or known[0] != options:
+        known = options, torch.compile(model.__call__, **options | {"isolate_recompiles": True})
+        model._hf_spec_compiled = known
+    return cast(Callable[..., Any], known[1])
 
 
 def _compiled_with(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from .buffers import Rows
 from .masks import Block
 from .slots import Slots
 
-SHORTEST = 256  # slots of a ring for whole texts; others are powers of two above
+SHORTEST = 256  # slots of a ring for whole texts, or half as many if these hold all that can come; see ``ring_size``
 STEP = 64  # a ring for a window is a multiple of this long
 DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}  # where the slots of a layer's buffers are
 
@@ -139,9 +139,10 @@ class StaticSlotCache(Cache):
 
     attends, own_states, touch = True, None, None
 
-    def __init__(self, layers: list[Any], rows: Rows) -> None:
+    def __init__(self, layers: list[Any], rows: Rows, shortest: int) -> None:
         super().__init__(layers=layers)
         self.rows = rows
+        self._shortest = shortest  # slots of a ring for whole texts
         self.slot_layers: list[StaticSlotLayer] = [layer for layer in layers if isinstance(layer, StaticSlotLayer)]
         self.rings = {layer.ring.size: layer.ring for layer in self.slot_layers}
         windows = {layer.window for layer in self.slot_layers}
@@ -149,18 +150,22 @@ class StaticSlotCache(Cache):
         self._left: dict[int, _Leaver] = {}
 
     @classmethod
-    def adopt(cls, cache: StaticCache, batch_size: int, device: torch.device, widest: int) -> StaticSlotCache:
+    def adopt(
+        cls, cache: StaticCache, batch_size: int, device: torch.device, widest: int, most_new: int | None = None
+    ) -> StaticSlotCache:
         """Take over what the prefill left in ``cache``, all of whose rows have the same length.
 
-        ``widest`` is the number of nodes that a block will have at most, as far as is known.
+        ``widest`` is the number of nodes that a block will have at most, as far as is known, and ``most_new`` the
+        number of tokens that a row may still get.
         """
         length = max(int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, StaticLayer))
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
+        shortest = fewest_slots(None if most_new is None else length + most_new + widest)
         rings: dict[int, Ring] = {}
-        layers = [_adopt_layer(layer, rows, rings, length + widest, widest) for layer in cache.layers]
+        layers = [_adopt_layer(layer, rows, rings, widest, shortest) for layer in cache.layers]
         if not getattr(cache, "_is_user_defined", False):
             _forget(cache)
-        return cls(layers, rows)
+        return cls(layers, rows, shortest)
 
     @property
     def shown(self) -> StaticSlotCache:
@@ -178,7 +183,7 @@ class StaticSlotCache(Cache):
         known, rings = self.rings, dict[int, Ring]()
         for layer in self.slot_layers:
             old = layer.ring
-            size = max(old.size, ring_size(layer.window, end, count))
+            size = max(old.size, ring_size(layer.window, end, count, self._shortest))
             layer.ring = rings.setdefault(size, known.get(size) or Ring(size))
             if layer.ring is not old:
                 column = layer.ring.columns(ends)  # (seats, new slots), of the columns that are text
@@ -262,9 +267,14 @@ class StaticSlotCache(Cache):
                 _release_layer(layer, index, rows, min(longest, max(row.length for row in rows)))
 
 
-def ring_size(window: int | None, end: int, count: int) -> int:
+def fewest_slots(columns: int | None) -> int:
+    """Return the slots of a ring for whole texts to begin with, where no text gets longer than so many ``columns``."""
+    return SHORTEST // 2 if columns is not None and columns <= SHORTEST // 2 else SHORTEST
+
+
+def ring_size(window: int | None, end: int, count: int, shortest: int) -> int:
     """Return how many slots hold ``end`` columns, or a window behind a block of ``count`` nodes."""
-    whole = max(SHORTEST, power_of_two(end))
+    whole = max(shortest, power_of_two(end))
     if window is None:
         return whole
     return min(whole, -(-(window - 1 + count) // STEP) * STEP)
@@ -278,13 +288,13 @@ def unsupported_static_layer(cache: StaticCache) -> str | None:
     return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in known), None)
 
 
-def _adopt_layer(layer: Any, rows: Rows, rings: dict[int, Ring], end: int, widest: int) -> Any:
+def _adopt_layer(layer: Any, rows: Rows, rings: dict[int, Ring], widest: int, shortest: int) -> Any:
     if not isinstance(layer, StaticLayer):
         return layer
     window = layer.max_cache_len if layer.is_sliding else None
-    size = ring_size(window, end, widest)
-    slots = StaticSlotLayer(rows, rings.setdefault(size, Ring(size)), window)
     length = rows.longest
+    size = ring_size(window, length + widest, widest, shortest)
+    slots = StaticSlotLayer(rows, rings.setdefault(size, Ring(size)), window)
     held = length if window is None else min(length, window)
     column = torch.arange(length - held, length)
     for name, dim in DIMS.items():
