@@ -30,9 +30,10 @@ CARRIED = 2.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
 UNKNOWN = 64  # tokens that the target is given at most, if more than two a row, before it is known what that takes
 LOOK_AGAIN, LONGEST = 24, 1024  # steps until another depth is tried, at least and at most
-TELLING = 7  # tries that are accepted in a row, until that says enough
+TELLING = 7  # tries of one row that are accepted in a row, until that says enough; of two rows half as many, ...
 TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
+APART = 0.04  # how much less guesses are worth each time that rows double: a batch takes as long as its slowest row
 MARGIN = 1.02  # how much faster another depth must promise to be
 PLAIN_MARGIN = 1.03  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
 
@@ -76,10 +77,10 @@ class Experience:
         self.best: dict[int, int] = {}  # depth, by size of the batch
         self.patience, self.steps = LOOK_AGAIN, 0  # until another depth is tried, and taken of them
 
-    def carry_over(self) -> None:
-        """Begin another call: what was accepted in earlier ones is a hint, no more."""
-        share = min(1.0, CARRIED / max(CARRIED, self.offered[0]))
-        self._fade(share)
+    def carry_over(self, rows: int) -> None:
+        """Begin another call, of ``rows`` rows: what was accepted in earlier ones is a hint, no more."""
+        most = CARRIED * rows
+        self._fade(most / max(most, self.offered[0]))
 
     def measured(self, rows: int, depth: int, seconds: float) -> None:
         """Note what a step took that guessed ``depth`` deep for ``rows`` rows. The first one of a kind warms up."""
@@ -122,12 +123,17 @@ class Experience:
         return [tokens[min(depth, DEEPEST)] / seconds for depth, seconds in self.times(rows).items()]
 
     def speeds(self, rows: int, deepest: int) -> dict[int, float]:
-        """Return the tokens per second of a row that each depth promises; nothing before two depths were measured."""
+        """Return the tokens per second of a row that each depth promises; nothing before two depths were measured.
+
+        Guesses get rows apart, by chance, and then there are steps for those alone that are behind.
+        """
         times = self.times(rows)
         if len(times) < 2:
             return {}
-        tokens = self.tokens()
-        return {depth: tokens[depth] / _on_line(times, depth) for depth in range(deepest + 1)}
+        tokens, worth = self.tokens(), 1 / (1 + APART * _size(rows))
+        return {
+            depth: (worth if depth else 1) * tokens[depth] / _on_line(times, depth) for depth in range(deepest + 1)
+        }
 
 
 # By target; then by draft, shape of the guesses, and whatever else changes what steps take or what is accepted.
@@ -189,8 +195,7 @@ class Pace:
         self._tried = self._trying = False  # in the last step, in the next one
         self._in_a_row = 0  # tries
         self._lost = 0.0  # seconds, to them
-        if adapts:
-            experience.carry_over()
+        self._has_begun = False
 
     @classmethod
     def of(
@@ -230,6 +235,9 @@ class Pace:
 
     def _choose(self, rows: int) -> int:
         experience, self._tried = self._experience, False
+        if not self._has_begun:
+            self._has_begun = True
+            experience.carry_over(rows)
         times = experience.times(rows)
         if not any(times):  # no depth but 0
             careful = self.first if self._compiled else max(1, UNKNOWN // rows - 1)
@@ -278,12 +286,12 @@ class Pace:
             self._experience.measured(rows, depth, seconds)
         if any(offered):
             self._experience.accepted(offered, reached)
-        # As long as tries from ordinary steps are accepted they go on, because one alone says little. That many tell.
+        # As long as tries from ordinary steps are accepted they go on, because one row alone says little.
         is_good = self._best == 0 and 2 * sum(reached) > len(reached)
         self._in_a_row = self._in_a_row + 1 if is_good else 0
-        self._trying = is_good and self._in_a_row % TELLING > 0
+        self._trying = is_good and self._in_a_row % max(1, TELLING // rows) > 0
         if self._tried and seconds is not None:
-            self._lost += seconds - (1 + sum(reached) / len(reached)) / self._speed
+            self._lost += seconds - (1 + min(reached)) / self._speed  # the batch ends with its slowest row
         if self._tried and not self._trying:
             self._wait()
 
