@@ -37,7 +37,7 @@ from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.drafts.static import CompiledDrafter, OpenKeys
-from hf_spec.scoring import compiled, graphs, static
+from hf_spec.scoring import compiled, graphs, rings
 from hf_spec.scoring.graphs import Compiler
 
 DEPTH = 3
@@ -94,7 +94,7 @@ def draft_of(kind: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def short_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "SHORTEST", 16)
+    monkeypatch.setattr(rings, "SHORTEST", 16)
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_graph_makes_the_same_guesses(
     kind: str, shape: str, sample: bool, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One graph for each number of seats and slots, whatever the lengths of the texts."""
-    monkeypatch.setattr(static, "SHORTEST", 64)
+    monkeypatch.setattr(rings, "SHORTEST", 64)
     call = Call(kind, SHAPES[shape], 3, sample)
     same_guesses(call)
     assert call.compiler.graphs.made == 3  # 4 seats, 2 and 1

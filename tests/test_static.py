@@ -29,11 +29,12 @@ from transformers.generation.streamers import BaseStreamer
 from twins import target
 
 from hf_spec import NgramSpeculator, Proposal, SpeculationConfig
-from hf_spec.scoring import static
+from hf_spec.scoring import rings
 from hf_spec.scoring.compiled import CompiledForward
 from hf_spec.scoring.factory import runner_for
 from hf_spec.scoring.plain import new_cache, new_static_cache, prompt_kwargs
-from hf_spec.scoring.static import Ring, StaticSlotCache, fewest_slots, power_of_two, ring_size
+from hf_spec.scoring.rings import Ring, fewest_slots, power_of_two, ring_size
+from hf_spec.scoring.static import StaticSlotCache
 
 COMPILED = ("llama", "gemma2")
 NOT_COMPILED = ("bloom", "mpt", "bart")
@@ -43,8 +44,8 @@ NO_STATIC = ("falcon:alibi",)
 
 @pytest.fixture(autouse=True)
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "SHORTEST", 16)
-    monkeypatch.setattr(static, "STEP", 4)
+    monkeypatch.setattr(rings, "SHORTEST", 16)
+    monkeypatch.setattr(rings, "STEP", 4)
 
 
 def on_any_device(**options: Any) -> CompileConfig:
@@ -334,7 +335,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forwards]:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_for_each_shape(name: str, forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "SHORTEST", 32)
+    monkeypatch.setattr(rings, "SHORTEST", 32)
     model = target(name)
     text = generate(model, 3)
     for _ in range(2):
@@ -353,7 +354,7 @@ def test_rings_are_no_longer_than_the_text_can_get(
     new_tokens: int, slots: int, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text of 13 + 30 tokens fits in half of the usual slots, blocks of guesses included, and never needs more."""
-    monkeypatch.setattr(static, "SHORTEST", 128)
+    monkeypatch.setattr(rings, "SHORTEST", 128)
     model, draft = target("llama"), noisy_copy(target("llama"), 0)
     options = {"max_new_tokens": new_tokens, "eos_token_id": None}
     text = generate(model, 1, **options)
@@ -383,7 +384,7 @@ def test_a_graph_holds_nothing_that_changes(forwards: Forwards, monkeypatch: pyt
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(static, "SHORTEST", 64)
+    monkeypatch.setattr(rings, "SHORTEST", 64)
     model = build("gemma3_text")
     text = generate(model, 1)
     assert torch.equal(guessing(model, 1, text, TREE, compile_config=on_any_device(backend=inspecting)), text)

@@ -29,7 +29,7 @@ from ..checkpoints.resolve import as_speculator
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..scoring.plain import input_device
-from ..scoring.static import power_of_two
+from ..scoring.rings import power_of_two
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .prompts import Prompt
 from .report import OVERALL, BenchReport

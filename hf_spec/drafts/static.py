@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..proposal import Proposal
 from ..scoring.graphs import Compiler
 from ..scoring.masks import Block
-from ..scoring.static import fewest_slots, power_of_two
+from ..scoring.rings import fewest_slots, power_of_two
 from .base import Drafter, News, Request
 from .trees import Ahead, most_looked_behind
 

@@ -20,9 +20,10 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from .graphs import Graphs, compiled_model, taking_turns
+from .rings import power_of_two
 from .runner import ModelRunner, Scores
 from .slots import Slots
-from .static import StaticSlotCache, StaticSlots, power_of_two
+from .static import StaticSlotCache, StaticSlots
 
 logger = logging.get_logger(__name__)
 
@@ -157,7 +158,7 @@ class CompiledForward:
     """Call a model compiled, as plain ``generate`` does, over masks that were made outside."""
 
     def __init__(self, model: Any, config: CompileConfig | None) -> None:
-        self._model, self._config = model, config
+        self._model, self._compiled = model, compiled_model(model, config)
         self.graphs = Graphs()
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
@@ -175,7 +176,7 @@ class CompiledForward:
     def _run(self, inputs: dict[str, Any]) -> Any:
         with self.graphs.counted():
             torch.compiler.cudagraph_mark_step_begin()
-            return compiled_model(self._model, self._config)(**inputs)
+            return self._compiled(**inputs)
 
     def _mask(self, inputs: dict[str, Any]) -> Any:
         """Let the model make its masks: one (seats, 1, nodes, slots), or one for each type of layer."""

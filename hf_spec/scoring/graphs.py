@@ -17,7 +17,8 @@ from .attention import folding_in_graphs
 
 T = TypeVar("T")
 
-GRAPHS = 256  # shapes of one function that are compiled before torch gives up; its own limit of 8 is too small for us
+# Shapes are few and fixed: each has a graph, and none becomes a variable. Torch's own limit of 8 is too small for us.
+FIXED_SHAPES = {"dynamic": False, "recompile_limit": 256}
 
 logger = logging.get_logger(__name__)
 
@@ -30,14 +31,12 @@ class Graphs:
 
     def __init__(self) -> None:
         self.made, self.seconds = 0, 0.0
-        # Shapes are few and fixed, so none of them is to become a variable after its second value.
-        self._settings = torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=GRAPHS)
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what is compiled inside, with the settings for few fixed shapes."""
+        """Count what is compiled inside, for blocks of guesses."""
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()
-        with self._settings, folding_in_graphs():
+        with folding_in_graphs():
             yield
         if made := counters["stats"]["unique_graphs"] - before:
             self.made += made
@@ -54,7 +53,7 @@ class Compiler:
         self.depth, self.most_new = depth, most_new
         self.graphs = Graphs()
         options = (config or CompileConfig()).to_dict()
-        self._options = options | {"fullgraph": True, "dynamic": False}
+        self._options = options | FIXED_SHAPES | {"fullgraph": True}
         self._works = True
 
     def __call__(self, function: Callable[..., T], name: str, *args: Any) -> T:
@@ -88,7 +87,8 @@ def compiled_model(model: Any, config: CompileConfig | None) -> Callable[..., An
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = (config or model._default_compile_config()).to_dict()
     if (known := getattr(model, "_hf_spec_compiled", None)) is None or known[0] != options:
-        known = options, torch.compile(model.__call__, **options | {"isolate_recompiles": True})
+        ours = options | FIXED_SHAPES | {"isolate_recompiles": True}
+        known = options, torch.compile(model.__call__, **ours)
         model._hf_spec_compiled = known
     return cast(Callable[..., Any], known[1])
 

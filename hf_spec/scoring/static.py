@@ -1,14 +1,8 @@
 """Slots of fixed shape, for forwards that are compiled: what ``StaticCache`` is to ``DynamicCache``.
 
-A buffer is a ring: column c of the text stands in slot ``c % size``. Layers that keep the whole text have a ring that
-the text never fills; it doubles before it would. Layers with a window have one that holds the window and a block. With
-``size`` 8, a row of 10 columns stands there as ::
-
-    slot      0  1  2  3  4  5  6  7
-    column    8  9  2  3  4  5  6  7
-
-A forward always returns whole rings. What is not there, no longer seen or beside the path is hidden by the mask. Where
-new nodes are written is worked out outside the forward, so that a graph holds no number that changes.
+Their buffers are rings (``rings.py``). A forward always returns whole rings. What is not there, no longer seen or
+beside the path is hidden by the mask. Where new nodes are written is worked out outside the forward, so that a graph
+holds no number that changes.
 
 Rows sit in *seats*, 1, 2, 4, 8, ... of them. A row that is done leaves its seat empty until half of them are; an
 empty seat goes on behind the prompt of some row, and nobody looks at it.
@@ -32,37 +26,13 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from ..counting import numbers
 from .buffers import Rows
 from .masks import Block
+from .rings import Ring, RingBlock, fewest_slots, ring_size
 from .slots import Slots
 
-SHORTEST = 256  # slots of a ring for whole texts, or half as many if these hold all that can come; see ``ring_size``
-STEP = 64  # a ring for a window is a multiple of this long
 DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}  # where the slots of a layer's buffers are
-
-
-def power_of_two(number: int) -> int:
-    """Return the smallest power of two that is no smaller than ``number``."""
-    return 1 << max(0, number - 1).bit_length()
-
-
-class Ring:
-    """Say in which of ``size`` slots each column of a row stands; shared by all layers of that size."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.row: Tensor  # (seats, 1)
-        self.slot: Tensor  # (seats, nodes): where the nodes of this forward are written
-
-    def aim(self, first: Tensor, count: int) -> None:
-        """Let the next forward write ``count`` nodes at the columns from ``first`` (seats,) on."""
-        self.row = torch.arange(len(first), device=first.device)[:, None]
-        self.slot = (first[:, None] + torch.arange(count, device=first.device)) % self.size
-
-    def columns(self, ends: Tensor) -> Tensor:
-        """Return the column in each slot of rows that are ``ends`` (seats,) long: (seats, size), negative if empty."""
-        last = ends[:, None] - 1
-        return last - (last - torch.arange(self.size, device=ends.device)) % self.size
 
 
 class StaticSlotLayer(CacheLayerMixin):
@@ -195,8 +165,9 @@ class StaticSlotCache(Cache):
 
     def aim(self, count: int) -> None:
         """Let the next forward write ``count`` nodes behind the text."""
+        columns = self.rows.lengths[:, None] + numbers(count, self.rows.device, self.rows.open)
         for ring in self.rings.values():
-            ring.aim(self.rows.lengths + self.rows.open, count)
+            ring.aim(columns)
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
@@ -265,19 +236,6 @@ class StaticSlotCache(Cache):
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, StaticLayer) and rows and rows[0].states[index]:
                 _release_layer(layer, index, rows, min(longest, max(row.length for row in rows)))
-
-
-def fewest_slots(columns: int | None) -> int:
-    """Return the slots of a ring for whole texts to begin with, where no text gets longer than so many ``columns``."""
-    return SHORTEST // 2 if columns is not None and columns <= SHORTEST // 2 else SHORTEST
-
-
-def ring_size(window: int | None, end: int, count: int, shortest: int) -> int:
-    """Return how many slots hold ``end`` columns, or a window behind a block of ``count`` nodes."""
-    whole = max(shortest, power_of_two(end))
-    if window is None:
-        return whole
-    return min(whole, -(-(window - 1 + count) // STEP) * STEP)
 
 
 def unsupported_static_layer(cache: StaticCache) -> str | None:
@@ -369,30 +327,6 @@ def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], long
         layer.indexer_cumulative_length.fill_(longest)
 
 
-class RingBlock(Block):
-    """Say who sees whom among new nodes in rings."""
-
-    def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return what the nodes see of a ring of ``length`` slots, (seats, nodes, slots), and its logical columns."""
-        column = Ring(length).columns(self.lengths + self.open + self.count)  # (seats, slots)
-        node = column - self.lengths[:, None]  # negative in the text
-        logical = column
-        if self.depth is None or self.ancestors is None:
-            seen = column[:, None] <= self.query[:, :, None]
-        else:
-            known = node.clamp(0, self.depth.shape[1] - 1)
-            logical = torch.where(node < 0, column, self.depth.gather(1, known) + self.lengths[:, None])
-            forest = self.ancestors.gather(2, known[:, None].expand(-1, self.count, -1))
-            seen = (node < 0)[:, None] | forest
-        seen = seen & (column >= 0)[:, None]
-        if self.padding is not None:
-            prompt = self.padding.shape[1]
-            seen &= (self.padding.gather(1, column.clamp(0, prompt - 1)) | (column >= prompt))[:, None]
-        if self.window is not None:
-            seen &= self.query[:, :, None] - logical[:, None] < self.window
-        return seen, logical
-
-
 class StaticSlots(Slots):
     """Hold the rings of one model's text, the block behind it, and the masks over both.
 
@@ -443,10 +377,14 @@ class StaticSlots(Slots):
 
     def mask(self, block: Block) -> Tensor:
         """Return the plain mask (seats, slots of the longest ring) for models that look at it: 0 at left padding."""
-        padding = self.padding
-        if padding is None:
-            padding = torch.ones((len(block.lengths), 1), dtype=torch.bool, device=self.device)
-        return torch.nn.functional.pad(padding.long(), (0, self.cache.longest_ring - padding.shape[1]), value=1)
+        longest, mask = self.cache.longest_ring, self._plain_mask
+        if mask is None or mask.shape != (len(block.lengths), longest):
+            padding = self.padding
+            if padding is None:
+                padding = torch.ones((len(block.lengths), 1), dtype=torch.bool, device=self.device)
+            mask = torch.nn.functional.pad(padding.long(), (0, longest - padding.shape[1]), value=1)
+            self._plain_mask = mask
+        return mask
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
