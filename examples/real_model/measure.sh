@@ -14,7 +14,7 @@ shift 4 || shift $#
 dtypes=("$@")
 [ ${#dtypes[@]} -gt 0 ] || dtypes=(bfloat16 float32)
 drafts=(ngram memory)
-for kind in eagle3 dspark medusa mtp vanilla; do
+for kind in eagle3 eagle3-more dspark medusa mtp vanilla; do
     [ ! -e "$kind/finished" ] || drafts+=("$kind")
 done
 [ ! -e eagle3/finished ] || drafts+=(memory+eagle3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 from transformers.utils import logging
@@ -86,11 +88,8 @@ def compiled_model(model: Any, config: CompileConfig | None) -> Callable[..., An
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = (config or model._default_compile_config()).to_dict()
-    if (known := getattr(model, "_hf_spec_compiled", None)) is None or known[0] != options:
-        ours = options | FIXED_SHAPES | {"isolate_recompiles": True}
-        known = options, torch.compile(model.__call__, **ours)
-        model._hf_spec_compiled = known
-    return cast(Callable[..., Any], known[1])
+    compiled = _compiled_with(nn.Module.__call__, options | FIXED_SHAPES | {"isolate_recompiles": True})
+    return functools.partial(compiled, model)
 
 
 def _compiled_with(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
