@@ -17,6 +17,7 @@ from golden import load_draft, load_target
 from twins import draft, target
 
 from hf_spec import News, SpeculationConfig, as_speculator
+from hf_spec.batching.speculation import Speculation
 from hf_spec.decoding import loop
 from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
 from hf_spec.sampling import is_seeded
@@ -98,6 +99,22 @@ def test_calls_of_a_draft_that_is_never_right_share_their_tries() -> None:
     speeds = [run(Pace(experience, 5), world, 96, seed) for seed in range(40)]
     assert sum(speeds) / len(speeds) >= 0.975 * world.speed(0)
     assert experience.offered[0] > 0.0  # but it is tried
+
+
+@pytest.mark.parametrize(("waits", "depth"), [(True, 0), (False, 1)])
+def test_rows_that_wait_for_each_other_guess_less(waits: bool, depth: int) -> None:
+    """One guess promises 7 % more: enough for requests that come and go, too little for a batch of eight."""
+    world, experience = World(lambda j: 0.5, lambda k: 1 + 0.4 * k, rows=8), Experience()
+    run(Pace(experience, 5, waits=waits), world, 600, noise=0.01)
+    assert experience.best == {3: depth}
+
+
+def test_requests_that_sample_are_no_compiled_steps() -> None:
+    config = SpeculationConfig(num_speculative_tokens="auto")
+    speculator = as_speculator(draft(), target())
+    for sample in (False, True):
+        requests = Speculation(target(), speculator, config, config, sample)
+        assert requests.pace.most_nodes(config) is None  # any depth may be chosen
 
 
 MILLISECONDS = {8: (3.4, 9.8), 4: (3.2, 7.4), 2: (2.9, 6.6), 1: (2.3, 5.4)}  # ordinary and five deep, by rows

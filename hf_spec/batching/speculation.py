@@ -74,7 +74,7 @@ class Speculation:
         self.model, self.speculator, self.sample = model, speculator, sample
         self._ranks = Ranks(model)
         self.config, adapts = self._ranks.agree(paced(config, asked, speculator, sample, model.device))
-        self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests")
+        self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests", waits=False)
         self.features = Features(model, speculator.feature_layers(model))
         self.counts = Counts()
         self._rule = rule_for(self.config)

@@ -96,7 +96,7 @@ class SpeculativeDecoding:
         if samples:
             ranks.share_random_numbers(input_ids.device)
         config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
-        pace = Pace.of(model, speculator, config, adapts, is_static, samples)
+        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static)
         call = Call(
             model,
             speculator,

@@ -123,17 +123,12 @@ class Experience:
         return [tokens[min(depth, DEEPEST)] / seconds for depth, seconds in self.times(rows).items()]
 
     def speeds(self, rows: int, deepest: int) -> dict[int, float]:
-        """Return the tokens per second of a row that each depth promises; nothing before two depths were measured.
-
-        Guesses get rows apart, by chance, and then there are steps for those alone that are behind.
-        """
+        """Return the tokens per second of a row that each depth promises; nothing before two depths were measured."""
         times = self.times(rows)
         if len(times) < 2:
             return {}
-        tokens, worth = self.tokens(), 1 / (1 + APART * _size(rows))
-        return {
-            depth: (worth if depth else 1) * tokens[depth] / _on_line(times, depth) for depth in range(deepest + 1)
-        }
+        tokens = self.tokens()
+        return {depth: tokens[depth] / _on_line(times, depth) for depth in range(deepest + 1)}
 
 
 # By target; then by draft, shape of the guesses, and whatever else changes what steps take or what is accepted.
@@ -175,7 +170,8 @@ class Pace:
     ``deepest`` bounds it. ``experience`` is shared by calls; a call begins with what the last ones found. ``compiled``
     steps are either ordinary or ``first`` deep: every further depth would cost a graph of the target for each number
     of rows and slots, tens of seconds, and a graph of the draft; and where launches cost nothing, what a shallower
-    proposal saves is small.
+    proposal saves is small. ``waits``: the batch ends with its slowest row. Guesses get rows apart, by chance, and
+    then there are steps for those alone that are behind.
     """
 
     def __init__(
@@ -185,8 +181,10 @@ class Pace:
         deepest: int = DEEPEST,
         adapts: bool = True,
         compiled: bool = False,
+        waits: bool = True,
     ) -> None:
         self.first, self.deepest, self.adapts, self._compiled = first, deepest, adapts, compiled
+        self._waits = waits
         self._experience = experience
         self._chosen: Counter[int] = Counter()
         self._best: int | None = None
@@ -204,8 +202,9 @@ class Pace:
         speculator: Speculator,
         config: SpeculationConfig,
         adapts: bool,
-        compiled: bool,
         *way: Hashable,
+        compiled: bool = False,
+        waits: bool = True,
     ) -> Pace:
         """Begin a call with what earlier ones of this ``target`` and draft found, decoded the same ``way``."""
         paths = [] if config.tree is None or isinstance(config.tree, str) else [len(path) for path in config.tree]
@@ -214,7 +213,7 @@ class Pace:
         first = asked if isinstance(asked, int) else usual
         way = (*way, "compiled") if compiled else way
         experience = experience_of(target, speculator, config, *way)
-        return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled)
+        return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled, waits)
 
     def most_nodes(self, config: SpeculationConfig) -> int | None:
         """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
@@ -244,9 +243,7 @@ class Pace:
             return min(self.first, self.deepest, careful)
         if 0 not in times:
             return 0
-        speeds = experience.speeds(rows, self.deepest)
-        if self._compiled:
-            speeds = {depth: speed for depth, speed in speeds.items() if depth in (0, self.first)}
+        speeds = self._speeds(rows)
         best = max(speeds, key=speeds.__getitem__)
         last = experience.best.get(_size(rows))
         if last in speeds and speeds[best] < (MARGIN if last else PLAIN_MARGIN) * speeds[last]:
@@ -257,6 +254,13 @@ class Pace:
         experience.steps += 1
         self._tried = self._trying or experience.steps >= experience.patience
         return self._other(best, speeds) if self._tried else best
+
+    def _speeds(self, rows: int) -> dict[int, float]:
+        """Return the tokens per second of a row that each depth is worth."""
+        speeds = self._experience.speeds(rows, self.deepest)
+        worth = 1 / (1 + APART * _size(rows)) if self._waits else 1.0
+        depths = (0, self.first) if self._compiled else speeds
+        return {depth: speeds[depth] * (worth if depth else 1.0) for depth in depths}
 
     def _other(self, best: int, speeds: dict[int, float]) -> int:
         """Return a depth to be tried instead of the ``best``: what is believed of the others may be out of date."""
@@ -291,7 +295,8 @@ class Pace:
         self._in_a_row = self._in_a_row + 1 if is_good else 0
         self._trying = is_good and self._in_a_row % max(1, TELLING // rows) > 0
         if self._tried and seconds is not None:
-            self._lost += seconds - (1 + min(reached)) / self._speed  # the batch ends with its slowest row
+            won = min(reached) if self._waits else sum(reached) / len(reached)
+            self._lost += seconds - (1 + won) / self._speed
         if self._tried and not self._trying:
             self._wait()
 
