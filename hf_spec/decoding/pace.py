@@ -33,7 +33,7 @@ LOOK_AGAIN, LONGEST = 24, 1024  # steps until another depth is tried, at least a
 TELLING = 7  # tries of one row that are accepted in a row, until that says enough; of two rows half as many, ...
 TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
-APART = 0.04  # how much less guesses are worth each time that rows double: a batch takes as long as its slowest row
+APART = 0.04  # how much less guesses are worth each time that rows double, where fewer rows take as long as all
 MARGIN = 1.02  # how much faster another depth must promise to be
 PLAIN_MARGIN = 1.03  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
 
@@ -116,6 +116,12 @@ class Experience:
         """Return what steps of the measured depths take with batches like ``rows``, by depth, ascending."""
         samples = self.seconds.get(_size(rows), {})
         return {depth: median(seconds) for depth, seconds in sorted(samples.items()) if seconds}
+
+    def unshared(self, rows: int) -> float:
+        """Return which share of a step's time, 0 to 1, does not depend on the ``rows``; 0 while nothing is known."""
+        whole, half = self.times(rows), self.times(1 << max(0, _size(rows) - 1))
+        shares = [2 * half[depth] / whole[depth] - 1 for depth in whole.keys() & half.keys()]
+        return min(1.0, max(0.0, median(shares))) if shares else 0.0
 
     def seen(self, rows: int) -> list[float]:
         """Return the tokens per second of a row at each of the measured depths."""
@@ -258,9 +264,13 @@ class Pace:
     def _speeds(self, rows: int) -> dict[int, float]:
         """Return the tokens per second of a row that each depth is worth."""
         speeds = self._experience.speeds(rows, self.deepest)
-        worth = 1 / (1 + APART * _size(rows)) if self._waits else 1.0
+        worth = 1 / (1 + APART * _size(rows) * self._apart(rows))
         depths = (0, self.first) if self._compiled else speeds
         return {depth: speeds[depth] * (worth if depth else 1.0) for depth in depths}
+
+    def _apart(self, rows: int) -> float:
+        """Return how much it matters, 0 to 1, that some rows get ahead: not at all if fewer take as much less time."""
+        return self._experience.unshared(rows) if self._waits else 0.0
 
     def _other(self, best: int, speeds: dict[int, float]) -> int:
         """Return a depth to be tried instead of the ``best``: what is believed of the others may be out of date."""
@@ -295,7 +305,8 @@ class Pace:
         self._in_a_row = self._in_a_row + 1 if is_good else 0
         self._trying = is_good and self._in_a_row % max(1, TELLING // rows) > 0
         if self._tried and seconds is not None:
-            won = min(reached) if self._waits else sum(reached) / len(reached)
+            mean = sum(reached) / len(reached)
+            won = mean - self._apart(rows) * (mean - min(reached))
             self._lost += seconds - (1 + won) / self._speed
         if self._tried and not self._trying:
             self._wait()
