@@ -199,7 +199,6 @@ class Pace:
         self._tried = self._trying = False  # in the last step, in the next one
         self._in_a_row = 0  # tries
         self._lost = 0.0  # seconds, to them
-        self._has_begun = False
 
     @classmethod
     def of(
@@ -240,8 +239,7 @@ class Pace:
 
     def _choose(self, rows: int) -> int:
         experience, self._tried = self._experience, False
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._chosen:  # the call begins
             experience.carry_over(rows)
         times = experience.times(rows)
         if not any(times):  # no depth but 0
