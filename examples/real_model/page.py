@@ -164,6 +164,9 @@ cd examples/real_model
 python page.py results ../../docs/benchmarks.md --work ~/smollm2
 ```
 
+Tables of the draft that was trained further, and of other tasks, are runs of `hf-spec bench` of their own; the raw
+figures hold their settings.
+
 What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
 ten figures lie if as many prompts are drawn anew. Every table is one run, in which each prompt goes through all
 methods before the next one comes.
