@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from hf_spec import demo
 from hf_spec.training import DraftTrainer, cache_features, prepare_dataset
+from hf_spec.training.sources import prepared
 from hf_spec.training.vocabulary import count_tokens
 
 datasets = pytest.importorskip("datasets")
@@ -60,6 +61,22 @@ def test_what_a_stream_leaves_out_is_told_by_its_first_examples(caplog: Any, mon
         prepare_dataset(datasets.IterableDataset.from_generator(lambda: iter(())), TOKENIZER)
     with pytest.raises(ValueError, match="leave out num_proc"):
         prepare_dataset(rows, TOKENIZER, num_proc=2)
+
+
+def test_what_is_held_out_of_streams_is_not_trained_on() -> None:
+    short, long = ([{"text": one["text"] + mark} for one in TEXTS] for mark in ("", "!" * 9))
+    parts = [
+        (datasets.Dataset.from_list(rows).to_iterable_dataset(), weight) for rows, weight in ((short, 1), (long, 4))
+    ]
+    splits = prepared(parts, TOKENIZER, held_out=5)
+    held_out, rest = (["".join(map(str, one["input_ids"])) for one in splits[name]] for name in ("test", "train"))
+    assert len(held_out) == 5 and not {*held_out} & {*rest}
+    whole = prepared([(datasets.Dataset.from_list(short + long), 1)], TOKENIZER, held_out=0)
+    known = ["".join(map(str, one["input_ids"])) for one in whole["train"]]
+    assert len({*rest}) == len(rest) and {*held_out, *rest} < {*known}
+    often = sum(one in known[len(short) :] for one in held_out + rest)
+    assert often > 2 * (len(held_out) + len(rest) - often) > 0  # four times as often, but for chance
+    assert rest == ["".join(map(str, one["input_ids"])) for one in splits["train"]]  # again and again
 
 
 def examples(number: int = 12) -> list[dict[str, Any]]:

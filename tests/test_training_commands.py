@@ -129,7 +129,7 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     assert bool(given.get("peft")) == bool(given.get("features")) == optional
     given |= {"target": TARGET, "data": str(stories)}
     given["draft"]["draft_vocab_size"] = 512
-    given["prepare"] |= {"max_length": 64, "num_proc": None, "held_out": 4, "split": "train"}
+    given["prepare"] |= {"max_length": 64, "num_proc": None, "held_out": 4, "streaming": False}
     given["trainer"] |= TRAINER | {"output_dir": str(tmp_path / "draft"), "save_strategy": "steps"}
     given["trainer"] |= {"bf16": False, "push_to_hub": False, "resume_from_checkpoint": None}
     if optional:
@@ -195,6 +195,19 @@ def test_training_goes_on_from_a_draft(stories: Path, tmp_path: Path) -> None:
     assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
 
 
+def test_a_recipe_may_read_its_data_as_streams(stories: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more.jsonl"
+    more.write_text(stories.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "both").mkdir()
+    prepare = {"streaming": True, "held_out": 2, "max_length": 64, "packing": True}
+    draft = {"kind": "eagle3", "draft_vocab_size": 512}
+    for folder, data in ((tmp_path, str(stories)), (tmp_path / "both", {str(stories): 1, str(more): 2.5})):
+        found = read_recipe(recipe(folder, stories, draft, prepare=prepare))
+        directory, metrics = train(found | {"data": data})
+        assert metrics["eval_acceptance_length"] >= 1
+        assert AutoModel.from_pretrained(directory).config.draft_vocab_size == 512
+
+
 def test_a_language_model_is_distilled(stories: Path, tmp_path: Path) -> None:
     directory, metrics = train(read_recipe(recipe(tmp_path, stories, str(demo.path("draft-vanilla")))))
     assert metrics["eval_acceptance_length"] > 1.5
@@ -243,6 +256,10 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
         ),
         ({"features": {"directory": "f", "dtype": "int8"}}, "features.dtype is 'int8'; name one of torch"),
         ({"features": {"directory": "f", "dtype": "bf16"}}, "features.dtype is 'bf16'; name one of torch"),
+        (
+            {"prepare": {"streaming": True}, "features": {"directory": "f"}},
+            "a stream has none: leave out one of the two",
+        ),
         ({"trainer": {"learning_rat": 1}}, "trainer has no 'learning_rat'; did you mean 'learning_rate'?"),
     ],
 )
@@ -284,6 +301,9 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
         ({"trainer": {"report_to": "comet_ml"}}, [], "report_to names 'comet_ml', which is not installed"),
         ({"trainer": {"report_to": ["none", "paper"]}}, [], "report_to names"),
         ({"prepare": {"held_out": 500}}, [], "held_out is 500"),
+        ({"prepare": {"held_out": 500, "streaming": True}}, [], "held_out is 500"),
+        ({"prepare": {"num_proc": 2, "streaming": True}}, [], "leave out num_proc"),
+        ({"prepare": {"streaming": True}, "trainer": {"max_steps": -1}}, [], "set max_steps"),
         ({"prepare": {"max_length": 64, "held_out": 0}, "trainer": {"eval_strategy": "epoch"}}, [], "eval_dataset"),
     ],
 )

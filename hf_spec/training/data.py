@@ -151,8 +151,11 @@ def _columns(
     return chat, templated
 
 
-def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
-    """Load JSON lines, or a json, csv, parquet or txt file. Errors: a ValueError for another kind or a broken file."""
+def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+    """Load JSON lines, or a json, csv, parquet or txt file, or open it as a stream.
+
+    Errors: a ValueError for another kind or a broken file; of a stream that is told by whoever reads so far.
+    """
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -161,7 +164,7 @@ def read_file(file: str | os.PathLike[str]) -> datasets.Dataset:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty")
     try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train")
+        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         problem = _broken_line(path) or str(error.__cause__ or error)
         raise ValueError(f"{path} is broken: {problem}. Mend it, or remove that line") from error

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from datasets import load_from_disk  # type: ignore[import-untyped]
+from datasets import IterableDataset, load_from_disk  # type: ignore[import-untyped]
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
@@ -42,10 +42,11 @@ from .vocabulary import count_tokens, new_draft
 # What may stand in each section, and what values it takes.
 SECTIONS = {**dict.fromkeys(("data", "target", "draft", "prepare", "features", "trainer", "peft"), Any)}
 TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revision"), str) | {"device_map": Any}
-PREPARE = {"split": str, "held_out": int | None, **get_type_hints(prepare_dataset)}
+PREPARE = {"split": str, "streaming": bool, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
 RESULTS = ("config.json", "adapter_config.json", "model.safetensors")
+COUNTED = 10_000  # examples of a stream, to choose the tokens of a smaller vocabulary
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
 
 
@@ -88,6 +89,8 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
         raise ValueError("features needs a directory")
     for section in ("target", "features"):
         _check_dtype(recipe[section].get("dtype"), section)
+    if recipe["features"] and recipe["prepare"].get("streaming"):
+        raise ValueError("features are kept of numbered examples, and a stream has none: leave out one of the two")
     recipe["trainer"] = _section(recipe.get("trainer"), _fields(DraftTrainingArguments), "trainer")
     for name in weights_of(recipe["data"]):
         if not isinstance(recipe["data"], str) and is_prepared(name):
@@ -154,6 +157,8 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
     names = [hub_name(name) for name in weights_of(recipe["data"])]
     args.data_name = args.data_name or ", ".join(name for name in names if name) or None
+    if recipe["prepare"].get("streaming") and args.max_steps <= 0:
+        raise ValueError("nobody knows how long a stream is: set max_steps of the trainer")
     if not args.resume_from_checkpoint:
         check_output_dir(str(args.output_dir), RESULTS)
     features = dict(recipe["features"])
@@ -213,8 +218,8 @@ def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
     if isinstance(recipe["data"], str) and is_prepared(recipe["data"]):
         return load_from_disk(recipe["data"])
     options = dict(recipe["prepare"])
-    split = options.pop("split", "train")
-    data = [(load_raw(name, split), weight) for name, weight in weights_of(recipe["data"]).items()]
+    split, streaming = options.pop("split", "train"), options.pop("streaming", False)
+    data = [(load_raw(name, split, streaming), weight) for name, weight in weights_of(recipe["data"]).items()]
     return prepared(data, tokenizer, positions=positions, **options)
 
 
@@ -248,7 +253,8 @@ def _draft(given: Any, target: PreTrainedModel, examples: Any) -> Any:
         return load_draft(given, target, dtype="float32")
     config = _config(given, target.config)
     whole, size = config.layers.vocab_size, getattr(config, "draft_vocab_size", None)
-    return new_draft(config, target, count_tokens(examples, whole) if size and size < whole else None)
+    counted = examples.take(COUNTED) if isinstance(examples, IterableDataset) else examples
+    return new_draft(config, target, count_tokens(counted, whole) if size and size < whole else None)
 
 
 def _config(given: dict[str, Any], target: PreTrainedConfig) -> Any:

@@ -22,17 +22,19 @@ from .vocabulary import count_tokens, most_frequent
 logger = logging.get_logger(__name__)
 
 HELD_OUT = 64
+MIXED = 1000  # examples of a stream that wait for their turn
 
 
-def load_raw(name: str, split: str = "train") -> datasets.Dataset:
+def load_raw(name: str, split: str = "train", streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
     """Load a file, what ``save_to_disk`` wrote, or a dataset of the Hub. Errors: those of ``read_file``."""
     path = Path(name)
     if path.is_file() or path.suffix in FILES:
-        return read_file(path)
+        return read_file(path, streaming)
     if not any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return datasets.load_dataset(name, split=split)
+        return datasets.load_dataset(name, split=split, streaming=streaming)
     data = datasets.load_from_disk(name)
-    return data[split] if isinstance(data, datasets.DatasetDict) else data
+    data = data[split] if isinstance(data, datasets.DatasetDict) else data
+    return data.to_iterable_dataset() if streaming else data
 
 
 def is_prepared(name: str) -> bool:
@@ -79,6 +81,10 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     ``positions`` are how many the target is made for, if it says so: a greater ``max_length`` is cut to that.
     ``held_out`` examples are for evaluation, by default a tenth, but none of a single one.
 
+    Streams stay streams. The first 64 examples are held out, or as many as asked for, and the others come in an order
+    that is mixed a thousand at a time. Of several streams the weights say how often each one's next example is taken,
+    until one of them ends.
+
     Errors: those of ``prepare_dataset``; a ValueError if no example would be left to train on.
     """
     if (length := options.get("max_length", MAX_LENGTH)) > positions > 0:
@@ -86,6 +92,8 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
         options["max_length"] = positions
     parts = data if isinstance(data, list) else [(data, 1.0)]
     made = [prepare_dataset(part, tokenizer, **options) for part, _ in parts]
+    if isinstance(made[0], datasets.IterableDataset):
+        return _split_stream(made, [weight for _, weight in parts], held_out, tokenizer)
     examples = datasets.concatenate_datasets(made)
     weights = [weight for part, (_, weight) in zip(made, parts, strict=True) for _ in range(len(part))]
     if held_out is None:
@@ -106,6 +114,21 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     if not (drawn := [row for row, count in times for _ in range(count)]):
         raise ValueError("no example is left to train on: set greater weights")
     splits = datasets.DatasetDict(train=examples.select(drawn), **rest)
+    for one in splits.values():
+        record_tokenizer(one, tokenizer)
+    return splits
+
+
+def _split_stream(streams: list[Any], weights: list[float], held_out: int | None, tokenizer: Any) -> dict[str, Any]:
+    shares = [weight / sum(weights) for weight in weights]
+    examples = datasets.interleave_datasets(streams, shares, seed=0) if len(streams) > 1 else streams[0]
+    count = HELD_OUT if held_out is None else held_out
+    test = list(examples.take(count))
+    splits = {"train": examples.skip(count).shuffle(seed=0, buffer_size=MIXED)}
+    if next(iter(splits["train"]), None) is None:
+        raise ValueError(f"held_out is {count}, but there are only {len(test)} examples: keep fewer, or do not stream")
+    if test:
+        splits["test"] = datasets.Dataset.from_list(test)
     for one in splits.values():
         record_tokenizer(one, tokenizer)
     return splits
