@@ -77,6 +77,15 @@ def test_more_prompts_begin_with_the_same_ones(place, monkeypatch):
     assert made[0] == made[1][:8]
 
 
+def test_further_training_needs_a_draft_to_go_on_from(place):
+    call = ["bash", FOLDER / "make.sh", place / "nothing", place / "corpus", place / "benchmark.jsonl", "eagle3-more"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "eagle3-more goes on from eagle3: name eagle3 before it\n")
+    recipe = read_recipe(FOLDER / "eagle3-more.yaml")
+    assert recipe["draft"] == "eagle3"
+    assert training_arguments(recipe["trainer"] | {"use_cpu": True}).lr_scheduler_kwargs == {"num_cycles": 2}
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "medusa", "mtp", "vanilla"])
 def test_recipes_are_of_one_mould_and_read(kind):
     recipe = read_recipe(FOLDER / f"{kind}.yaml")

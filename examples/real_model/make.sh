@@ -21,6 +21,10 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ ${#kinds[@]} -gt 0 ] || kinds=(eagle3 dspark medusa mtp vanilla)
+case " ${kinds[*]} " in
+*" eagle3 "*eagle3-more*) ;;
+*eagle3-more*) [ -e eagle3/finished ] || { echo "eagle3-more goes on from eagle3: name eagle3 before it" >&2 && exit 1; } ;;
+esac
 target=HuggingFaceTB/SmolLM2-135M-Instruct
 [ "${SMOLLM2:-}" != package ] || python "$here/target.py" "$target"
 

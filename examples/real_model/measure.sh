@@ -5,7 +5,8 @@
 #   examples/real_model/measure.sh ~/smollm2 spec_bench.jsonl examples/real_model/results 2 bfloat16 float32
 #
 # Kill it whenever you like: the same command goes on behind the last batch of prompts. Leave the machine alone meanwhile.
-# THREADS=2 computes with so many. MORE="--compiled" passes further options to hf-spec bench.
+# THREADS=2 computes with so many. MORE="--compiled" passes further options to hf-spec bench. KIND="-other-tasks" stands at the
+# end of each file's name, for another BENCHMARK.
 set -euo pipefail
 mkdir -p "$3"
 benchmark=$(realpath "$2") results=$(realpath "$3") each=${4:-2}
@@ -17,7 +18,11 @@ drafts=(ngram memory)
 for kind in eagle3 eagle3-more dspark medusa mtp vanilla; do
     [ ! -e "$kind/finished" ] || drafts+=("$kind")
 done
-[ ! -e eagle3/finished ] || drafts+=(memory+eagle3)
+if [ -e eagle3-more/finished ]; then
+    drafts+=(memory+eagle3-more)
+elif [ -e eagle3/finished ]; then
+    drafts+=(memory+eagle3)
+fi
 mkdir -p rounds
 for dtype in "${dtypes[@]}"; do
     for batch in 1 8; do
@@ -25,7 +30,7 @@ for dtype in "${dtypes[@]}"; do
             for depth in auto own; do
                 # In float32, and with each draft's own number of guesses, which are for comparison, the first table only.
                 [ "$dtype-$depth" = bfloat16-auto ] || [ "$batch-$temperature" = 1-0 ] || continue
-                name=$dtype-batch$batch-temperature$temperature-$each-$depth
+                name=$dtype-batch$batch-temperature$temperature-$each-$depth${KIND:-}
                 [ ! -e "$results/$name.json" ] || continue
                 [ "$depth" = own ] && depth=() || depth=(--num-speculative-tokens auto)
                 hf-spec bench HuggingFaceTB/SmolLM2-135M-Instruct --draft "${drafts[@]}" --prompts "$benchmark" \
