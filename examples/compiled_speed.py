@@ -4,10 +4,11 @@
     python examples/compiled_speed.py --device cuda --dtype bfloat16 --shape 1b 8b --batch 1 8 32
 
 Every method decodes the same prompts in turn, after two rounds that warm up and compile; the fastest of the others is
-shown, as tokens a second and relative to plain. Shapes other than "demo" are the demo target inflated to about the
-sizes of Llama 3.2 1B and Llama 3.1 8B, without their vocabulary: the same text, with the demo target's acceptance. On
-CUDA, mode "reduce-overhead" uses CUDA graphs. Whether texts are plain `generate`'s is told; in 16 bits near-ties may
-flip, compiled or not. Beside the vanilla draft, assisted generation guesses with it, too.
+shown, as tokens a second and relative to plain. Shapes other than "demo" are the demo target inflated: to 0.2 billion
+parameters, and to about the sizes of Llama 3.2 1B and Llama 3.1 8B, without their vocabulary. The text is the same, so
+is the demo target's acceptance. On CUDA, mode "reduce-overhead" uses CUDA graphs. Whether texts are plain
+`generate`'s is told; in 16 bits near-ties may flip, compiled or not. Beside the vanilla draft, assisted generation
+guesses with it, too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Compile
 from hf_spec import SpeculationConfig, demo
 from hf_spec.demo.inflation import Narrowed, inflate
 
-SHAPES = {"demo": None, "1b": (2016, 8192, 16), "8b": (4032, 14336, 32)}  # hidden, intermediate, layers
+SHAPES = {
+    "demo": None,  # or hidden size, intermediate size, layers
+    "0.2b": (1008, 4032, 14),
+    "1b": (2016, 8192, 16),
+    "8b": (4032, 14336, 32),
+}
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
     "Tom had a big red ball. One day,",

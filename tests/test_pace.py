@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import prompts
+from architectures import build, prompts
 from golden import load_draft, load_target
 from twins import draft, target
 
@@ -21,6 +22,7 @@ from hf_spec.batching.speculation import Speculation
 from hf_spec.decoding import loop
 from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
 from hf_spec.sampling import is_seeded
+from hf_spec.scoring.widths import costs_of_widths
 
 pytestmark = pytest.mark.clock
 
@@ -444,3 +446,48 @@ def test_compiled_steps_have_two_depths(guess: float) -> None:
     assert set(chosen) == {0, 5}
     assert chosen.count(5 if guess < 1 else 0) > 150
     assert pace.most_nodes(SpeculationConfig()) == 6
+
+
+COSTS = {"flat": lambda width: 1.0, "steep": lambda width: width / 8, "in between": lambda width: 1 + (width - 8) / 40}
+
+
+@pytest.mark.parametrize(("cost", "depth"), [("flat", 5), ("steep", 1), ("in between", 3)])
+def test_compiled_batches_guess_as_deep_as_wide_forwards_allow(cost: str, depth: int) -> None:
+    experience, asked = Experience(), []
+
+    def costs_of(widths: list[int]) -> list[float]:
+        asked.append(widths)
+        return [COSTS[cost](width) for width in widths]
+
+    assert Pace(experience, 5, compiled=True).settle(8, costs_of) == depth
+    assert Pace(experience, 5, compiled=True).settle(6, costs_of) == depth  # of the same size: there are graphs
+    assert asked == [[8, 16, 24, 32, 40, 48]]
+    assert Pace(experience, 1, compiled=True).settle(8, costs_of) == 1  # a draft that has no more
+    assert Pace(experience, 5, compiled=True).settle(1, costs_of) == 5
+    assert len(asked) == 1
+
+
+def test_what_was_accepted_counts_where_compiled_depths_are_settled() -> None:
+    experience = Experience()
+    for _ in range(20):
+        experience.accepted([5], [1])
+    pace = Pace(experience, 5, compiled=True)
+    assert pace.settle(8, lambda widths: [1 + (width - 8) / 100 for width in widths]) == 1
+    assert pace.settle(4, lambda widths: None) == 5  # nothing can be told of this model
+
+
+def test_a_batch_over_static_slots_guesses_as_deep_as_was_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = copy.deepcopy(target()), prompts(4, (9, 6, 3, 5), vocab_size=60)
+    options = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": "static"}
+    monkeypatch.setattr(loop, "costs_of_widths", lambda model, widths: [width / widths[0] for width in widths])
+    out = model.generate(**inputs, **options, speculator=draft(), return_dict_in_generate=True)
+    assert torch.equal(out.sequences, model.generate(**inputs, **options))
+    depths = set(re.findall(r"(\w+) in \d+%", str(out.speculation.pace)))
+    assert depths == {"1", "none"}
+
+
+def test_what_wide_forwards_cost_is_measured_on_layers_of_the_model() -> None:
+    few, many = costs_of_widths(target(), [1, 4096]) or ()
+    assert few == 1.0
+    assert many > 1.0  # four thousand times as much work
+    assert costs_of_widths(build("gpt2"), [1, 2]) is None  # has no layer that is known

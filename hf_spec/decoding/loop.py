@@ -22,6 +22,7 @@ from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
+from ..scoring.widths import costs_of_widths
 from ..settings import SpeculationConfig
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
@@ -97,6 +98,8 @@ class SpeculativeDecoding:
             ranks.share_random_numbers(input_ids.device)
         config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
         pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static)
+        if is_static and adapts and config.tree is None:
+            pace.first = ranks.agree(pace.settle(len(text.rows), functools.partial(costs_of_widths, model)))
         call = Call(
             model,
             speculator,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -34,6 +34,7 @@ TELLING = 7  # tries of one row that are accepted in a row, until that says enou
 TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
 APART = 0.04  # how much less guesses are worth each time that rows double, where fewer rows take as long as all
+GUESS = 0.05  # what a guess takes, of an ordinary step, as long as that is not known
 MARGIN = 1.02  # how much faster another depth must promise to be
 PLAIN_MARGIN = 1.03  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
 
@@ -75,6 +76,7 @@ class Experience:
         self.reached = [0.0] * DEEPEST
         self.calls = 0  # that might have guessed in another shape
         self.best: dict[int, int] = {}  # depth, by size of the batch
+        self.compiled: dict[int, int] = {}  # depth that there are graphs for, by size of the batch
         self.patience, self.steps = LOOK_AGAIN, 0  # until another depth is tried, and taken of them
 
     def carry_over(self, rows: int) -> None:
@@ -175,9 +177,8 @@ class Pace:
 
     ``deepest`` bounds it. ``experience`` is shared by calls; a call begins with what the last ones found. ``compiled``
     steps are either ordinary or ``first`` deep: every further depth would cost a graph of the target for each number
-    of rows and slots, tens of seconds, and a graph of the draft; and where launches cost nothing, what a shallower
-    proposal saves is small. ``waits``: the batch ends with its slowest row. Guesses get rows apart, by chance, and
-    then there are steps for those alone that are behind.
+    of rows and slots, tens of seconds, and a graph of the draft. ``waits``: the batch ends with its slowest row.
+    Guesses get rows apart, by chance, and then there are steps for those alone that are behind.
     """
 
     def __init__(
@@ -219,6 +220,23 @@ class Pace:
         way = (*way, "compiled") if compiled else way
         experience = experience_of(target, speculator, config, *way)
         return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled, waits)
+
+    def settle(self, rows: int, costs_of: Callable[[Sequence[int]], list[float] | None]) -> int:
+        """Return how deep a call of ``rows`` rows guesses in compiled steps: as deep as earlier ones of its size.
+
+        It is settled before there are graphs. ``costs_of`` says what forwards of so many tokens take, as multiples of
+        the first one. Of depths that promise nearly as much the shallowest is taken: it loses least where guesses turn
+        out worse than they promise.
+        """
+        known, size, deepest = self._experience.compiled, _size(rows), min(self.first, DEEPEST)
+        if size not in known:
+            costs = costs_of([rows * (1 + depth) for depth in range(1 + deepest)]) if rows > 1 else None
+            tokens = self._experience.tokens()
+            speeds = [tokens[depth] / (cost + GUESS * depth) for depth, cost in enumerate(costs or ())]
+            enough = max(speeds[1:], default=0.0) / PLAIN_MARGIN
+            near = (depth for depth, speed in enumerate(speeds) if depth and speed >= enough)
+            known[size] = next(near, self.first)
+        return min(self.first, known[size])
 
     def most_nodes(self, config: SpeculationConfig) -> int | None:
         """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""

@@ -1,0 +1,63 @@
+"""Measure how much longer a forward takes for more tokens, on the largest layers of the model alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from .plain import input_device
+
+PASSES = 5  # over the layers, for each number of tokens
+SHARE = 1 / 4  # of the model's weights beside its embeddings, that say how the others behave
+
+
+@torch.no_grad()
+def costs_of_widths(model: PreTrainedModel, widths: Sequence[int]) -> list[float] | None:
+    """Return what forwards of so many tokens take, as multiples of the first one; ``None`` if that cannot be told.
+
+    Measured on the largest linear layers of ``model``, one behind the other: like in a forward, none finds its weights
+    in a fast memory where the last pass has left them. Where most weights are experts', quantized, or split between
+    devices, these layers would tell nothing about the others.
+    """
+    weights, device = _largest_weights(model), input_device(model)
+    taken: dict[int, list[float]] = {width: [] for width in widths}
+    for _ in range(PASSES + 1 if weights else 0):
+        for width, seconds in taken.items():
+            states = weights[0].new_ones(width, weights[0].shape[1])
+            start = _now(device)
+            for weight in weights:
+                functional.linear(states, weight)  # the layer itself may have hooks, which are others'
+            seconds.append(_now(device) - start)
+    if not weights:
+        return None
+    first, *others = (median(seconds[1:]) for seconds in taken.values())
+    return [1.0, *(other / first for other in others)]
+
+
+def _largest_weights(model: PreTrainedModel) -> list[Tensor]:
+    """Return the weights of the largest linear layers, all of one shape; none if they are but a small part."""
+    ends = [
+        layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None
+    ]
+    weights = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
+    weights = [one for one in weights if _is_plain(one, model) and not any(one is end for end in ends)]
+    largest = max(weights, key=Tensor.numel, default=None)
+    weights = [one for one in weights if largest is not None and one.shape == largest.shape]
+    inner = sum(one.numel() for one in model.parameters() if not any(one is end for end in ends))
+    return weights if sum(map(Tensor.numel, weights)) >= SHARE * inner else []
+
+
+def _is_plain(weight: Tensor, model: PreTrainedModel) -> bool:
+    return type(weight.data) is Tensor and weight.is_floating_point() and weight.device == input_device(model)
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
