@@ -23,7 +23,7 @@ from hf_spec.bench import (
     read_prompts,
     run_bench,
 )
-from hf_spec.bench.runner import ForwardClock
+from hf_spec.bench.runner import ForwardClock, _methods
 
 STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
 CHAIN = SpeculationConfig(num_speculative_tokens=3)
@@ -158,6 +158,14 @@ def test_a_perfect_draft_shows_in_every_figure(target, twin, tokenizer):
     )
     assert figures["ngram"].ratio_to_assisted is None
     assert all(0 < one.outside_forwards < 1 for one in figures.values())
+
+
+def test_forwards_of_a_draft_beside_a_memory_are_forwards(target, twin):
+    memory = hf_spec.NgramSpeculator(remember=100)
+    contenders = [Contender("both", hf_spec.HybridSpeculator(twin, memory)), Contender("memory", memory)]
+    *_, both, alone = _methods(target, contenders, BenchSettings(baselines=False))
+    assert both.draft is (twin.model if isinstance(twin, VanillaSpeculator) else twin)
+    assert alone.draft is None
 
 
 def test_the_report_is_json_and_a_table_for_every_category(target, tokenizer):

@@ -136,9 +136,9 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
         config, rival = speculator.settings(one.config), None
         length = config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
-        weights: nn.Module | None = speculator if isinstance(speculator, nn.Module) else None
+        weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
+        weights = weights if isinstance(weights, nn.Module) else None
         if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers can use, too
-            weights = speculator.model
             theirs = Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
             rival = assisted.setdefault((id(weights), length), theirs).name
         options = {"speculator": speculator, "speculation_config": config}
