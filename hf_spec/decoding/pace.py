@@ -76,7 +76,7 @@ class Experience:
         self.reached = [0.0] * DEEPEST
         self.calls = 0  # that might have guessed in another shape
         self.best: dict[int, int] = {}  # depth, by size of the batch
-        self.compiled: dict[int, int] = {}  # depth that there are graphs for, by size of the batch
+        self.settled: dict[int, int] = {}  # depth of compiled steps, by size of the batch
         self.patience, self.steps = LOOK_AGAIN, 0  # until another depth is tried, and taken of them
 
     def carry_over(self, rows: int) -> None:
@@ -228,7 +228,7 @@ class Pace:
         the first one. Of depths that promise nearly as much the shallowest is taken: it loses least where guesses turn
         out worse than they promise.
         """
-        known, size, deepest = self._experience.compiled, _size(rows), min(self.first, DEEPEST)
+        known, size, deepest = self._experience.settled, _size(rows), min(self.first, DEEPEST)
         if size not in known:
             costs = costs_of([rows * (1 + depth) for depth in range(1 + deepest)]) if rows > 1 else None
             tokens = self._experience.tokens()
