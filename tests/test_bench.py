@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
@@ -252,6 +253,21 @@ def test_each_method_begins_in_its_turn(target, tokenizer, monkeypatch):
     warmup, *rounds = (seen[i : i + 3] for i in range(0, len(seen), 3))
     assert warmup == ["plain", 1, 2]
     assert rounds == [["plain", 1, 2], [1, 2, "plain"], [2, "plain", 1], ["plain", 1, 2]]
+
+
+def test_clocks_are_part_of_no_graph(target):
+    """A graph that knew the clock would be made anew for each run, and for each call of one."""
+    torch._dynamo.reset()
+    compiled, made = torch.compile(target.__call__, backend="eager", dynamic=False), []
+    for _ in range(3):
+        with ForwardClock([target]) as clock, torch.no_grad():
+            for _ in range(3):
+                compiled(torch.tensor([[1, 2, 3]]))
+        assert clock.calls == [3]
+        assert clock.seconds() > 0
+        made.append(counters["frames"]["total"])
+    assert made[0] == made[1] == made[2]
+    torch._dynamo.reset()
 
 
 def test_plain_is_plain_where_the_model_has_a_default_speculator(target, twin, tokenizer):

@@ -312,8 +312,10 @@ class ForwardClock:
     def __enter__(self) -> ForwardClock:
         for number, model in enumerate(self.models):
             device = next(model.parameters()).device
-            self._hooks.append(model.register_forward_pre_hook(partial(self._begin, device)))
-            self._hooks.append(model.register_forward_hook(partial(self._end, device, number)))
+            # Part of no graph of a compiled model: there each clock, and each number of calls, would be another one.
+            begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
+            self._hooks.append(model.register_forward_pre_hook(partial(begin, device)))
+            self._hooks.append(model.register_forward_hook(partial(end, device, number)))
         return self
 
     def __exit__(self, *_: object) -> None:
