@@ -186,8 +186,9 @@ class _Bench:
         # Rounds so far: this method, modulo their number, begins the next one.
         self._turn = 0
         self._warm = False
-        # By rows and slots: static caches that a graph was made for.
+        # Static caches by rows and slots, and those of them that graphs were made for.
         self._caches: dict[tuple[int, int], StaticCache] = {}
+        self._made: set[tuple[int, int]] = set()
         # Tokens that end a text, and one that fills up rows.
         ends = target.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
@@ -226,10 +227,11 @@ class _Bench:
             for method in self.methods * self.settings.warmup:
                 self._run(method, few)
             self._warm = True
-        for method in self.methods:
-            if method.compiled and (len(inputs["input_ids"]), self._slots(inputs)) not in self._caches:
-                for _ in range(COMPILING):  # no table is about how long compilers take
-                    self._run(method, inputs)
+        size = len(inputs["input_ids"]), self._slots(inputs)
+        for method in (one for one in self.methods if one.compiled and size not in self._made):
+            for _ in range(COMPILING):  # no table is about how long compilers take
+                self._run(method, inputs)
+        self._made.add(size)
         runs: dict[str, list[Run]] = {method.name: [] for method in self.methods}
         for _ in range(self.settings.repeats):
             first = self._turn % len(self.methods)
