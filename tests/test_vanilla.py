@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from twins import SHAPES
 
 from hf_spec import News, Proposal, Request, SpeculationConfig, VanillaSpeculator
+from hf_spec.drafts.vanilla import speculator
 from hf_spec.drafts.vanilla.speculator import VanillaDrafter
 
 LENGTHS = (13, 9, 5)
@@ -55,6 +56,30 @@ def some_news(proposal: Proposal | None, generator: torch.Generator) -> News:
             length += 1
         counts[row] = length + 1
     return News(tokens[:, : int(counts.max())], counts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "bloom", "mamba", "qwen3_next"])
+@pytest.mark.parametrize("amounts", [[40, 23, 31], [40, 40, 40]])
+def test_what_many_ordinary_steps_wrote_is_read_without_logits_of_all(
+    name: str, amounts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = build(name)
+    words, found = [], []
+    head = draft.get_output_embeddings().register_forward_hook(lambda module, args, out: words.append(out.shape[1]))
+    tokens = torch.randint(3, 99, (3, 40), generator=torch.Generator().manual_seed(0))
+    for many in (speculator.MANY, 99):
+        monkeypatch.setattr(speculator, "MANY", many)
+        drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
+        words.clear()
+        news = News(tokens, torch.tensor(amounts), None, amounts)
+        found.append(drafter.propose(news, 4).tokens)
+        assert max(words) == (len({*amounts}) if many < 40 else 40)
+        one_more = News(tokens[:, :1], torch.ones(3, dtype=torch.long), None, [1] * 3)
+        found.append(drafter.propose(one_more, 4).tokens)
+    head.remove()
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
 
 
 @torch.no_grad()

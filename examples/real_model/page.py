@@ -165,7 +165,7 @@ python page.py results ../../docs/benchmarks.md --work ~/smollm2
 ```
 
 Tables of the draft that was trained further, and of other tasks, are runs of `hf-spec bench` of their own; the raw
-figures hold their settings.
+figures hold their settings. Other tasks were measured with that draft as it was halfway.
 
 What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
 ten figures lie if as many prompts are drawn anew. Every table is one run, in which each prompt goes through all
@@ -179,8 +179,10 @@ def page(results: Path, target: Path) -> str:
     if table := curves(results, picture):
         sections.append(
             "## Training\n\nAll drafts read the same rows of 512 tokens; the one that was trained further then "
-            "reads rows of more answers. τ is measured while training by `generate`, in chains of five, on held-out "
-            "prompts. A third of those held out from the further training had been read in the first one.\n\n"
+            "reads rows of more answers, one and a half times, in two rounds of a falling learning rate (linear in "
+            "the first one of this run, a cosine in the recipe). τ is measured while training by `generate`, in chains "
+            "of five, on held-out prompts. A third of those held out from the further training had been read in the "
+            "first one.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]

@@ -319,6 +319,17 @@ class ModelRunner:
             outputs = self._forward(self._inputs(tokens, block))
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 
+    def read(self, tokens: Tensor, columns: Sequence[int]) -> Tensor:
+        """Do as ``extend`` with a chain, and return its logits at ``columns`` alone: (batch, columns, vocabulary)."""
+        place = torch.tensor(columns, device=self.slots.device)
+        if not self.model._supports_logits_to_keep():
+            return self.extend(tokens).logits.index_select(1, place)
+        self._step_kwargs["logits_to_keep"] = place
+        try:
+            return self.extend(tokens).logits
+        finally:
+            del self._step_kwargs["logits_to_keep"]
+
     def _forward(self, inputs: dict[str, Any]) -> Any:
         return self.model(**inputs, return_dict=True)
 

@@ -21,6 +21,8 @@ from .words import Words, vocabulary_of
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
+# Of more tokens than this only the logits that are asked for are worked out.
+MANY = 16
 # How transformers itself serves a draft whose tokenizer is not the target's.
 OTHER_TOKENIZERS = "generate(..., assistant_model=draft, tokenizer=..., assistant_tokenizer=...)"
 
@@ -134,11 +136,21 @@ class VanillaDrafter(Drafter):
         return self._read_on(block, counts - matched, rest)
 
     def _read_on(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
+        if tokens.shape[1] > MANY:
+            return self._read_much(tokens, counts, amounts)
         logits = self._runner.extend(tokens).logits
         self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
         if len(set(amounts)) == 1:
             return logits[:, amounts[0] - 1]
         return logits[numbers(len(tokens), tokens.device), counts - 1]
+
+    def _read_much(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
+        """Read what became text in many ordinary steps: logits of a large vocabulary take longer than a few layers."""
+        ends = sorted(set(amounts))
+        logits = self._runner.read(tokens, [end - 1 for end in ends])  # (batch, ends, vocabulary)
+        self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
+        place = torch.tensor([ends.index(amount) for amount in amounts], device=tokens.device)
+        return logits[numbers(len(tokens), tokens.device), place]
 
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
