@@ -181,8 +181,8 @@ def page(results: Path, target: Path) -> str:
             "## Training\n\nAll drafts read the same rows of 512 tokens; the one that was trained further then "
             "reads rows of more answers, one and a half times, in two rounds of a falling learning rate (linear in "
             "the first one of this run, a cosine in the recipe). τ is measured while training by `generate`, in "
-            "chains of five, on held-out prompts. A third of those held out from the further training had been read in the "
-            "first one.\n\n"
+            "chains of five, on held-out prompts. A third of those held out from the further training had been read "
+            "in the first one.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
