@@ -467,6 +467,16 @@ def test_compiled_batches_guess_as_deep_as_wide_forwards_allow(cost: str, depth:
     assert len(asked) == 1
 
 
+def test_a_draft_that_would_guess_deeper_than_is_counted_is_held_to_that() -> None:
+    pace = Pace(Experience(), DEEPEST + 4, compiled=True)
+    assert pace.settle(1, lambda widths: None) == DEEPEST
+    for _ in range(40):
+        depth = pace.depth(1)
+        pace.stepped(1, depth, 1.0 + depth / 100, [depth], [depth // 2])
+    assert pace.depth(1) == DEEPEST
+    assert Pace(Experience(), DEEPEST + 4, adapts=False).depth(1) == DEEPEST + 4  # what is asked for stays
+
+
 def test_what_was_accepted_counts_where_compiled_depths_are_settled() -> None:
     experience = Experience()
     for _ in range(20):

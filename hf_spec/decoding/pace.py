@@ -190,7 +190,8 @@ class Pace:
         compiled: bool = False,
         waits: bool = True,
     ) -> None:
-        self.first, self.deepest, self.adapts, self._compiled = first, deepest, adapts, compiled
+        self.first = min(first, deepest) if adapts else first
+        self.deepest, self.adapts, self._compiled = deepest, adapts, compiled
         self._waits = waits
         self._experience = experience
         self._chosen: Counter[int] = Counter()
@@ -228,9 +229,9 @@ class Pace:
         the first one. Of depths that promise nearly as much the shallowest is taken: it loses least where guesses turn
         out worse than they promise.
         """
-        known, size, deepest = self._experience.settled, _size(rows), min(self.first, DEEPEST)
+        known, size = self._experience.settled, _size(rows)
         if size not in known:
-            costs = costs_of([rows * (1 + depth) for depth in range(1 + deepest)]) if rows > 1 else None
+            costs = costs_of([rows * (1 + depth) for depth in range(1 + self.first)]) if rows > 1 else None
             tokens = self._experience.tokens()
             speeds = [tokens[depth] / (cost + GUESS * depth) for depth, cost in enumerate(costs or ())]
             enough = max(speeds[1:], default=0.0) / PLAIN_MARGIN
