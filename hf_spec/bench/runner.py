@@ -11,7 +11,6 @@ import copy
 import hashlib
 import os
 import platform
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -30,6 +29,7 @@ from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..scoring.plain import input_device
 from ..scoring.rings import power_of_two
+from ..scoring.widths import now
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from .prompts import Prompt
 from .report import OVERALL, BenchReport
@@ -186,9 +186,8 @@ class _Bench:
         # Rounds so far: this method, modulo their number, begins the next one.
         self._turn = 0
         self._warm = False
-        # Static caches by rows and slots, and those of them that graphs were made for.
+        # By rows and slots: static caches that a graph was made for.
         self._caches: dict[tuple[int, int], StaticCache] = {}
-        self._made: set[tuple[int, int]] = set()
         # Tokens that end a text, and one that fills up rows.
         ends = target.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
@@ -224,14 +223,13 @@ class _Bench:
         if not self._warm:
             # The end of a prompt only, so that nobody remembers an answer before it is asked for.
             few = {name: tensor[:, -WARM:] for name, tensor in inputs.items()}
-            for method in self.methods * self.settings.warmup:
+            for method in [one for one in self.methods if not one.compiled] * self.settings.warmup:
                 self._run(method, few)
             self._warm = True
-        size = len(inputs["input_ids"]), self._slots(inputs)
-        for method in (one for one in self.methods if one.compiled and size not in self._made):
-            for _ in range(COMPILING):  # no table is about how long compilers take
-                self._run(method, inputs)
-        self._made.add(size)
+        for method in self.methods:
+            if method.compiled and (len(inputs["input_ids"]), self._slots(inputs)) not in self._caches:
+                for _ in range(COMPILING):  # no table is about how long compilers take
+                    self._run(method, inputs)
         runs: dict[str, list[Run]] = {method.name: [] for method in self.methods}
         for _ in range(self.settings.repeats):
             first = self._turn % len(self.methods)
@@ -250,7 +248,7 @@ class _Bench:
             options |= {"past_key_values": self._static_cache(inputs), "compile_config": EVERYWHERE}
         models = [self.target] if method.draft is None else [self.target, method.draft]
         with _constant_length(method), ForwardClock(models) as clock:
-            start = _now(input_device(self.target))
+            start = now(input_device(self.target))
             out = self.target.generate(
                 **inputs,
                 **options,
@@ -259,7 +257,7 @@ class _Bench:
                 pad_token_id=self._pad,
                 return_dict_in_generate=True,
             )
-            seconds = _now(input_device(self.target)) - start
+            seconds = now(input_device(self.target)) - start
         rows = [self._until_end(row) for row in out.sequences[:, inputs["input_ids"].shape[1] :].tolist()]
         counts = None
         for row in out.speculation.per_row if hasattr(out, "speculation") else ():
@@ -343,16 +341,10 @@ class ForwardClock:
 
 def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
-        return _now(device)
+        return now(device)
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
-
-
-def _now(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:

@@ -30,10 +30,10 @@ def costs_of_widths(model: PreTrainedModel, widths: Sequence[int]) -> list[float
     for _ in range(PASSES + 1 if weights else 0):
         for width, seconds in taken.items():
             states = weights[0].new_ones(width, weights[0].shape[1])
-            start = _now(device)
+            start = now(device)
             for weight in weights:
                 functional.linear(states, weight)  # the layer itself may have hooks, which are others'
-            seconds.append(_now(device) - start)
+            seconds.append(now(device) - start)
     if not weights:
         return None
     first, *others = (median(seconds[1:]) for seconds in taken.values())
@@ -42,22 +42,25 @@ def costs_of_widths(model: PreTrainedModel, widths: Sequence[int]) -> list[float
 
 def _largest_weights(model: PreTrainedModel) -> list[Tensor]:
     """Return the weights of the largest linear layers, all of one shape; none if they are but a small part."""
-    ends = [
-        layer.weight for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None
-    ]
+    ends = {id(one) for layer in _ends(model) for one in layer.parameters()}
     weights = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
-    weights = [one for one in weights if _is_plain(one, model) and not any(one is end for end in ends)]
+    weights = [one for one in weights if _is_plain(one, model) and id(one) not in ends]
     largest = max(weights, key=Tensor.numel, default=None)
     weights = [one for one in weights if largest is not None and one.shape == largest.shape]
-    inner = sum(one.numel() for one in model.parameters() if not any(one is end for end in ends))
+    inner = sum(one.numel() for one in model.parameters() if id(one) not in ends)
     return weights if sum(map(Tensor.numel, weights)) >= SHARE * inner else []
+
+
+def _ends(model: PreTrainedModel) -> list[nn.Module]:
+    return [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
 
 
 def _is_plain(weight: Tensor, model: PreTrainedModel) -> bool:
     return type(weight.data) is Tensor and weight.is_floating_point() and weight.device == input_device(model)
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock once ``device`` has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()

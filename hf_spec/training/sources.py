@@ -123,12 +123,12 @@ def _split_stream(streams: list[Any], weights: list[float], held_out: int | None
     shares = [weight / sum(weights) for weight in weights]
     examples = datasets.interleave_datasets(streams, shares, seed=0) if len(streams) > 1 else streams[0]
     count = HELD_OUT if held_out is None else held_out
-    test = list(examples.take(count))
+    first = list(examples.take(count + 1))
+    if not 0 <= count < len(first):
+        raise ValueError(f"held_out is {count}, but there are only {len(first)}: keep fewer, or do not stream")
     splits = {"train": examples.skip(count).shuffle(seed=0, buffer_size=MIXED)}
-    if next(iter(splits["train"]), None) is None:
-        raise ValueError(f"held_out is {count}, but there are only {len(test)} examples: keep fewer, or do not stream")
-    if test:
-        splits["test"] = datasets.Dataset.from_list(test)
+    if count:
+        splits["test"] = datasets.Dataset.from_list(first[:count])
     for one in splits.values():
         record_tokenizer(one, tokenizer)
     return splits
