@@ -82,3 +82,14 @@ def launched(device: str | None) -> tuple[PartialState | None, str | None]:
 
     state = PartialState(cpu=device == "cpu" or not torch.accelerator.is_available())
     return state, device or str(state.device)
+
+
+def part() -> None:
+    """Leave the other processes in good order, once this one's work is done.
+
+    Threads of a gloo group that is still there race with the end of the interpreter, and abort it now and then.
+    """
+    import torch.distributed as group
+
+    if group.is_available() and group.is_initialized():
+        group.destroy_process_group()

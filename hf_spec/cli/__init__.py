@@ -80,7 +80,12 @@ def _run(args: argparse.Namespace) -> int:
             import torch
 
             torch.set_num_threads(args.threads)
-        return int(args.run(args) or 0)
+        status = int(args.run(args) or 0)
+        if "WORLD_SIZE" in os.environ:  # a launcher has started this process beside others
+            from ..processes import part
+
+            part()
+        return status
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:
