@@ -7,11 +7,16 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .counting import numbers
 
+Shape = tuple[int, ...]
+
 NOTHING = -1  # where no token can be drawn
 SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
+LARGE = 1024  # words, from which on random numbers for all of them take a CPU longer than finding one
+MANY, PART = 1 << 16, 64  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
 
 
 def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -21,12 +26,35 @@ def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
     a large vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random
     number per token.
     """
-    below = p.cumsum(-1, dtype=widest_float(p.device))
-    coin = torch.rand(below[..., :1].shape, dtype=below.dtype, device=p.device, generator=generator)
-    token = torch.searchsorted(below, coin * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
-    most, likeliest = p.max(-1, keepdim=True)
+    like = (*p.shape[:-1], 1)
+    token = _at(torch.rand(like, dtype=widest_float(p.device), device=p.device, generator=generator), p)
+    most, safe = p.max(-1, keepdim=True)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
-    return torch.where(most > 0, torch.where(possible, token, likeliest), numbers(1, p.device, NOTHING))[..., 0]
+    return torch.where(most > 0, torch.where(possible, token, safe), numbers(1, p.device, NOTHING))[..., 0]
+
+
+def _at(coin: Tensor, p: Tensor) -> Tensor:
+    """Return the token where the sum of ``p`` (..., vocabulary) passes ``coin`` (..., 1) of the whole: (..., 1)."""
+    if p.device.type == "cpu" and p.numel() >= MANY:
+        return _at_in_parts(coin, p)
+    below = p.cumsum(-1, dtype=coin.dtype)
+    return torch.searchsorted(below, coin * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
+
+
+def _at_in_parts(coin: Tensor, p: Tensor) -> Tensor:
+    """Do as ``_at`` without a sum for each token: find the part of the vocabulary, then the token in it.
+
+    Memory for so many sums is new each time, and a CPU takes twenty times as long to get it as to add them up.
+    """
+    missing = -p.shape[-1] % PART
+    parts = (functional.pad(p, (0, missing)) if missing else p).unflatten(-1, (-1, PART))  # (..., parts, part)
+    sums = parts.sum(-1, dtype=coin.dtype)
+    below = sums.cumsum(-1)
+    point = coin * below[..., -1:]
+    part = torch.searchsorted(below, point, right=True).clamp_(max=sums.shape[-1] - 1)
+    within = parts.gather(-2, part[..., None].expand(*part.shape, PART))[..., 0, :].cumsum(-1, dtype=coin.dtype)
+    point = point - (below - sums).gather(-1, part)
+    return (part * PART + torch.searchsorted(within, point, right=True)).clamp_(max=p.shape[-1] - 1)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -44,26 +72,63 @@ def is_seeded(device: torch.device) -> bool:
     return seed < SMALLEST_RANDOM_SEED
 
 
+def likeliest(scores: Tensor) -> Tensor:
+    """Return the token with the largest of ``scores`` (..., vocabulary), the first if there are several: (...).
+
+    ``argmax`` takes a CPU five times as long in half precision, and ``max`` takes it longer in float32.
+    """
+    indices: Tensor = scores.argmax(-1) if scores.dtype == torch.float32 else scores.max(-1).indices
+    return indices
+
+
 def best(log_probs: Tensor, count: int) -> Tensor:
     """Return the ``count`` most probable tokens of ``log_probs`` (..., vocabulary), best first: (..., count)."""
     return log_probs.topk(min(count, log_probs.shape[-1])).indices
 
 
-def gumbel_noise(shapes: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Return tensors of all ``shapes``, of independent variables that are minus Gumbel's, for ``draw_distinct``."""
+def noise_shapes(draws: Sequence[tuple[Sequence[int], int]], vocabulary: int, device: torch.device) -> list[Shape]:
+    """Return the shapes of what ``draw_distinct`` draws with, for each of ``draws``: rows (...), and tokens of each.
+
+    That is a coin per token (..., count) where random numbers take longer than operators, and otherwise the negative
+    of a Gumbel variable per word (..., vocabulary).
+    """
+    by_coin = _draws_by_coin(vocabulary, device)
+    return [(*rows, count if by_coin else vocabulary) for rows, count in draws]
+
+
+def noise_for(shapes: Sequence[Shape], vocabulary: int, device: torch.device) -> list[Tensor]:
+    """Draw what ``draw_distinct`` draws with, of ``noise_shapes``."""
     if not shapes:  # guesses are chosen: no operator is spent
         return []
     sizes = [math.prod(shape) for shape in shapes]
-    noise = torch.empty(sum(sizes), dtype=widest_float(device), device=device).exponential_().log_()
+    noise = torch.empty(sum(sizes), dtype=widest_float(device), device=device)
+    noise = noise.uniform_() if _draws_by_coin(vocabulary, device) else noise.exponential_().log_()
     return [part.view(*shape) for part, shape in zip(noise.split(sizes), shapes, strict=True)]
 
 
 def draw_distinct(log_probs: Tensor, count: int, noise: Tensor | None = None) -> Tensor:
     """Draw ``count`` different tokens without replacement from the log-probabilities (..., vocabulary): (..., count).
 
-    The order is that of successive draws (Gumbel top-k, arXiv 1903.06059). Tokens of probability zero come last.
-    ``noise`` is what ``gumbel_noise`` gave for the same shape, if it was drawn beforehand.
+    The order is that of successive draws; with Gumbel variables they are one top-k (arXiv 1903.06059). Tokens of
+    probability zero come last. ``noise`` is what ``noise_for`` gave, if it was drawn beforehand.
     """
+    vocabulary = log_probs.shape[-1]
+    count = min(count, vocabulary)
     if noise is None:
-        (noise,) = gumbel_noise([log_probs.shape], log_probs.device)
-    return (log_probs - noise).topk(min(count, log_probs.shape[-1])).indices
+        shapes = noise_shapes([(log_probs.shape[:-1], count)], vocabulary, log_probs.device)
+        (noise,) = noise_for(shapes, vocabulary, log_probs.device)
+    if not _draws_by_coin(vocabulary, log_probs.device):
+        return (log_probs - noise).topk(count).indices
+    left = log_probs.exp()
+    if count == 1:
+        return _at(noise, left)
+    least, drawn = left.argmin(-1, keepdim=True), []  # where nothing is left
+    for coin in noise[..., :count].split(1, dim=-1):
+        token = _at(coin, left)
+        drawn.append(torch.where(left.gather(-1, token) > 0, token, least))
+        left.scatter_(-1, token, 0.0)
+    return torch.cat(drawn, dim=-1)
+
+
+def _draws_by_coin(vocabulary: int, device: torch.device) -> bool:
+    return device.type == "cpu" and vocabulary >= LARGE

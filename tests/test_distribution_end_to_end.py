@@ -22,6 +22,7 @@ from transformers import (
 from twins import SHAPES, Oracle, draft, noisy, target
 
 import hf_spec.decoding.text
+import hf_spec.sampling
 import hf_spec.scoring.buffers
 from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator, VanillaSpeculator
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
@@ -111,6 +112,15 @@ NGRAM = {
 
 @pytest.mark.parametrize("case", VANILLA)
 def test_vanilla(case: str) -> None:
+    assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
+
+
+@pytest.mark.parametrize(
+    "case", ["chain, block", *(case for case in VANILLA if "tree" in case and "best" not in case)]
+)
+def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_spec.sampling, "LARGE", 1)  # by coins
+    monkeypatch.setattr(hf_spec.sampling, "MANY", 1)  # in parts
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -14,7 +15,7 @@ from hf_spec import SpeculationConfig, sampling
 from hf_spec.decoding.verification import traverse
 from hf_spec.drafts.trees import bushy, grow
 from hf_spec.proposal import ABSENT, Proposal
-from hf_spec.sampling import draw_distinct
+from hf_spec.sampling import draw_distinct, likeliest
 
 VOCABULARY = 6
 
@@ -188,11 +189,13 @@ def test_drawn_siblings_differ_and_carry_their_parents_distribution(tree: object
                 torch.testing.assert_close(proposal.q[row, parent], draft.log_probs(row, path).exp())
 
 
+@pytest.mark.parametrize("least", [1, 1 << 30], ids=["coins", "Gumbel variables"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_drawn_siblings_follow_the_distribution_without_replacement(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "widest_float", lambda device: dtype)
+    monkeypatch.setattr(sampling, "LARGE", least)
     log_probs = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
     rounds = 60_000
     torch.manual_seed(0)
@@ -205,6 +208,40 @@ def test_drawn_siblings_follow_the_distribution_without_replacement(
         statistic += (counts.pop((first, second), 0) - expected) ** 2 / expected
     assert not counts  # nothing of probability zero
     assert statistic < 25.7  # 5 degrees of freedom, p = 1e-4
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 130, 1000])
+@pytest.mark.parametrize("many", [1, 1 << 60], ids=["parts", "whole"])
+def test_evenly_spaced_coins_give_each_token_its_share(
+    vocabulary: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "LARGE", 1)
+    monkeypatch.setattr(sampling, "MANY", many)
+    torch.manual_seed(0)
+    p = torch.rand(vocabulary) ** 4
+    p[[vocabulary // 2, -1]] = 0
+    p, rounds = p / p.sum(), 20_000
+    coins = (torch.arange(rounds, dtype=torch.float64)[:, None] + 0.5) / rounds
+    drawn = torch.cat([draw_distinct(p.log().expand(len(part), -1), 1, part) for part in coins.split(1000)])
+    shares = torch.bincount(drawn[:, 0], minlength=vocabulary)
+    assert (shares - rounds * p).abs().max() < 1.01  # a coin more or less at each end
+    assert not shares[p == 0].any()
+
+
+def test_siblings_beyond_what_is_possible_have_probability_zero() -> None:
+    log_probs = torch.full((7, 3, 2000), -torch.inf)
+    log_probs[..., -1], log_probs[..., 5] = math.log(0.25), math.log(0.75)
+    drawn = draw_distinct(log_probs, 4)
+    assert (drawn[..., :2].sort().values == torch.tensor([5, 1999])).all()
+    assert (log_probs.gather(2, drawn[..., 2:]) == -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_likeliest_token_is_the_first_of_equals(dtype: torch.dtype) -> None:
+    scores = torch.randint(-9, 9, (4, 6, 3000)).to(dtype)
+    assert torch.equal(likeliest(scores), scores.argmax(-1))
+    first = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(likeliest(scores), first)
 
 
 @pytest.mark.parametrize(("width", "nodes", "depth"), [(10, 60, 5), (2, 7, 3), (1, 9, 4), (3, 1, 1)])

@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--benchmark", type=Path, required=True, nargs="+", help="prompts that stay unseen")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to write")
     parser.add_argument("--number", type=int, default=12_288)
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which are answered already")
     args = parser.parse_args()
     turns = [turn for file in args.benchmark for line in file.open() for turn in json.loads(line)["turns"]]
     benchmark = set().union(*(runs(turn) for turn in turns))
@@ -91,7 +92,7 @@ def main() -> None:
         pools[source].append(messages)
     if not pools:
         raise SystemExit(f"{args.corpus} has no *.jsonl.gz with one of the sources {list(SOURCES)}")
-    chosen = list(mixed({source: pools[source] for source in SOURCES}, args.number, random.Random(0)))
+    chosen = list(mixed({source: pools[source] for source in SOURCES}, args.number, random.Random(0)))[args.skip :]
     whole = args.output.with_suffix(".part")
     lines = [json.dumps(one, ensure_ascii=False) + "\n" for one in by_length(chosen)]
     whole.write_text("".join(lines), encoding="utf-8")

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..counting import numbers, repeated
 from ..drafts.base import News
 from ..proposal import ABSENT, Proposal
-from ..sampling import draw
+from ..sampling import draw, likeliest
 from ..scoring.runner import Scores
 from ..settings import SpeculationConfig
 from .outputs import Record
@@ -145,7 +145,7 @@ class Chooser:
         """Emit one token behind every root, where there is no guess to look at."""
         root, one = (repeated(number, len(proposal.root), proposal.root.device) for number in (0, 1))
         scores = nodes.at_root()  # (rows, vocabulary)
-        token = draw(scores.softmax(-1)) if self.sample else scores.argmax(-1)
+        token = draw(scores.softmax(-1)) if self.sample else likeliest(scores)
         return Verdict(root[:, None], token[:, None], one)
 
     # -- all rows advance together ------------------------------------------------------------------------------------

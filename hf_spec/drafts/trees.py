@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..counting import numbers, repeated
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
-from ..sampling import best, draw_distinct, gumbel_noise
+from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes
 from ..settings import SpeculationConfig
 from .drawn_trees import Plan, grow_drawn, plan_drawn
 from .forest import Forest, Step
@@ -55,19 +55,18 @@ class Ahead:
         The random numbers are those that ``grow`` would draw itself, in the same order.
         """
         layout, plan = None, None
-        widths: Sequence[int]
+        draws: Sequence[tuple[Shape, int]]
         if config.tree == "dynamic" and sample:
             plan = plan_drawn(config.tree_top_k, config.tree_nodes, depth, vocabulary, device)
-            widths = [level.width for level in plan.levels]
+            draws = [((rows, level.width), level.children) for level in plan.levels]
         elif config.tree is None or config.tree == "dynamic":
-            widths = [0] * depth
+            draws = [((rows,), 1)] * depth
         else:
             layout = _lay_out(_paths(config, depth, sample), device)
-            widths = [len(level.nodes) for level in layout[1]]
-        shapes = [(rows, width, vocabulary) if width else (rows, vocabulary) for width in widths]
-        shapes = shapes if sample else []
+            draws = [((rows, len(level.nodes)), level.most) for level in layout[1]]
+        shapes = noise_shapes(draws, vocabulary, device) if sample else []
         unused = [torch.zeros(shape, device=device) for shape in shapes[drawn:]]
-        return cls(layout, plan, gumbel_noise(shapes[:drawn], device) + unused)
+        return cls(layout, plan, noise_for(shapes[:drawn], vocabulary, device) + unused)
 
     def seated(self, rows: Tensor) -> Ahead:
         """Give each seat the random numbers of the row that sits there, ``rows`` (seats,)."""
@@ -155,7 +154,7 @@ def _chain(
             going = going & (confidence() >= min_confidence)
             if not in_graph and not bool(going.any()):
                 break
-        guess = draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else log_probs.argmax(-1)
+        guess = draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else likeliest(log_probs)
         guesses.append(guess)
         by_depth.append(log_probs)
         if least is None:

@@ -32,6 +32,7 @@ class Rows:
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
         self.version = object()  # of the lengths
         self._behind: Tensor | None = None
+        self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
     def lengths(self) -> Tensor:
@@ -69,8 +70,11 @@ class Rows:
         return self._behind[:, self.open : end]
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return rows (batch, 1) and columns (batch, count) of the next nodes."""
-        return numbers(len(self.lengths), self.device)[:, None], self.behind(count)
+        """Return rows (batch, 1) and columns (batch, count) of the next nodes: worked out once for all layers."""
+        place = self.open, count
+        if place not in self._places:
+            self._places[place] = numbers(len(self.cpu_lengths), self.device)[:, None], self.behind(count)
+        return self._places[place]
 
 
 class SlotBuffer:
