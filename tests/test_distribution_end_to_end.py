@@ -22,6 +22,7 @@ from transformers import (
 from twins import SHAPES, Oracle, draft, noisy, target
 
 import hf_spec.decoding.text
+import hf_spec.decoding.warpers
 import hf_spec.sampling
 import hf_spec.scoring.buffers
 from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator, VanillaSpeculator
@@ -121,6 +122,7 @@ def test_vanilla(case: str) -> None:
 def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_spec.sampling, "LARGE", 1)  # by coins
     monkeypatch.setattr(hf_spec.sampling, "MANY", 1)  # in parts
+    monkeypatch.setattr(hf_spec.decoding.warpers, "LARGE", 1)
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 

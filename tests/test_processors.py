@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
+from hf_spec.decoding import warpers
 from hf_spec.decoding.processors import NodeScores, Processors, pure
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 
@@ -78,6 +79,11 @@ MIXED: dict[str, tuple[str, ...]] = {
 }
 
 CASES = {name: (name,) for name in [*MEMORYLESS, *OF_THE_PREFIX]} | MIXED
+
+
+@pytest.fixture(autouse=True, params=[1, warpers.LARGE], ids=["in less time", ""])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warpers, "LARGE", request.param)
 
 
 def make(*names: str) -> LogitsProcessorList:
@@ -398,3 +404,43 @@ def test_watermarks_of_a_generation_config_are_sorted() -> None:
     assert not lockstep(green.construct_processor(VOCAB, "cpu"))
     synth = logits_process.SynthIDTextWatermarkLogitsProcessor(3, [1, 2, 3], 2**8, 0, 16, torch.device("cpu"))
     assert lockstep(synth)
+
+
+class Counted(logits_process.TopPLogitsWarper):
+    """Count the rows that the vocabulary is sorted for."""
+
+    rows = 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> Tensor:
+        self.rows += len(scores)
+        return super().__call__(input_ids, scores)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize(("spread", "sorted_at_most"), [(0.5, 60), (2.0, 60), (8.0, 3)])
+def test_top_p_without_sorting_the_vocabulary(
+    dtype: torch.dtype, top_p: float, spread: float, sorted_at_most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warpers, "LARGE", 1)
+    monkeypatch.setattr(warpers, "FEW", 16)
+    monkeypatch.setattr(warpers, "MANY", 128)
+    torch.manual_seed(0)
+    scores, ids = (spread * torch.randn(60, 3000)).to(dtype).float(), torch.zeros(60, 0, dtype=torch.long)
+    scores[1, 7:] = -torch.inf  # as top-k leaves it
+    scores[2, 1:] = -torch.inf
+    scores[3, 5] = torch.nan
+    scores[4] = 1.0
+    before = scores.clone()
+    for least in (1, 3, 40, 200):
+        warper = Counted(top_p, min_tokens_to_keep=least)
+        plain = logits_process.TopPLogitsWarper(top_p, min_tokens_to_keep=least)(ids, scores)
+        torch.testing.assert_close(warpers.TopP(warper)(ids, scores), plain, rtol=0, atol=0, equal_nan=True)
+        if top_p in (0.3, 0.9) and dtype == torch.float32 and least == 1:
+            assert warper.rows <= sorted_at_most
+        nearly = warpers.TopP(Counted(top_p, min_tokens_to_keep=least), nearly=True)
+        kept, wanted = nearly(ids, scores) > -torch.inf, plain > -torch.inf
+        assert not nearly.warper.rows  # type: ignore[attr-defined]
+        enough = kept.sum(-1) >= wanted.sum(-1).clamp(max=128)
+        assert top_p == 1.0 or enough[~scores.isnan().any(-1)].all()
+    assert torch.equal(scores.nan_to_num(), before.nan_to_num())

@@ -25,6 +25,7 @@ from transformers.generation import logits_process
 from ..counting import numbers
 from ..proposal import Proposal
 from .prefixes import TOGETHER, Prefixes
+from .warpers import in_less_time
 
 P = TypeVar("P")
 
@@ -91,7 +92,9 @@ class Processors:
 
     def __init__(self, processors: LogitsProcessorList) -> None:
         self._all = processors
-        self._warpers = LogitsProcessorList([one for one in processors if type(one) in MEMORYLESS])
+        memoryless = [one for one in processors if type(one) in MEMORYLESS]
+        self._warpers = LogitsProcessorList(map(in_less_time, memoryless))
+        self._warpers_of_drafts = LogitsProcessorList(in_less_time(one, nearly=True) for one in memoryless)
         self.is_empty: bool = len(processors) == 0
         self.memoryless: bool = len(self._warpers) == len(processors)
         self.together: bool = all(type(one) in MEMORYLESS or type(one) in TOGETHER for one in processors)
@@ -109,7 +112,7 @@ class Processors:
         """Process float32 ``scores`` (prefixes, vocab), each behind its own prefix, where ``together`` is set."""
         for one in self._all:
             if type(one) in MEMORYLESS:
-                scores = _call(LogitsProcessorList([one]), prefixes.tokens[:, :0], scores)
+                scores = _call(LogitsProcessorList([in_less_time(one)]), prefixes.tokens[:, :0], scores)
             else:
                 scores = TOGETHER[type(one)](one, prefixes, scores)
         return scores
@@ -126,7 +129,8 @@ class Processors:
             return lambda logits: logits
 
         def distribution(logits: Tensor) -> Tensor:
-            scores = self.warp(logits.reshape(-1, logits.shape[-1]).float())  # (rows, vocab)
+            flat = logits.reshape(-1, logits.shape[-1]).float()
+            scores = _call(self._warpers_of_drafts, flat.new_empty((len(flat), 0), dtype=torch.long), flat)
             return scores.log_softmax(-1).view(logits.shape)
 
         return distribution
