@@ -444,3 +444,13 @@ def test_top_p_without_sorting_the_vocabulary(
         enough = kept.sum(-1) >= wanted.sum(-1).clamp(max=128)
         assert top_p == 1.0 or enough[~scores.isnan().any(-1)].all()
     assert torch.equal(scores.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("nearly", [True, False])
+def test_top_p_in_a_graph(nearly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warpers, "LARGE", 1)
+    torch.manual_seed(0)
+    scores, ids = 3 * torch.randn(9, 5000), torch.zeros(9, 0, dtype=torch.long)
+    warper = warpers.TopP(logits_process.TopPLogitsWarper(0.8), nearly)
+    compiled = torch.compile(lambda scores: warper(ids, scores), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(scores), warper(ids, scores))

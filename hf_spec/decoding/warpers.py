@@ -38,10 +38,13 @@ class TopP(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: Tensor) -> Tensor:
         """Process ``scores`` (rows, vocabulary) float32."""
-        is_worth_it = scores.device.type == "cpu" and scores.shape[-1] >= LARGE
-        if not is_worth_it or torch.compiler.is_compiling():
+        in_graph = torch.compiler.is_compiling()
+        if scores.device.type != "cpu" or scores.shape[-1] < LARGE or (in_graph and not self.nearly):
             plain: Tensor = self.warper(input_ids, scores)
             return plain
+        if in_graph:  # whose shapes depend on no scores
+            last, _ = self._last_kept(scores, MANY)
+            return scores.masked_fill(scores < last, self.warper.filter_value)
         return self._process(input_ids, scores, FEW)
 
     def _process(self, ids: torch.LongTensor, scores: Tensor, count: int) -> Tensor:
