@@ -68,6 +68,16 @@ def test_prompts_are_free_short_said_once_and_not_near_the_benchmark(place, monk
     assert (place / "again.jsonl").read_bytes() == (place / "all.jsonl").read_bytes()
 
 
+def test_prompts_that_are_answered_already_are_left_out(place, monkeypatch):
+    given = ["--corpus", place / "corpus", "--benchmark", place / "benchmark.jsonl"]
+    read = {}
+    for name, part in {"all": (), "first": ("--number", 20), "rest": ("--skip", 20)}.items():
+        script("prompts", *given, "--output", place / f"{name}.jsonl", *map(str, part), monkeypatch=monkeypatch)
+        read[name] = set((place / f"{name}.jsonl").read_text().splitlines())
+    assert (len(read["all"]), len(read["first"]), len(read["rest"])) == (50, 20, 30)
+    assert read["first"] | read["rest"] == read["all"]
+
+
 def test_more_prompts_begin_with_the_same_ones(place, monkeypatch):
     prompts = runpy.run_path(str(FOLDER / "prompts.py"))
     made = []
@@ -77,10 +87,27 @@ def test_more_prompts_begin_with_the_same_ones(place, monkeypatch):
     assert made[0] == made[1][:8]
 
 
-def test_further_training_needs_a_draft_to_go_on_from(place):
-    call = ["bash", FOLDER / "make.sh", place / "nothing", place / "corpus", place / "benchmark.jsonl", "eagle3-more"]
+@pytest.mark.parametrize(
+    "kinds", [["eagle3-more"], ["eagle3-new"], ["eagle3-more", "eagle3"], ["eagle3", "eagle3-new", "eagle3-more"]]
+)
+def test_further_training_needs_a_draft_to_go_on_from(place, kinds):
+    call = ["bash", FOLDER / "make.sh", place / "nothing", place / "corpus", place / "benchmark.jsonl", *kinds]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "eagle3-more goes on from eagle3: name eagle3 before it\n")
+    last, first = ("eagle3-new", "eagle3-more") if "eagle3-new" in kinds else ("eagle3-more", "eagle3")
+    assert (done.returncode, done.stderr) == (1, f"{last} goes on from {first}: name {first} before it\n")
+
+
+@pytest.mark.parametrize("kinds", [["eagle3", "eagle3-more", "eagle3-new"], ["eagle3", "dspark", "eagle3-more"]])
+def test_further_training_may_follow_its_draft(place, kinds):
+    call = ["bash", FOLDER / "make.sh", place / "nothing", place / "corpus", place / "no-benchmark.jsonl", *kinds]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert "goes on from" not in done.stderr and "no-benchmark.jsonl" in done.stderr  # what is missed next
+
+
+def test_recipes_of_further_training():
+    recipe = read_recipe(FOLDER / "eagle3-new.yaml")
+    assert (recipe["draft"], recipe["data"]) == ("eagle3-more", "data-new")
+    assert training_arguments(recipe["trainer"] | {"use_cpu": True}).output_dir == "eagle3-new"
     recipe = read_recipe(FOLDER / "eagle3-more.yaml")
     assert recipe["draft"] == "eagle3"
     assert training_arguments(recipe["trainer"] | {"use_cpu": True}).lr_scheduler_kwargs == {"num_cycles": 2}

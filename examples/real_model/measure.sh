@@ -15,14 +15,12 @@ shift 4 || shift $#
 dtypes=("$@")
 [ ${#dtypes[@]} -gt 0 ] || dtypes=(bfloat16 float32)
 drafts=(ngram memory)
-for kind in eagle3 eagle3-more dspark medusa mtp vanilla; do
+for kind in eagle3 eagle3-more eagle3-new dspark medusa mtp vanilla; do
     [ ! -e "$kind/finished" ] || drafts+=("$kind")
 done
-if [ -e eagle3-more/finished ]; then
-    drafts+=(memory+eagle3-more)
-elif [ -e eagle3/finished ]; then
-    drafts+=(memory+eagle3)
-fi
+for kind in eagle3-new eagle3-more eagle3; do # the latest one there is
+    [ ! -e "$kind/finished" ] || { drafts+=("memory+$kind") && break; }
+done
 mkdir -p rounds
 for dtype in "${dtypes[@]}"; do
     for batch in 1 8; do

@@ -17,12 +17,13 @@ from hf_spec.bench import import_pyplot
 KINDS = {
     "eagle3": "EAGLE-3",
     "eagle3-more": "EAGLE-3, trained further",
+    "eagle3-new": "EAGLE-3, trained on new answers",
     "dspark": "DSpark",
     "medusa": "Medusa",
     "mtp": "MTP",
     "vanilla": "two layers, distilled",
 }
-FURTHER = {"eagle3-more": "eagle3"}  # begins with what that one had learnt
+FURTHER = {"eagle3-more": "eagle3", "eagle3-new": "eagle3-more"}  # begins with what that one had learnt
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 LOGGED = ("step", "max_steps", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
 
