@@ -208,8 +208,9 @@ def test_tokens_that_a_draft_of_a_smaller_vocabulary_does_not_know(shape: str, s
         model.lm_head.weight[:known] *= 0.9  # of many tokens, some that the draft does not know
     given = prompts(3, (9, 6, 7))
     given["input_ids"][:, -3:] = torch.tensor([known + 7, 5, vocabulary - 1])
-    options = {"max_new_tokens": 16, "do_sample": sample, "speculation_config": SHAPES[shape]}
-    out = model.generate(**given, **options, speculator=draft, return_dict_in_generate=True)
+    options = {"max_new_tokens": 16, "do_sample": sample, "num_return_sequences": 8 if sample else 1}
+    options |= {"speculator": draft, "speculation_config": SHAPES[shape], "return_dict_in_generate": True}
+    out = model.generate(**given, **options)
     assert (out.sequences[:, 9:] >= known).any(), "the text has no such token"
     if not sample:
         assert torch.equal(out.sequences, model.generate(**given, max_new_tokens=16, do_sample=False))
