@@ -125,9 +125,9 @@ def headline(report: dict[str, Any]) -> str:
     depths = {one["num_speculative_tokens"] for one in settings["contenders"].values() if one}
     depth = "depth left to the clock" if depths == {"auto"} else "each draft's own depth"
     chats = any(name in CHAT for name in report["figures"])
-    further = any(name in method for method in report["figures"]["overall"] for name in FURTHER)
-    parts = [made["dtype"], how, f"batches of {settings['batch_size']}", depth]
-    return ", ".join(parts + ["other tasks"] * (not chats) + ["with the draft trained further"] * further)
+    drafts = [f"with {KINDS[name]}" for name in FURTHER if any(name in one for one in report["figures"]["overall"])]
+    parts = [made["dtype"].capitalize(), how, f"batches of {settings['batch_size']}", depth]
+    return ", ".join(parts + ["other tasks"] * (not chats) + drafts)
 
 
 def machine(report: dict[str, Any]) -> str:
@@ -165,7 +165,7 @@ cd examples/real_model
 python page.py results ../../docs/benchmarks.md --work ~/smollm2
 ```
 
-Tables of the draft that was trained further, and of other tasks, are runs of `hf-spec bench` of their own; the raw
+Tables of the drafts that were trained further, and of other tasks, are runs of `hf-spec bench` of their own; the raw
 figures hold their settings. Other tasks were measured with that draft as it was halfway.
 
 What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
@@ -181,15 +181,16 @@ def page(results: Path, target: Path) -> str:
         sections.append(
             "## Training\n\nAll drafts read the same rows of 512 tokens; the one that was trained further then "
             "reads rows of more answers, one and a half times, in two rounds of a falling learning rate (linear in "
-            "the first one of this run, a cosine in the recipe). τ is measured while training by `generate`, in "
-            "chains of five, on held-out prompts. A third of those held out from the further training had been read "
-            "in the first one.\n\n"
+            "the first one of this run, a cosine in the recipe). The one trained on new answers goes on from there "
+            "and reads once those to prompts that none has read before. τ is measured while training by `generate`, in "
+            "chains of five, on held-out prompts, which differ from part to part. A third of those held out from the "
+            "further training had been read in the first one.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
     for path, report in reports:
         sections.append(
-            f"## {headline(report).capitalize()}\n\n{machine(report)}. "
+            f"## {headline(report)}\n\n{machine(report)}. "
             f"{report['figures']['overall']['plain']['rows']} answers of up to {report['settings']['max_new_tokens']} "
             f"tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}\n\n"
             f"Speed beside plain, and τ, by category:\n\n{by_category(report)}\n"
