@@ -183,8 +183,8 @@ def page(results: Path, target: Path) -> str:
             "reads rows of more answers, one and a half times, in two rounds of a falling learning rate (linear in "
             "the first one of this run, a cosine in the recipe). The one trained on new answers goes on from there "
             "and reads once those to prompts that none has read before. τ is measured while training by `generate`, "
-            "in chains of five, on held-out prompts, which differ from part to part. A third of those held out from the "
-            "further training had been read in the first one.\n\n"
+            "in chains of five, on held-out prompts, which differ from part to part. A third of those held out from "
+            "the further training had been read in the first one.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
