@@ -15,7 +15,9 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Choose how to guess and how to verify; everything left ``None`` is decided by the draft.
+    """Choose how to guess and how to verify.
+
+    What is left ``None`` comes from the draft, but for the number of guesses, which is measured.
 
     Args:
         num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: whatever emits most tokens a second, by

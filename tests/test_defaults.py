@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import prompts
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -25,7 +26,8 @@ from transformers.utils import logging
 from twins import CHAIN, TREE, draft, noisy, target, tokenizer
 
 import hf_spec
-from hf_spec import SpeculationConfig, demo
+from hf_spec import SpeculationConfig, as_speculator, demo
+from hf_spec.checkpoints import resolve
 
 NEW = {"max_new_tokens": 8, "do_sample": False}
 
@@ -43,7 +45,8 @@ def model() -> Iterator[PreTrainedModel]:
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """List the warnings that are given."""
     found: list[str] = []
-    monkeypatch.setattr(hf_spec.integration.logger, "warning", lambda text, *args: found.append(text))
+    for module in (hf_spec.integration, resolve):
+        monkeypatch.setattr(module.logger, "warning", lambda text, *args: found.append(text))
     return found
 
 
@@ -223,3 +226,29 @@ def test_the_statistics_of_a_pipeline_are_kept() -> None:
     assert 0 < stats.emitted <= 12
     out = model.generate(torch.tensor([[1, 5, 7]]), **options, speculator="ngram", return_dict_in_generate=True)
     assert hf_spec.last_speculation(model) is out.speculation
+
+
+# --- warnings of what is slow ----------------------------------------------------------------------------------------
+
+
+def test_a_draft_that_is_read_by_every_call_is_told_of(warned: list[str]) -> None:
+    logging.warning_once.cache_clear()
+    model, place = AutoModelForCausalLM.from_pretrained(demo.path()), str(demo.path("draft-eagle3"))
+    as_speculator(place, model)
+    assert warned == []
+    for _ in range(2):
+        as_speculator(place, model)
+    assert len(warned) == 1, "more than one warning"
+    assert place in warned[0] and "read it once" in warned[0]
+
+
+@pytest.mark.parametrize(("device", "count"), [("cuda:0", 1), ("cpu", 0), ("meta", 0)])
+def test_a_draft_left_on_the_cpu_is_told_of(
+    device: str, count: int, model: PreTrainedModel, warned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = AutoModel.from_pretrained(demo.path("draft-eagle3"))
+    monkeypatch.setattr(resolve, "input_device", lambda target: torch.device(device))
+    for speculator in (draft, hf_spec.VanillaSpeculator(model), hf_spec.NgramSpeculator()):  # the last one is nowhere
+        as_speculator(speculator, model)
+    assert len(warned) == 2 * count
+    assert all("on the CPU" in warning and f'draft.to("{device}")' in warning for warning in warned)

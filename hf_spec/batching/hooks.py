@@ -27,12 +27,13 @@ DOCUMENTATION = """
         without, whatever the other requests are.
 
         speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
-            What guesses: a draft, `"ngram"`, `"mtp"`, or a directory or Hub id of a draft. `False` turns off what
-            `hf_spec.set_speculator` or a generation config asks for.
+            What guesses: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft. `False` turns off
+            what `hf_spec.set_speculator` or a generation config asks for.
         speculation_config (`hf_spec.SpeculationConfig`, *optional*):
-            How to guess and how to verify; by default as the draft says.
+            How to guess and how to verify; by default as the draft says, and as many tokens as pays.
         num_speculative_tokens (`int` or `"auto"`, *optional*):
-            Length of a chain of guesses.
+            Length of a chain of guesses in every step. Left out, it is chosen from step to step by what pays, and may
+            be 0; when sampling after a seed was set it is the draft's own. `"auto"`: chosen then, too.
 
         Each result is then a `hf_spec.RequestOutput`, which has `speculation`, a `hf_spec.SpeculationStats`.
 """

@@ -33,6 +33,7 @@ def convert(
     ``"speculators"``: what ``save_pretrained`` writes. ``"eagle3"``: the layout of SafeAILab, for llama.cpp and
     TensorRT-LLM. ``"sglang"``: the same with ``eagle_config``, for SGLang and vLLM. ``"native"``: an MTP layer under
     the names of its target, as ``mtp.safetensors`` to be put beside the target's own files and named in their index.
+    ``"dflash"``: z-lab's, for block drafts. ``"deepspec"``: DeepSpec's, for DSpark drafts.
     ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
     the output layer of ``target`` into a draft that borrows them, for readers that borrow nothing. ``kwargs`` are
     those of ``AutoDraftModel.from_pretrained``, ``target`` among them.

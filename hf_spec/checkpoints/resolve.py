@@ -36,6 +36,8 @@ logger = logging.get_logger(__name__)
 
 # What "auto" found, so that it is looked for once and remembers the text of earlier calls.
 _found: WeakKeyDictionary[PreTrainedModel, Speculator] = WeakKeyDictionary()
+# What was read from files by name, to tell who does so in a loop.
+_read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
@@ -52,16 +54,19 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return speculator.with_draft(as_speculator(speculator.draft, target))
     if isinstance(base := base_model(speculator), Speculator):
         warn_of_tokenizers(base, target)
+        _warn_of_device(base, target)
         return base
     if speculator == "ngram":
         return NgramSpeculator()
     if speculator == "mtp":
+        _warn_of_reading("mtp", target)
         return _own_layers(target)
     if speculator == "auto":
         if target not in _found:
             _found[target] = _best_at_hand(target)
         return _found[target]
     if isinstance(speculator, str | os.PathLike):
+        _warn_of_reading(os.fspath(speculator), target)
         return as_speculator(load_draft(speculator, target, **_beside(target)), target)
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return as_speculator(VanillaSpeculator(base), target)
@@ -156,6 +161,27 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
                 "tokenizers differ, so that hardly a guess will be right. The text is the target's all the same. "
                 f"Drafts of other tokenizers are served by transformers' own {OTHER_TOKENIZERS}"
             )
+
+
+def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:
+    """Warn once if the draft was left on the CPU, where it takes longer than the target beside it."""
+    draft, device = getattr(speculator, "model", speculator), input_device(target)
+    if isinstance(draft, PreTrainedModel) and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
+        logger.warning_once(
+            f"the draft {type(draft).__name__} computes on the CPU and the target on {device}: guesses will be slow. "
+            f'Move it, draft.to("{device}"), or load it with device_map={{"": target.device}} and dtype=target.dtype'
+        )
+
+
+def _warn_of_reading(place: str, target: PreTrainedModel) -> None:
+    """Warn once if a draft is read again for the same target, as it is by every call that names it."""
+    read = _read.setdefault(target, set())
+    if place in read:
+        logger.warning_once(
+            f"the draft {place!r} is read from its files again. For many calls read it once: "
+            f"draft = hf_spec.as_speculator({place!r}, target)"
+        )
+    read.add(place)
 
 
 @functools.cache

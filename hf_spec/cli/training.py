@@ -20,7 +20,7 @@ RECIPE_HELP = """\
 RECIPE.yaml says at least
 
   target: ORG/MODEL
-  draft: {kind: eagle3}            # or eagle, medusa, mtp, or the directory or Hub id of a draft to go on with
+  draft: {kind: eagle3}            # or eagle, medusa, mtp, peagle, dflash, dspark, or a draft to go on with
   data: chats.jsonl                # or a dataset of the Hub, or what hf-spec prepare wrote
   trainer: {output_dir: my-draft}  # arguments of transformers' Trainer and of hf_spec.training
 

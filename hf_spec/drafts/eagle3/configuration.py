@@ -10,7 +10,10 @@ __all__ = ["EAGLE3_FLAGS", "Eagle3SpeculatorConfig"]
 
 
 class Eagle3SpeculatorConfig(FusingSpeculatorConfig):
-    """Describe an EAGLE-3 draft (arXiv 2503.01840), which is fed its own output; for its fields see the base class."""
+    """Describe an EAGLE-3 draft (arXiv 2503.01840), which is fed its own output.
+
+    For its fields see ``FusingSpeculatorConfig``.
+    """
 
     method: ClassVar[str] = "EAGLE-3"
     speculators_model_type: str = "eagle3"
