@@ -15,11 +15,11 @@ shift 4 || shift $#
 dtypes=("$@")
 [ ${#dtypes[@]} -gt 0 ] || dtypes=(bfloat16 float32)
 drafts=(ngram memory)
-for kind in eagle3 eagle3-more eagle3-new dspark medusa mtp vanilla; do
-    [ ! -e "$kind/finished" ] || drafts+=("$kind")
-done
 for kind in eagle3-new eagle3-more eagle3; do # the latest one there is
-    [ ! -e "$kind/finished" ] || { drafts+=("memory+$kind") && break; }
+    [ ! -e "$kind/finished" ] || { drafts+=("$kind" "memory+$kind") && break; }
+done
+for kind in dspark medusa mtp vanilla; do
+    [ ! -e "$kind/finished" ] || drafts+=("$kind")
 done
 mkdir -p rounds
 for dtype in "${dtypes[@]}"; do

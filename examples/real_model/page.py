@@ -101,7 +101,7 @@ def overall(report: dict[str, Any]) -> str:
         differ = "" if one["differing_rows"] is None else f"{one['differing_rows']} of {one['rows']}"
         speed = between(one["ratio_to_plain"], one["ratio_to_plain_spread"])
         tau = between(one["mean_accepted_length"], one["mean_accepted_length_spread"])
-        lines.append(f"| {method} | {speed} | {tau} | {shares} | {one['outside_forwards']:.0%} | {differ} |")
+        lines.append(f"| {label(method)} | {speed} | {tau} | {shares} | {one['outside_forwards']:.0%} | {differ} |")
     return "\n".join(lines)
 
 
@@ -115,7 +115,7 @@ def by_category(report: dict[str, Any]) -> str:
             one = report["figures"][category][method]
             tau = one["mean_accepted_length"]
             cells.append(f"{one['ratio_to_plain']:.2f}" + ("" if tau is None else f" / {tau:.2f}"))
-        lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines.append(f"| {label(method)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -125,9 +125,29 @@ def headline(report: dict[str, Any]) -> str:
     depths = {one["num_speculative_tokens"] for one in settings["contenders"].values() if one}
     depth = "depth left to the clock" if depths == {"auto"} else "each draft's own depth"
     chats = any(name in CHAT for name in report["figures"])
-    drafts = [f"with {KINDS[name]}" for name in FURTHER if any(name in one for one in report["figures"]["overall"])]
     parts = [made["dtype"].capitalize(), how, f"batches of {settings['batch_size']}", depth]
-    return ", ".join(parts + ["other tasks"] * (not chats) + drafts)
+    return ", ".join(parts + ["other tasks"] * (not chats))
+
+
+def label(method: str) -> str:
+    """Name a method as people do: chains are what is usual."""
+    name = method.removesuffix(" chain")
+    for kind in reversed(KINDS):  # the longer names first
+        name = name.replace(kind, KINDS[kind].split(",")[0])
+    return name.replace("ngram", "n-grams").replace("+", " and ")
+
+
+def summary(reports: list[dict[str, Any]]) -> str:
+    """Tabulate the speed of every method in every report."""
+    methods = list(dict.fromkeys(method for report in reports for method in report["figures"]["overall"]))
+    methods.remove("plain")
+    lines = [f"| x plain | {' | '.join(label(method) for method in methods)} |", f"|{'---|' * (1 + len(methods))}"]
+    for report in reports:
+        found = report["figures"]["overall"]
+        speeds = {method: one["ratio_to_plain"] for method, one in found.items() if method != "plain"}
+        cells = [f"{speeds[method]:.2f}" if method in speeds else "-" for method in methods]
+        lines.append(f"| {headline(report)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def machine(report: dict[str, Any]) -> str:
@@ -139,17 +159,19 @@ def machine(report: dict[str, Any]) -> str:
 
 
 def conversations(report: dict[str, Any]) -> str:
-    """Return each method's τ over the categories of MT-bench, weighed by rows."""
+    """Return each method's τ over the categories of MT-bench, weighed by rows, where there are others beside them."""
     there = [name for name in CHAT if name in report["figures"]]
-    found = []
+    found: list[str] = []
+    if len(there) == len(report["figures"]) - 1:
+        return ""
     for method, one in report["figures"]["overall"].items():
         if one["mean_accepted_length"] is None or not there:
             continue
         parts = [report["figures"][name][method] for name in there]
         # A row's tokens over its steps: steps = tokens / τ.
         steps = sum(part["tokens"] / part["mean_accepted_length"] for part in parts)
-        found.append(f"{method} {sum(part['tokens'] for part in parts) / steps:.2f}")
-    return f"τ over the conversation categories alone: {', '.join(found)}." if found else ""
+        found.append(f"{label(method)} {sum(part['tokens'] for part in parts) / steps:.2f}")
+    return f"τ over the conversation categories alone: {', '.join(found)}.\n\n" if found else ""
 
 
 PAGE = """# Benchmarks of a real model
@@ -165,12 +187,10 @@ cd examples/real_model
 python page.py results ../../docs/benchmarks.md --work ~/smollm2
 ```
 
-Tables of the drafts that were trained further, and of other tasks, are runs of `hf-spec bench` of their own; the raw
-figures hold their settings. Other tasks were measured with that draft as it was halfway.
-
 What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
-ten figures lie if as many prompts are drawn anew. Every table is one run, in which each prompt goes through all
-methods before the next one comes.
+ten figures lie if as many prompts are drawn anew. *Accepted by position* is how often guess k and all before it were
+What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
+next one comes. *Assisted* and *prompt lookup* are those of transformers.
 """
 
 
@@ -179,20 +199,23 @@ def page(results: Path, target: Path) -> str:
     picture = target.with_name("benchmarks-curves.png")
     if table := curves(results, picture):
         sections.append(
-            "## Training\n\nAll drafts read the same rows of 512 tokens; the one that was trained further then "
-            "reads rows of more answers, one and a half times, in two rounds of a falling learning rate (linear in "
-            "the first one of this run, a cosine in the recipe). The one trained on new answers goes on from there "
-            "and reads once those to prompts that none has read before. τ is measured while training by `generate`, "
-            "in chains of five, on held-out prompts, which differ from part to part. A third of those held out from "
-            "the further training had been read in the first one.\n\n"
+            "## Training\n\nAll drafts begin with the same rows of 512 tokens. *Trained further* goes on from that EAGLE-3 "
+            "draft over more answers, one and a half times; the learning rate falls twice (linearly in the first "
+            "round of this run, a cosine in the recipe). *Trained on new answers* goes on from there, and reads once "
+            "the answers to prompts that no draft has read; the tables below measure this one. τ is measured by "
+            "`generate` in chains of five. The held-out prompts differ between the three parts: compare τ within a "
+            "part only. A third of those of the second part had been read in the first one. *Guess k* is how often "
+            "guess k was right where all before it were.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
     reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
+    if reports:
+        sections.append(f"## All tables in one\n\n{summary([report for _, report in reports])}\n")
     for path, report in reports:
         sections.append(
             f"## {headline(report)}\n\n{machine(report)}. "
             f"{report['figures']['overall']['plain']['rows']} answers of up to {report['settings']['max_new_tokens']} "
-            f"tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}\n\n"
+            f"tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}"
             f"Speed beside plain, and τ, by category:\n\n{by_category(report)}\n"
         )
     if not reports:
