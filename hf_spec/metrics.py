@@ -347,7 +347,8 @@ class SpeculationStats:
         shares = self.counts.acceptance_by_position
         accepted.bar(range(1, len(shares) + 1), shares)
         accepted.set(xlabel="guess", ylabel="share of steps that accept it", ylim=(0, 1))
-        lengths = [length for row in self.per_row for length in _step_lengths(row)]
+        first = 0 if self.first_tokens_in_steps else 1  # the token of the prefill belongs to no step
+        lengths = [length for row in self.per_row for length in _step_lengths(row.guessed[first:])]
         most = max(lengths, default=1)
         emitted.hist(lengths, bins=[length - 0.5 for length in range(1, most + 2)], rwidth=0.8)
         emitted.axvline(self.mean_accepted_length, color="grey", linewidth=0.8)
@@ -375,14 +376,16 @@ class SpeculationStats:
         return time.perf_counter()
 
 
-def _step_lengths(row: RowStats) -> Iterator[int]:
-    """Count the tokens of each step: accepted guesses up to the target's own token, which ends it."""
+def _step_lengths(guessed: Sequence[bool]) -> Iterator[int]:
+    """Count the tokens of each step: accepted guesses up to the target's own token, or to one that ends the text."""
     length = 0
-    for guessed in row.guessed:
+    for is_guess in guessed:
         length += 1
-        if not guessed:
+        if not is_guess:
             yield length
             length = 0
+    if length:
+        yield length
 
 
 def _ratio(part: float, whole: float) -> float:

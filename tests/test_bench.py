@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
@@ -25,6 +26,7 @@ from hf_spec.bench import (
     run_bench,
 )
 from hf_spec.bench.runner import ForwardClock, _methods
+from hf_spec.cli.bench import contender, numbered
 
 STORY, CAT = Prompt(("Once upon a time",), chat=False), Prompt(("Tell me about a cat, a cat, a cat",), "chat")
 CHAIN = SpeculationConfig(num_speculative_tokens=3)
@@ -375,6 +377,29 @@ def test_rounds_of_something_else_are_refused(target, tokenizer, tmp_path):
     file.write_text("[]\n")
     with pytest.raises(ValueError, match="its first line"):
         run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2), rounds_file=file)
+
+
+def test_rounds_of_other_weights_are_refused(target, twin, tokenizer, tmp_path):
+    file, settings = tmp_path / "rounds.jsonl", BenchSettings(max_new_tokens=2, baselines=False)
+    run_bench(target, tokenizer, [STORY], [Contender("draft", twin, CHAIN)], settings, rounds_file=file)
+    other = copy.deepcopy(twin)
+    with torch.no_grad():
+        next(other.parameters()).mul_(2)
+    with pytest.raises(ValueError, match=r"measured otherwise \(weights\)"):
+        run_bench(target, tokenizer, [STORY], [Contender("draft", other, CHAIN)], settings, rounds_file=file)
+
+
+def test_no_category_stands_for_all(target, tokenizer):
+    with pytest.raises(ValueError, match="a category is called 'overall'"):
+        bench(target, tokenizer, [], [STORY, Prompt(("one",), "overall")])
+
+
+def test_trees_of_one_draft_are_numbered():
+    ngram = hf_spec.NgramSpeculator()
+    trees = [[(0,), (1,)], None, [(0,), (0, 0)]]
+    found = [contender("ngram", ngram, hf_spec.SpeculationConfig(tree=tree)) for tree in trees]
+    names = ["ngram static tree 1", "ngram chain", "ngram static tree 2"]
+    assert [one.name for one in numbered(found)] == names
 
 
 def test_a_figure_lies_within_its_spread(target, twin, tokenizer):

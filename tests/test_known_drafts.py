@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hf_spec import demo
 from hf_spec.checkpoints import known
 from hf_spec.checkpoints.kinds import KINDS
 from hf_spec.checkpoints.known import known_drafts
+from hf_spec.checkpoints.resolve import load_draft
 
 ROOT = Path(__file__).parents[1]
 KIND_NAMES = {model.config_class.speculators_model_type for model in KINDS} | {"vanilla"}
@@ -25,6 +27,13 @@ def test_every_entry_names_a_draft_of_a_kind_that_is_read() -> None:
     for one in everything:
         assert one.target.count("/") == one.draft.count("/") == 1 and one.target != one.draft
         assert one.kind in KIND_NAMES and one.layout and one.licence != ""
+
+
+def test_options_of_the_hub_say_where_the_format_is_looked_up(tmp_path: Path) -> None:
+    shutil.copytree(demo.path("draft-medusa"), tmp_path / "all" / "medusa")
+    target = AutoModelForCausalLM.from_pretrained(demo.path())
+    draft = load_draft(tmp_path / "all", target, subfolder="medusa")
+    assert draft.config.speculators_model_type == "medusa"
 
 
 @pytest.mark.parametrize(

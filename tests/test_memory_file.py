@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -51,6 +52,19 @@ def test_answers_of_a_file_of_prompts_are_remembered(tmp_path: Path) -> None:
     call = ["generate", TARGET, "--speculator", "memory", "--prompts", str(prompts), "--memory-file", str(file)]
     assert main([*call, "--out", str(tmp_path / "out.jsonl"), *OPTIONS]) == 0
     assert len(texts(file)) == 2
+
+
+def test_a_larger_memory_loses_nothing(tmp_path: Path) -> None:
+    file, larger = tmp_path / "memory.safetensors", NgramSpeculator(remember=150_000)
+    generator = random.Random(0)
+    larger.learn([[generator.randrange(1, 2000) for _ in range(1000)] for _ in range(120)])
+    larger.save(file, TOKENIZER)
+    before = read_remembered(file, TOKENIZER)
+    assert len(before.tokens) > 100_000  # what the command would remember by itself
+    call = ["generate", TARGET, "--speculator", "memory", "--prompt", PROMPT, "--memory-file", str(file)]
+    assert main([*call, *OPTIONS]) == 0
+    after = read_remembered(file, TOKENIZER)
+    assert after.size == 150_000 and after.tokens[: len(before.tokens)] == before.tokens
 
 
 def test_a_chat_is_remembered_that_ends_in_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,18 @@ def test_tokens_are_split_into_guesses_and_own() -> None:
     assert second.guessed == [False, True, False, False]
 
 
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_the_token_of_the_prefill_is_a_step_only_where_it_was_one(
+    in_steps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    stats, drawn = example(), []
+    stats.first_tokens_in_steps = 2 * in_steps
+    monkeypatch.setattr(pyplot.Axes, "hist", lambda self, lengths, **options: drawn.extend(lengths))
+    stats.plot()
+    assert drawn == [1, 4, 2, 2, 1, 2, 1] if in_steps else [4, 2, 2, 2, 1]
+
+
 def test_nothing_to_divide_by_is_zero() -> None:
     for stats in (SpeculationStats(2), SpeculationStats.merge([])):
         figures = stats.to_dict()

@@ -84,6 +84,19 @@ def test_training_that_was_interrupted_ends_in_the_same_weights(tmp_path: Path) 
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("layers", ["all-linear", ["embed_tokens"]])
+def test_one_of_the_two_may_have_nothing_to_do(layers: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    target = build("llama")
+    adapter = peft.LoraConfig(r=2, target_modules=layers)
+    args = arguments(tmp_path, max_steps=2, **RATES)
+    whole = DraftTrainer(build("llama", seed=1), target, args, train_dataset=text(), peft_config=adapter)
+    before = {name: weight.detach().clone() for name, weight in whole.model.named_parameters()}
+    whole.train()
+    changed = {name for name, weight in whole.model.named_parameters() if not torch.equal(weight.cpu(), before[name])}
+    assert changed and all("lora" in name for name in changed)
+
+
 def test_a_recipe_may_name_it(stories: Path, tmp_path: Path) -> None:
     kept = {"max_steps": 1, "eval_prompts": 0, "save_strategy": "no", "muon_learning_rate": 0.01}
     assert main(["train", recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 1}, trainer=kept)]) == 0

@@ -107,6 +107,29 @@ def test_a_card_says_how_to_use_the_draft(make: Any, tmp_path: Path) -> None:
     assert 'target = AutoModelForCausalLM.from_pretrained("org/target")' in card.text
 
 
+@pytest.mark.parametrize(
+    ("name", "datasets"),
+    [
+        ("org/chats, dolly", ["org/chats", "dolly"]),
+        ("answers of the target to prompts of Dolly, GSM8K", None),  # which the Hub would refuse
+        ("./chats.jsonl", None),
+    ],
+)
+def test_a_card_names_only_what_may_be_a_dataset(name: str, datasets: Any, tmp_path: Path) -> None:
+    target = sharp_target()
+    trained(medusa(target), target, tmp_path, data_name=name)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.datasets == datasets
+    assert (name in card.text) == (name[0] != ".")
+
+
+def test_a_card_tells_what_muon_did(tmp_path: Path) -> None:
+    target = sharp_target()
+    trained(medusa(target), target, tmp_path, muon_learning_rate=0.014, weight_decay=0.1)
+    card = ModelCard.load(tmp_path / "README.md").text
+    assert "| of matrices, by Muon | 0.014 |" in card and "| weight decay | 0.1 |" in card
+
+
 def test_a_card_tells_the_figures_of_the_weights_beside_it(tmp_path: Path) -> None:
     target = sharp_target()
     steps = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "eval_strategy": "steps", "save_strategy": "steps"}

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from hf_spec import Drafter, NgramSpeculator, Request, SpeculationConfig, demo, get_speculator, set_speculator
-from hf_spec.training import DraftTrainer, DraftTrainingArguments, RolloutCallback
+from hf_spec.training import DraftTrainer, DraftTrainingArguments, RolloutCallback, train_on
 
 PROMPTS = ["Once upon a time", "Tom and Lily", "The sun was", "One day, a cat"]
 
@@ -196,6 +196,27 @@ def test_refreshing_teaches_the_draft_what_was_written(tmp_path: Path) -> None:
     assert lengths[0] == lengths[1] < lengths[2] == lengths[3] < lengths[4]
     callback.on_train_end(None, None, None, model=model)
     assert get_speculator(model) is default
+
+
+def test_a_policy_is_read_as_it_generates(tmp_path: Path) -> None:
+    """Refreshing comes in the middle of the policy's own training, in which it drops units."""
+    model, speculator = policy(), draft("eagle3")
+    trainer = draft_trainer(tmp_path, model, speculator)
+    trainer_of = type(trainer)
+    modes: list[bool] = []
+    states = trainer_of._states
+
+    def noting(self: DraftTrainer, inputs: Any) -> Any:
+        modes.append(model.training)
+        return states(self, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_of, "_states", noting)
+        for training in (True, False):
+            model.train(training)
+            train_on(trainer, [list(range(1, 20))] * 4)
+            assert model.training == training
+    assert len(modes) == 2 and not any(modes)
 
 
 def test_a_memory_serves_rollouts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -362,15 +363,25 @@ def test_an_adapter_is_trained_saved_and_drafts(tmp_path: Path) -> None:
     assert target.generate(ids, speculator=merged, max_new_tokens=10, do_sample=False).equal(expected)
 
 
+def test_short_texts_make_no_guess_worse(tmp_path: Path) -> None:
+    """The last steps of a text guess less deep, which is no refusal."""
+    target = sharp_target()
+    args = arguments(tmp_path, eval_max_new_tokens=10, eval_speculative_tokens=5)
+    figures = DraftTrainer(copy.deepcopy(target), target, args, train_dataset=text(), eval_dataset=text()).evaluate()
+    assert [figures[f"eval_conditional_acceptance_{k}"] for k in range(1, 6)] == [1.0] * 5
+
+
 def test_the_feature_loss_of_eagle_1(tmp_path: Path) -> None:
     target = sharp_target()
     found = {}
     for weight in (0.0, 1.0):
-        args = arguments(tmp_path, feature_loss_weight=weight, max_steps=1)
-        trainer = DraftTrainer(eagle1(target), target, args, train_dataset=text())
+        args = arguments(tmp_path, feature_loss_weight=weight, max_steps=1, per_device_train_batch_size=4)
+        trainer = DraftTrainer(eagle1(target), target, args, train_dataset=text(), eval_dataset=text())
+        before = trainer.evaluate()["eval_loss"]
         trainer.train()
         found[weight] = losses(trainer)[0]
-    assert found[1.0] > found[0.0]
+        assert found[weight] == pytest.approx(before, rel=1e-3)  # what is evaluated is what is trained
+    assert found[1.0] > 1.01 * found[0.0]
 
 
 def test_the_drafts_state_of_its_own_is_left_alone(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ def test_without_a_template_an_answer_follows_its_question() -> None:
     assert (text(row), answers(row)) == ("one two three four five", "three four five")
     with pytest.raises(ValueError, match="no chat template"):
         prepared({"messages": [CHAT]}, None)
+    with pytest.raises(ValueError, match="prompt and completion hold messages"):
+        prepared({"prompt": [QUESTION], "completion": [ANSWER]}, None)
 
 
 def test_pairs_that_are_none_are_left_out_and_text_goes_first(caplog: pytest.LogCaptureFixture) -> None:

@@ -129,6 +129,8 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     assert bool(given.get("peft")) == bool(given.get("features")) == optional
     given |= {"target": TARGET, "data": str(stories)}
     given["draft"]["draft_vocab_size"] = 512
+    if optional:  # an adapter on a draft that exists
+        given["draft"] = str(demo.path("draft-eagle3"))
     given["prepare"] |= {"max_length": 64, "num_proc": None, "held_out": 4, "streaming": False}
     given["trainer"] |= TRAINER | {"output_dir": str(tmp_path / "draft"), "save_strategy": "steps"}
     given["trainer"] |= {"bf16": False, "push_to_hub": False, "resume_from_checkpoint": None}
@@ -260,6 +262,7 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
             {"prepare": {"streaming": True}, "features": {"directory": "f"}},
             "a stream has none: leave out one of the two",
         ),
+        ({"peft": {"r": 4}}, "let draft be its directory or Hub id, or leave out peft"),
         ({"trainer": {"learning_rat": 1}}, "trainer has no 'learning_rat'; did you mean 'learning_rate'?"),
     ],
 )
@@ -273,7 +276,7 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
 @pytest.mark.parametrize(
     ("section", "changes", "problem"),
     [
-        ({"peft": {"rank": 8}}, [], "peft has no 'rank'"),
+        ({"draft": str(demo.path("draft-eagle3")), "peft": {"rank": 8}}, [], "peft has no 'rank'"),
         ({"trainer": {"learning_rate": "fast"}}, [], "invalid float value: 'fast'"),
         ({"trainer": {"objective": "mse"}}, [], "objective is 'mse'"),
         ({"trainer": {"unroll_steps": 2.5}}, [], "invalid int value: '2.5'"),

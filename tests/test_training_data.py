@@ -452,6 +452,23 @@ def test_an_answer_that_was_cut_off_is_marked(tmp_path: Path, caplog: pytest.Log
     caplog.clear()
     ended = regenerate([CHAT[:2]], target, words, tmp_path / "ended.jsonl", max_new_tokens=6, **options)
     assert "cut" not in json.loads(ended.read_text())["messages"][1] and "cut off" not in caplog.text
+    with torch.no_grad():  # the end may be token 0
+        for weight in target.parameters():
+            weight.zero_()
+    target.generation_config.eos_token_id = 0
+    ended = regenerate([CHAT[:2]], target, words, tmp_path / "zero.jsonl", max_new_tokens=6, **options)
+    assert "cut" not in json.loads(ended.read_text())["messages"][1]
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\x85", "\x0c", "\r\n"])
+def test_a_line_of_the_file_is_not_a_line_of_the_text(end: str, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": f"one{end}two"}, CHAT[1]]
+    options: dict[str, Any] = {"do_sample": False, "progress": False, "max_new_tokens": 2}
+    target, words = tiny_target(vocab_size=len(tokenizer())), tokenizer()
+    for count in (1, 2):  # the second time it goes on
+        path = regenerate([said] * count, target, words, tmp_path / "answers.jsonl", batch_size=1, **options)
+        found = [json.loads(line)["messages"] for line in path.read_bytes().split(b"\n") if line]
+        assert [messages[0]["content"] for messages in found] == [f"one{end}two"] * count
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])

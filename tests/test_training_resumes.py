@@ -86,6 +86,8 @@ def test_the_command_line_resumes_and_keeps_runs_apart(stories: Path, tmp_path: 
     capsys.readouterr()
     assert main(["train", path]) == 1
     assert "of another run: name another output_dir" in capsys.readouterr().err
+    assert main(["train", path, "--resume_from_checkpoint", "false"]) == 1
+    assert "of another run: name another output_dir" in capsys.readouterr().err
     cut_off(tmp_path / "draft" / "checkpoint-2" / "optimizer.pt")
     assert main(["train", path, "--resume_from_checkpoint", "true", "--max_steps", "3"]) == 0
     assert (tmp_path / "draft" / "checkpoint-3").exists()

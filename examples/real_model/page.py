@@ -7,6 +7,7 @@ cards. Everything in the page comes from RESULTS, so that it can be written agai
 """
 
 import argparse
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -69,8 +70,8 @@ def curves(results: Path, picture: Path) -> str:
         ends[kind] = seen[-1]
         axes.plot(seen, [line["eval_acceptance_length"] for line in measured], marker="o", label=name)
         last = measured[-1]
-        shares = [last.get(f"eval_conditional_acceptance_{k}") for k in range(1, 6)]
-        cells = " | ".join("-" if share is None else f"{share:.2f}" for share in shares)
+        shares = [1.0, *(last.get(f"eval_acceptance_{k}") for k in range(1, 6))]  # of guesses 1 to k
+        cells = " | ".join(f"{share / before:.2f}" if share else "-" for before, share in itertools.pairwise(shares))
         whole = next((line["max_steps"] for line in history if "max_steps" in line), last["step"])
         done = f"{last['step'] / whole:.0%}"
         lines.append(f"| {name} | {seen[-1]:,} | {done} | {last['eval_acceptance_length']:.2f} | {cells} |")
@@ -189,8 +190,8 @@ python page.py results ../../docs/benchmarks.md --work ~/smollm2
 
 What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
 ten figures lie if as many prompts are drawn anew. *Accepted by position* is how often guess k and all before it were
-What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
-next one comes. *Assisted* and *prompt lookup* are those of transformers.
+right, in the steps that guessed so deep. Every table is one run, in which each prompt goes through all methods before
+the next one comes. *Assisted* and *prompt lookup* are those of transformers.
 """
 
 
@@ -199,9 +200,10 @@ def page(results: Path, target: Path) -> str:
     picture = target.with_name("benchmarks-curves.png")
     if table := curves(results, picture):
         sections.append(
-            "## Training\n\nAll drafts begin with the same rows of 512 tokens. *Trained further* goes on from that EAGLE-3 "
-            "draft over more answers, one and a half times; the learning rate falls twice (linearly in the first "
-            "round of this run, a cosine in the recipe). *Trained on new answers* goes on from there, and reads once "
+            "## Training\n\n"
+            "All drafts begin with the same rows of 512 tokens. *Trained further* goes on from that EAGLE-3 draft "
+            "over more answers, one and a half times; the learning rate falls twice (linearly in the first round "
+            "of this run, a cosine in the recipe). *Trained on new answers* goes on from there, and reads once "
             "the answers to prompts that no draft has read; the tables below measure this one. τ is measured by "
             "`generate` in chains of five. The held-out prompts differ between the three parts: compare τ within a "
             "part only. A third of those of the second part had been read in the first one. *Guess k* is how often "

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
+from ..checkpoints.fingerprint import digest_of
 from ..checkpoints.resolve import as_speculator
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
@@ -99,14 +100,18 @@ def run_bench(
     The answers to earlier turns of a conversation are those of plain ``generate``, for all methods.
     Every batch of prompts is kept in ``rounds_file``, and a call that was stopped goes on behind the last one in it.
 
-    Errors: ValueError for two contenders of one name or a ``rounds_file`` that was measured otherwise, and whatever
-    ``generate`` raises for an unfit speculator.
+    Errors: ValueError for two contenders of one name, a category called "overall" or a ``rounds_file`` that was
+    measured otherwise, with other weights among that, and whatever ``generate`` raises for an unfit speculator.
     """
     settings = settings or BenchSettings()
+    if any(prompt.category == OVERALL for prompt in prompts):
+        raise ValueError(f"a category is called {OVERALL!r}, as the figures over all of them are: name it otherwise")
     methods = _methods(target, contenders, settings)
     said = asdict(settings) | {"contenders": {one.name: one.config and asdict(one.config) for one in contenders}}
     environment = _environment(target)
-    log = RoundLog(rounds_file, {"settings": said, "environment": environment, "prompts": _digest(prompts)})
+    weights = {"target": digest_of(target)} | {one.name: digest_of(one.speculator) for one in contenders}
+    made_from = {"settings": said, "environment": environment, "prompts": _digest(prompts), "weights": weights}
+    log = RoundLog(rounds_file, made_from)
     by_category: dict[str, list[Round]] = {}
     batches = _batches(prompts, settings.batch_size)
     total = sum(max(len(prompt.turns) for prompt in batch) for batch in batches) * len(methods) * settings.repeats

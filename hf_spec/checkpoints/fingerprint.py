@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..scoring.features import decoder_of
@@ -35,6 +35,14 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
         body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in outside}
         found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
     return found
+
+
+def digest_of(model: Any) -> str | None:
+    """Digest some values of each weight of ``model``, or of that inside a speculator; ``None`` without weights."""
+    if isinstance(model, nn.Module):
+        return _digest(dict(model.named_parameters()))
+    inside = getattr(model, "model", getattr(model, "draft", None))
+    return None if inside is None else digest_of(inside)
 
 
 def has_body(model: Any) -> bool:

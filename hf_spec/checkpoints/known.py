@@ -67,6 +67,12 @@ def _name(path: str) -> str:
     return "/".join(places) if is_id else places[-1] if places else ""
 
 
+def share_a_name(path: str, target: str) -> bool:
+    """Tell whether the model at ``path``, perhaps in the Hub's cache, is called as ``target`` is, whoever's it is."""
+    one, other = (_name(name).rpartition("/")[2].lower() for name in (path, target))
+    return one == other
+
+
 def _same(name: str, target: str) -> bool:
     whole, wanted = target.lower(), name.lower()
     return wanted == whole or ("/" not in wanted and wanted == whole.split("/")[1])

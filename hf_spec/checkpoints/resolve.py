@@ -24,7 +24,7 @@ from ..drafts.ngram.speculator import NgramSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.plain import input_device
 from .auto import AutoDraftModel, load
-from .files import read_checkpoint
+from .files import HUB_OPTIONS, read_checkpoint
 from .kinds import config_classes, find_format
 from .known import cached, known_drafts
 
@@ -88,7 +88,8 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
     ``kwargs`` are those of ``from_pretrained``. Errors: a ValueError if there is neither at ``path``.
     """
     try:
-        checkpoint = read_checkpoint(path, only_names=True)
+        hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        checkpoint = read_checkpoint(path, only_names=True, **hub)
     except (OSError, ValueError) as error:
         raise ValueError(f"no draft can be read at {os.fspath(path)!r}{_meant(os.fspath(path))}: {error}") from error
     if _is_draft(checkpoint, target):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +112,7 @@ def _bench(args: argparse.Namespace) -> None:
             for name, draft in speculators.items()
             for tree in args.tree
         ]
+        contenders = numbered(contenders)
     options = {"progress": sys.stderr.isatty(), "rounds_file": args.rounds}
     report = run_bench(target, tokenizer, prompts, contenders, _settings(args), **options)
     _tell(report, args)
@@ -138,6 +141,17 @@ def contender(name: str, speculator: Speculator, config: SpeculationConfig) -> C
 
     shape = "chain" if config.tree is None else f"{config.tree if isinstance(config.tree, str) else 'static'} tree"
     return Contender(f"{name} {shape}", speculator, config)
+
+
+def numbered(contenders: Sequence[Contender]) -> list[Contender]:
+    """Number those that have one name, such as two static trees of one draft."""
+    names = [one.name for one in contenders]
+    seen: Counter[str] = Counter()
+    found = []
+    for one in contenders:
+        seen[one.name] += 1
+        found.append(replace(one, name=f"{one.name} {seen[one.name]}") if names.count(one.name) > 1 else one)
+    return found
 
 
 def _tell(report: BenchReport, args: argparse.Namespace) -> None:

@@ -42,11 +42,15 @@ def remembering(
         yield
         return
     from ..drafts.ngram.hybrid import HybridSpeculator
+    from ..drafts.ngram.memory import Memory
     from ..drafts.ngram.remembered import read_remembered
 
     memory: Any = speculator.memory if isinstance(speculator, HybridSpeculator) else speculator
     if args.memory_file.exists():
-        memory.learn([*read_remembered(args.memory_file, tokenizer).texts()])
+        found = read_remembered(args.memory_file, tokenizer)
+        if found.size > memory.memory.size:  # nothing is lost
+            memory.memory = Memory(found.size)
+        memory.learn([*found.texts()])
     try:
         with _ending_as_from_within():
             yield

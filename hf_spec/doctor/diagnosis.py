@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.prompts import Prompt
+from ..checkpoints.known import share_a_name
 from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, common_tokens
 from ..drafts.modeling import DraftModel
 from ..drafts.vanilla.speculator import VanillaSpeculator
@@ -24,6 +24,7 @@ WORTH = 0.05  # tokens per step that a change must gain to be named, and
 SURE = 3.0  # standard errors of that gain over the tokens of the answers
 COVERED = 0.9  # of the answers' tokens must be among those that the draft can guess
 FEW = 8  # prompts that say little
+ANOTHER = "another target"
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,15 @@ def diagnose(
     findings = [finding for _, _, finding in tried if finding]
     findings = [*sorted(findings, key=lambda one: -one.gain)[:1], *case.hints()]
     measured, expected = case.measured(), case.expected()
-    if not findings:
-        findings = [case.nothing_else()]
+    findings.sort(key=lambda one: -one.gain)
+    if all(finding.cause == ANOTHER for finding in findings):  # a name says little
+        findings.append(case.nothing_else())
     return Diagnosis(
         len(answers),
         sum(len(answer.row.tokens) for answer in answers),
         measured,
         expected,
-        sorted(findings, key=lambda one: -one.gain),
+        findings,
         1 + case.mean(survived),
         {f"{change.name}: {change.now}": 1 + accepted for change, accepted, _ in tried},
     )
@@ -141,7 +143,7 @@ class _Case:
         right, offered = torch.zeros(self.depth), torch.zeros(self.depth)
         for answer, survived in zip(self.answers, self.survived, strict=True):
             for root in answer.roots:
-                room = min(self.depth, answer.ids.shape[1] - 1 - root)
+                room = min(self.depth, answer.room(root))
                 offered[:room] += 1
                 right[:room] += survived[root - answer.start + 1, :room]
         return [float(share) for share in right / offered.clamp(min=1)]
@@ -215,9 +217,9 @@ class _Case:
             return
         made_for = ((self.draft.config.speculators_config or {}).get("verifier") or {}).get("name_or_path")
         name = self.target.config.name_or_path
-        if made_for and name and Path(made_for).name.lower() != Path(name).name.lower():
+        if made_for and name and not share_a_name(name, made_for):
             yield Finding(
-                "another target",
+                ANOTHER,
                 f"the draft says that it was made for {made_for}, and this is {name}",
                 "take a draft for this target (hf_spec.known_drafts), or train this one on: hf-spec train with "
                 "'draft: DIRECTORY' on the target's own answers",

@@ -23,18 +23,25 @@ from ..settings import SpeculationConfig
 class Answer:
     """Hold a prompt and what the target made of it, greedily, with guesses: token ids (1, length), ``row`` its counts.
 
-    ``start`` is the length of the prompt.
+    ``start`` is the length of the prompt, ``most`` that at which the answer is cut off. ``reads_prompt``: the first
+    step guessed behind the prompt's last token.
     """
 
     ids: Tensor
     start: int
     row: RowStats
+    most: int
+    reads_prompt: bool
 
     @property
     def roots(self) -> list[int]:
         """Return the places of the tokens behind which a step guessed: those that no draft had guessed."""
-        own = [i for i, guessed in enumerate(self.row.guessed) if not guessed]
-        return [self.start + i for i in own[:-1]]
+        own = [self.start + i for i, guessed in enumerate(self.row.guessed[:-1]) if not guessed]
+        return [self.start - 1] * self.reads_prompt + own
+
+    def room(self, root: int) -> int:
+        """Return how many guesses fit between the token at ``root`` and the last one there may be."""
+        return self.most - 2 - root
 
 
 @torch.no_grad()
@@ -51,7 +58,8 @@ def answered(
         mask = torch.ones_like(ids)
         out = generate(ids, attention_mask=mask, speculator=speculator, speculation_config=config, **options)
         stats: SpeculationStats = out.speculation
-        found.append(Answer(out.sequences, len(prompt), stats.per_row[0]))
+        start, reads_prompt = len(prompt), stats.first_tokens_in_steps > 0
+        found.append(Answer(out.sequences, start, stats.per_row[0], start + max_new_tokens, reads_prompt))
     return found
 
 

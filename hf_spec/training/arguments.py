@@ -45,8 +45,8 @@ class DraftTrainingArguments(TrainingArguments):
         feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
             (EAGLE-1: 1.0, beside 0.1 cross-entropy).
         muon_learning_rate: train the matrices inside the draft with Muon at this rate (0.01, say), which needs fewer
-            steps than AdamW, and the rest with AdamW at ``learning_rate``; both follow one schedule. ``None``: what
-            ``optim`` names.
+            steps than AdamW, and the rest with AdamW at ``learning_rate`` and without weight decay; both follow one
+            schedule. ``None``: what ``optim`` names.
         freeze_lm_head: do not train the draft's own output layer, as the speculators library does.
         logit_rows: positions of the text whose logits exist at once. Fewer need less memory, more are faster.
         eval_prompts: held-out prompts that ``evaluate()`` generates from; 0 for none.

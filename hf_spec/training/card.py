@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its list of names lacks
 from transformers import PreTrainedModel
 
 from ..configuration import hub_name, is_local
@@ -69,15 +71,25 @@ def _licence(name: str | None) -> str:
 
 
 def _front_matter(target: str | None, kind: str, args: DraftTrainingArguments, base: str | None) -> str:
-    data = hub_name(args.data_name)
     card = ModelCardData(
         license=args.license,
         library_name="transformers" if base is None else "peft",
         tags=["speculative-decoding", "hf_spec", kind],
         base_model=target if base is None else hub_name(base),
-        datasets=[data] if data else None,
+        datasets=_datasets(args.data_name or ""),
     )
     return f"---\n{card.to_yaml()}\n---"
+
+
+def _datasets(names: str) -> list[str] | None:
+    """Return what the Hub may take for names of datasets; it refuses a card that names others."""
+    found = [hub_name(name.strip()) for name in names.split(",")]
+    try:
+        for name in found:
+            validate_repo_id(name or "")
+    except HFValidationError:  # it is described in words
+        return None
+    return [name for name in found if name]
 
 
 def _millions(draft: Any) -> str:
@@ -158,6 +170,8 @@ def _recipe(args: DraftTrainingArguments, steps: int, history: list[dict[str, fl
                 f"{args.per_device_train_batch_size} × {args.gradient_accumulation_steps} × {args.world_size}",
             ),
             ("learning rate, schedule", f"{args.learning_rate:g}, {schedule}"),
+            *([("of matrices, by Muon", f"{args.muon_learning_rate:g}")] if args.muon_learning_rate else ()),
+            *([("weight decay", f"{args.weight_decay:g}")] if args.weight_decay else ()),
             ("unrolled steps, decay", f"{steps}, {args.step_decay:g}"),
             ("objective, normalizer", f"{args.objective}, {args.normalizer}"),
             ("outside the draft vocabulary", args.outside_vocabulary),

@@ -249,6 +249,11 @@ class _Tokenize:
             return tokenize_chat(self.tokenizer, messages, self.last_turn_only, arguments)
         asked, said = [], self._plain(example[self.text_column]) if not self.chat else []
         if self.chat:
+            if any(isinstance(example[name], list) for name in self.chat):
+                raise ValueError(
+                    f"{' and '.join(self.chat)} hold messages, but the tokenizer has no chat template: take the "
+                    "target's instruct tokenizer, set tokenizer.chat_template, or give plain text"
+                )
             question, answer = (one.get("content") for one in conversation_of(example, self.chat))
             asked, said = self._plain(question), self._plain(answer, special=False)
         end = self.tokenizer.eos_token_id

@@ -141,6 +141,10 @@ class StepMetrics:
     sure: Tensor
     inside: Tensor
 
+    def plus(self, losses: Tensor) -> StepMetrics:
+        """Return these metrics with further ``losses`` (steps,)."""
+        return replace(self, losses=self.losses + losses)
+
 
 @dataclass(frozen=True)
 class TargetDistribution:
@@ -385,3 +389,21 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         factor = gradient * ctx.scale
         return None, None, None, None, *(found.mul_(factor) for found in ctx.saved_tensors)
+
+
+def feature_loss(guesses: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    """Compare each step's ``guesses`` at the target's last hidden states with those, ``hidden``: (steps,) sums.
+
+    All are (batch, length, hidden); ``weights`` (steps, batch, length - 1) are those of positions.
+    """
+    if not guesses or guesses[0].shape[-1] != hidden.shape[-1]:
+        raise ValueError(
+            "feature_loss_weight needs a draft that is fed guesses of the target's last hidden state, as EAGLE-1 is; "
+            "set it to 0"
+        )
+    found = []
+    for step, (guess, weight) in enumerate(zip(guesses, weights, strict=True)):
+        true = hidden[:, 1:].roll(-step, dims=1)
+        distance = functional.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1)
+        found.append((distance * weight).sum())
+    return torch.stack(found)

@@ -7,7 +7,7 @@ layers, biases and norms are no maps between hidden states; AdamW trains them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +18,20 @@ from .teacher import bare
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Be both optimizers for one schedule and one checkpoint: the first group of parameters is Muon's."""
+    """Be both optimizers for one schedule and one checkpoint: the first group of parameters is Muon's.
 
-    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], args: DraftTrainingArguments) -> None:
+    Where there is nothing for one of them, such as beside adapters, which are all matrices, there is only the other.
+    """
+
+    def __init__(self, matrices: list[Tensor], others: list[Tensor], args: DraftTrainingArguments) -> None:
         betas = (args.adam_beta1, args.adam_beta2)
-        self._parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=args.muon_learning_rate or 0.0, weight_decay=args.weight_decay),
-            torch.optim.AdamW(others, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=0.0),
-        ]
+        self._parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            rate = args.muon_learning_rate or 0.0
+            self._parts.append(torch.optim.Muon(matrices, lr=rate, weight_decay=args.weight_decay))
+        if others:
+            rate = args.learning_rate
+            self._parts.append(torch.optim.AdamW(others, rate, betas, args.adam_epsilon, weight_decay=0.0))
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
 

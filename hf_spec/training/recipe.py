@@ -33,7 +33,7 @@ from .arguments import DraftTrainingArguments
 from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
-from .resuming import check_output_dir
+from .resuming import asks_to_resume, check_output_dir
 from .sources import cache_splits, is_prepared, load_raw, prepared, weights_of
 from .teacher import bare
 from .trainer import DraftTrainer
@@ -81,6 +81,11 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
         raise ValueError("target needs a name, a directory or Hub id")
     if not isinstance(recipe["draft"], str):
         _check_draft(recipe["draft"])
+        if recipe.get("peft"):
+            raise ValueError(
+                "peft trains an adapter on a draft that exists, and is all that is saved: let draft be its directory "
+                "or Hub id, or leave out peft to train a new one"
+            )
     recipe["prepare"] = _section(recipe.get("prepare"), PREPARE, "prepare")
     if isinstance(recipe.get("features"), str):
         recipe["features"] = {"directory": recipe["features"]}
@@ -159,7 +164,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     args.data_name = args.data_name or ", ".join(name for name in names if name) or None
     if recipe["prepare"].get("streaming") and args.max_steps <= 0:
         raise ValueError("nobody knows how long a stream is: set max_steps of the trainer")
-    if not args.resume_from_checkpoint:
+    if not asks_to_resume(args.resume_from_checkpoint):
         check_output_dir(str(args.output_dir), RESULTS)
     features = dict(recipe["features"])
     if alone := features.pop("without_target", False):
@@ -227,7 +232,7 @@ def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
     """Load what finished caches keep of the target; ``None`` if it has still to make one."""
     try:
         caches = [FeatureCache(Path(directory, part)) for part in parts]
-    except ValueError:
+    except (OSError, ValueError):  # not begun, or a file of it was removed because it was damaged
         return None
     return caches[0].load_target()
 

@@ -209,12 +209,9 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
 
 
 def _tell_cut(path: Path) -> None:
-    answers = [
-        message
-        for line in path.read_text(encoding="utf-8").splitlines()
-        for message in json.loads(line)["messages"]
-        if message["role"] == "assistant"
-    ]
+    with path.open(encoding="utf-8") as lines:  # splitlines() would cut texts with other line ends, too
+        messages = [message for line in lines for message in json.loads(line)["messages"]]
+    answers = [message for message in messages if message["role"] == "assistant"]
     if cut := sum(message.get(CUT, False) for message in answers):
         logger.warning(
             f"{cut} of {len(answers)} answers were cut off by max_new_tokens: drafts are not trained to end them "
@@ -321,7 +318,7 @@ def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=input_device(target))
     out = target.generate(padded, attention_mask=mask, pad_token_id=pad, **options)
     said = out[:, longest:]  # (prompts, new tokens)
-    ends = torch.tensor(generation_settings(target, options).get("eos_token_id") or [], device=said.device)
-    cut = ~torch.isin(said, ends).any(1)
+    ends = generation_settings(target, options).get("eos_token_id")  # perhaps 0
+    cut = ~torch.isin(said, torch.tensor([] if ends is None else ends, device=said.device)).any(1)
     texts = tokenizer.batch_decode(said, skip_special_tokens=True)
     return [(text.strip(), one) for text, one in zip(texts, cut.tolist(), strict=True)]

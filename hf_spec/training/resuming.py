@@ -22,17 +22,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWriter failed", "unexpected pos")
 
 
+def asks_to_resume(asked: str | bool | None) -> bool:
+    """Tell whether ``resume_from_checkpoint`` asks for anything; command lines say ``false`` as text."""
+    return bool(asked) and str(asked).lower() != "false"
+
+
 def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike[str]) -> str | None:
     """Return the checkpoint that ``resume_from_checkpoint`` asks for; ``None`` to start anew.
 
     ``True``, also as text, is the last one in ``output_dir`` that is whole. Errors: a ValueError if one is named that
     is not whole.
     """
-    if isinstance(asked, str) and asked.lower() in ("true", "false"):
-        asked = asked.lower() == "true"
-    if not asked:
+    if not asks_to_resume(asked):
         return None
-    if asked is not True:
+    if isinstance(asked, str) and asked.lower() != "true":
         if problem := _problem(Path(asked)):
             raise ValueError(
                 f"training cannot go on from {asked}, which {problem}: name another, or true for the last"

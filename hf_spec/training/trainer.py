@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -19,7 +18,7 @@ from ..checkpoints.fingerprint import has_body
 from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
-from ..drafts.unrolling import Unrolled, UnrollInput
+from ..drafts.unrolling import UnrollInput
 from ..metrics import Counts
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
@@ -28,9 +27,17 @@ from .checks import check_before_saving, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
-from .losses import ChunkedLoss, StepMetrics, counted_positions, draw_anchors, of_chains, position_weights
+from .losses import (
+    ChunkedLoss,
+    StepMetrics,
+    counted_positions,
+    draw_anchors,
+    feature_loss,
+    of_chains,
+    position_weights,
+)
 from .origin import check_tokenizer
-from .resuming import check_output_dir, checkpoint_to_resume, told_when_the_disk_is_full
+from .resuming import asks_to_resume, check_output_dir, checkpoint_to_resume, told_when_the_disk_is_full
 from .running_sums import RunningSums
 from .teacher import Reader, bare
 from .unrolling import count_steps, unrolled
@@ -136,6 +143,10 @@ class DraftTrainer(Trainer):
             draft.bind(self.target)
             for layer in draft.output_layers if args.freeze_lm_head else ():
                 layer.requires_grad_(False)
+        elif args.freeze_lm_head:
+            raise ValueError(
+                "freeze_lm_head is for drafts that read the target's states: leave it out, or freeze weights"
+            )
         elif draft.config.get_text_config().vocab_size != self.target.config.get_text_config().vocab_size:
             raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
         if self._peft_config is not None:
@@ -226,7 +237,8 @@ class DraftTrainer(Trainer):
         )
         loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained, text.input_ids)
         if args.feature_loss_weight:
-            loss = loss + args.feature_loss_weight * _feature_loss(made, hidden, weights)
+            distances = args.feature_loss_weight * feature_loss(made.guesses, hidden, weights)
+            loss, metrics = loss + distances.sum(), metrics.plus(distances.detach())
         metrics = dataclasses.replace(metrics, losses=metrics.losses / factor)
         return loss, metrics, counted
 
@@ -373,9 +385,9 @@ class DraftTrainer(Trainer):
         offered, reached = found[:depth], found[depth:]
         for k in range(depth):
             if offered[k]:
-                figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
-                before = reached[k - 1] if k else offered[0]
-                figures[f"conditional_acceptance_{k + 1}"] = reached[k] / max(1, before)
+                share = figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
+                before = figures[f"acceptance_{k}"] if k else 1.0  # of more steps: the last ones of a text are short
+                figures[f"conditional_acceptance_{k + 1}"] = min(1.0, share / before) if before else 0.0
         return figures
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -384,7 +396,7 @@ class DraftTrainer(Trainer):
         Errors: a ValueError if ``output_dir`` has the checkpoints of another run that this one does not go on from.
         """
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
-        if not resume_from_checkpoint and not self.state.global_step:
+        if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
         return super().train(checkpoint, *args, **kwargs)
 
@@ -427,24 +439,9 @@ class DraftTrainer(Trainer):
             self.settings,
             self._steps,
             self.state.log_history,
-            base=None if model is self.draft else str(model.active_peft_config.base_model_name_or_path),
+            base=None if model is self.draft else model.active_peft_config.base_model_name_or_path or "",
             examples=len(data) if hasattr(data, "__len__") else None,
             target_name=self._target_name,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
         )
         Path(directory, "README.md").write_text(card, encoding="utf-8")
-
-
-def _feature_loss(made: Unrolled, hidden: Tensor, weights: Tensor) -> Tensor:
-    """Compare the draft's guesses at the target's last hidden state with ``hidden`` (batch, length, hidden)."""
-    if not made.guesses or made.guesses[0].shape[-1] != hidden.shape[-1]:
-        raise ValueError(
-            "feature_loss_weight needs a draft that is fed guesses of the target's last hidden state, as EAGLE-1 is; "
-            "set it to 0"
-        )
-    loss = weights.new_zeros(())
-    for step, (guess, weight) in enumerate(zip(made.guesses, weights, strict=True)):
-        true = hidden[:, 1:].roll(-step, dims=1)
-        distance = functional.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1)
-        loss = loss + (distance * weight).sum()
-    return loss
