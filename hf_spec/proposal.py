@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,21 +127,25 @@ class Proposal:
         if not self.is_chain:
             return self.within([depth] * len(self.tokens))
         q = None if self.q is None else self.q[:, :depth]
-        tokens, parents = self.tokens[:, : 1 + depth], self.parents[:, : 1 + depth]
-        return replace(self, tokens=tokens, parents=parents, q=q, max_depth=depth)
+        tokens, parents, chosen = (
+            None if one is None else one[:, : 1 + depth] for one in (self.tokens, self.parents, self.chosen)
+        )
+        return self._like(tokens, parents, q, chosen, max_depth=depth)
 
     def of_first(self, rows: int) -> Proposal:
         """Return the proposal of the first ``rows`` rows, in memory of its own on an accelerator.
 
         A graph that made it there may write over its outputs when it runs again.
         """
-        kept = [one[:rows] if one is not None else None for one in (self.tokens, self.parents, self.q)]
+        kept = [None if one is None else one[:rows] for one in (self.tokens, self.parents, self.q, self.chosen)]
         if self.tokens.device.type != "cpu":
             kept = [None if one is None else one.clone() for one in kept]
-        tokens, parents, q = kept
-        assert tokens is not None
-        assert parents is not None
-        return replace(self, tokens=tokens, parents=parents, q=q)
+        return self._like(*kept)
+
+    def _like(self, tokens: Any, parents: Any, q: Tensor | None, chosen: Tensor | None, **changes: Any) -> Proposal:
+        """Return a proposal of other tensors, whole if this one is."""
+        other = replace(self, tokens=tokens, parents=parents, q=q, chosen=chosen, **changes)
+        return other.whole() if self.is_whole else other
 
     def to(self, device: torch.device) -> Proposal:
         """Return the proposal on ``device``."""
@@ -148,8 +153,7 @@ class Proposal:
             return self
         q = None if self.q is None else self.q.to(device)
         chosen = None if self.chosen is None else self.chosen.to(device)
-        there = replace(self, tokens=self.tokens.to(device), parents=self.parents.to(device), q=q, chosen=chosen)
-        return there.whole() if self.is_whole else there
+        return self._like(self.tokens.to(device), self.parents.to(device), q, chosen)
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:

@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
     PreTrainedModel,
     StaticCache,
     TextIteratorStreamer,
@@ -99,6 +101,23 @@ REFUSED: dict[str, tuple[str, Callable[[PreTrainedModel], dict[str, Any]]]] = {
     "prompt lookup": ("prompt_lookup_num_tokens", lambda model: {"prompt_lookup_num_tokens": 2}),
     "attention weights": ("output_attentions", lambda model: {"output_attentions": True}),
 }
+
+
+class Nothing(LogitsProcessor):
+    """Do nothing, which nobody knows from outside."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def test_a_rule_that_a_call_cannot_follow_is_no_error_of_a_default(model: PreTrainedModel, warned: list[str]) -> None:
+    options = NEW | {"do_sample": True, "logits_processor": LogitsProcessorList([Nothing()])}
+    torch.manual_seed(0)
+    plain = model.generate(**prompts(1), **options)
+    hf_spec.set_speculator(model, draft(), SpeculationConfig(acceptance="typical"))
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**prompts(1), **options), plain)
+    assert len(warned) == 1 and "token by token" in warned[0] and "generated plainly" in warned[0]
 
 
 @pytest.mark.parametrize("case", REFUSED)

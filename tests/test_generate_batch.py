@@ -305,6 +305,11 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
     other = run(speculator=ngram, num_speculative_tokens=2)
     assert other is not first and isinstance(other, SpeculativeManager)
     assert not isinstance(run(), SpeculativeManager)
+    small = build("llama")
+    for speculator in ("ngram", small, HybridSpeculator(small)):  # around which every call puts another object
+        kept = run(speculator=speculator)
+        assert run(speculator=speculator) is kept and isinstance(kept, SpeculativeManager)
+    assert run(speculator=build("llama", seed=1)) is not run(speculator=small)
     model.destroy_cached_continuous_batching_manager()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import subprocess
@@ -17,7 +18,14 @@ from architectures import build
 from groups import leave
 from test_multimodal import llava
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from twins import SHAPES, draft, noisy, target, tokenizer
 
 import hf_spec
@@ -100,7 +108,35 @@ def test_stop_strings(speculator: str | None, end: int | None) -> None:
     assert many(model, texts(), speculator=speculator, **options) == plain
 
 
+class Until(StoppingCriteria):
+    """End a text at one token."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return input_ids[:, -1] == self.token
+
+
+@pytest.mark.parametrize("speculator", [None, "ngram"])
+def test_the_last_token_of_a_text_may_be_any(speculator: str | None) -> None:
+    """None of them is taken for what fills rows up: token 0 is a common word of many tokenizers."""
+    for last in (0, 98):
+        model, often = copy.deepcopy(target()), frequent(target())
+        with torch.no_grad():  # so that the token is written now and then
+            words = model.get_output_embeddings().weight
+            words[[last, often]] = words[[often, last]]
+        options = {"stopping_criteria": [Until(last)], "eos_token_id": 2}
+        plain = alone(model, texts()[:4], **options)
+        assert any(one[-1] == last for one in plain)
+        found = [
+            generate_many(model, [one], speculator=speculator, **GREEDY, **options, **QUIET) for one in texts()[:4]
+        ]
+        assert [one.tokens for (one,) in map(list, found)] == plain
+
+
 PENALTIES: list[dict[str, Any]] = [{"repetition_penalty": 1.8}, {"no_repeat_ngram_size": 2}]
+PENALTIES += [{"bad_words_ids": [[28, 28], [35]]}, {"sequence_bias": {(87,): -5.0}}, {"forced_bos_token_id": 3}]
 
 
 @pytest.mark.parametrize("option", PENALTIES, ids=str)

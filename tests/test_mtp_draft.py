@@ -342,13 +342,19 @@ def test_a_layer_that_can_be_written_into_its_target_is_told_so(tmp_path: Path) 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_targets_without_a_layer_are_refused_without_reading_them(tmp_path: Path) -> None:
+def test_targets_without_a_layer_are_refused_without_reading_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny_target()
     with pytest.raises(ValueError, match=r"no multi-token-prediction layers.*made in memory.*'ngram'"):
         as_speculator("mtp", target)
     target.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no multi-token-prediction layers.*holds no mtp"):
+        as_speculator("mtp", loaded)
+    (tmp_path / "mtp").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"The directory 'mtp' beside you is '\./mtp'"):
         as_speculator("mtp", loaded)
 
 

@@ -408,6 +408,28 @@ def test_the_faster_shape_is_taken_and_the_other_looked_at_again(
     assert faster(model, guesser, CHAIN, 8).tree is None  # of such batches nothing is known
 
 
+@pytest.mark.clock
+def test_trees_may_be_deeper_than_is_counted() -> None:
+    inputs, path = prompts(1, (7,)), [(0,) * 20]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    config = SpeculationConfig(tree=path)
+    for speculator in ("ngram", draft()):
+        out = target().generate(**inputs, **options, speculator=speculator, speculation_config=config)
+        assert torch.equal(out, target().generate(**inputs, **options))
+
+
+def test_a_seed_gives_a_chain_where_the_clock_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(loop, "faster", lambda *args: asked.append(args) or CHAIN)
+    for kwargs, count in (({}, 0), ({"num_speculative_tokens": "auto"}, 1)):
+        torch.manual_seed(5)
+        config = SpeculationConfig(tree="auto", **kwargs)
+        target().generate(
+            **prompts(1), speculator=draft(), speculation_config=config, do_sample=True, max_new_tokens=4
+        )
+        assert len(asked) == count
+
+
 def test_whatever_shape_is_taken_the_text_is_plain_generates(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = copy.deepcopy(target()), []
     monkeypatch.setattr(loop, "faster", lambda *args: shapes.append(faster(*args)) or shapes[-1])

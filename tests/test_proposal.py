@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -79,6 +81,16 @@ def test_chain() -> None:
     assert proposal.depth[0].tolist() == [0, 1, 2, 3] and proposal.depth[1, :2].tolist() == [0, 1]
     assert proposal.root.tolist() == [7, 8]
     assert Proposal.chain(root, guesses).present.all()
+
+
+@pytest.mark.parametrize("counts", [None, torch.tensor([3, 1])])
+def test_parts_keep_what_was_said_of_all(counts: torch.Tensor | None) -> None:
+    proposal = Proposal.chain(torch.tensor([7, 8]), torch.tensor([[1, 2, 3], [4, 5, 6]]), counts=counts)
+    chosen = torch.tensor([[True] * 4, [False] * 4])
+    part = dataclasses.replace(proposal, chosen=chosen)
+    part = (part.whole() if counts is None else part).shallower(2).of_first(1)
+    assert part.tokens.tolist() == [[7, 1, 2]] and part.chosen is not None and part.chosen.shape == (1, 3)
+    assert part.is_whole == (counts is None)
 
 
 def test_nothing() -> None:

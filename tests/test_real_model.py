@@ -131,24 +131,45 @@ def test_two_layers_are_the_targets_first_and_last(tmp_path, monkeypatch):
         assert all(one.equal(other.float()) for one, other in pairs)
 
 
-@pytest.mark.slow
-def test_one_command_makes_a_draft_and_goes_on_after_a_kill(place):
-    pytest.importorskip("tensorboard")
+def commands(place):
+    """Return an environment in which ``hf-spec`` and ``python`` are these."""
     bin_ = place / "bin"
     bin_.mkdir()
     (bin_ / "hf-spec").write_text(f'#!/bin/sh\nexec {sys.executable} -m hf_spec "$@"\n')
     (bin_ / "python").symlink_to(sys.executable)
     (bin_ / "hf-spec").chmod(0o755)
+    return os.environ | {"PATH": f"{bin_}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+
+def test_what_is_measured_are_the_drafts_that_are_there(place):
+    """One of them lies in a directory whose name is a word of hf-spec."""
+    for kind in ("mtp", "eagle3"):
+        shutil.copytree(demo.path(f"draft-{kind}"), place / "work" / kind)
+        (place / "work" / kind / "finished").touch()
+    call = [
+        "bash",
+        FOLDER / "measure.sh",
+        place / "work",
+        place / "benchmark.jsonl",
+        place / "results",
+        "1",
+        "float32",
+    ]
+    subprocess.run(call, check=True, env=commands(place) | {"THREADS": "1", "MORE": "--warmup 0"})
+    (found,) = (place / "results").glob("*-own.json")
+    figures = json.loads(found.read_text())["figures"]["overall"]
+    methods = ["ngram chain", "memory chain", "eagle3 chain", "memory+eagle3 chain", "mtp chain"]
+    assert [name for name in figures if name.endswith("chain")] == methods
+    assert all(figures[name]["mean_accepted_length"] > 1.2 for name in methods[2:])
+
+
+@pytest.mark.slow
+def test_one_command_makes_a_draft_and_goes_on_after_a_kill(place):
+    pytest.importorskip("tensorboard")
     changes = "--max_steps 6 --save_steps 1 --eval_steps 6 --logging_steps 1 --eval_prompts 2 --eval_max_new_tokens 8"
     inputs = [place / "work", place / "corpus", place / "benchmark.jsonl"]
     call = ["bash", FOLDER / "make.sh", *inputs, "eagle3", "--", *changes.split()]
-    environment = os.environ | {
-        "PATH": f"{bin_}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "PROMPTS": "40",
-        "HELD_OUT": "1",
-        "SMOLLM2": "",
-    }
+    environment = commands(place) | {"PROMPTS": "40", "HELD_OUT": "1", "SMOLLM2": ""}
     draft = place / "work/eagle3"
     options = {"env": environment, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(call, start_new_session=True, **options) as process:
@@ -196,8 +217,12 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, capsys):
     assert "| EAGLE-3 | 4,096 | 25% | 1.40 |" in page
     assert (tmp_path / "benchmarks-curves.png").read_bytes().startswith(b"\x89PNG")
     assert "secret" not in (results / "training-eagle3.json").read_text()
-    for method, one in report["figures"]["overall"].items():
-        assert f"| {method} | {one['ratio_to_plain']:.2f}" in page
+    names = {"plain": "plain", "prompt lookup": "prompt lookup", "ngram chain": "n-grams", "memory chain": "memory"}
+    speeds = {names[method]: f"{one['ratio_to_plain']:.2f}" for method, one in report["figures"]["overall"].items()}
+    assert len(speeds) == 4 and all(f"| {name} | {speed}" in page for name, speed in speeds.items())
+    others = [name for name in speeds if name != "plain"]
+    assert f"| x plain | {' | '.join(others)} |" in page
+    assert f"depth | {' | '.join(speeds[name] for name in others)} |" in page
     assert f"## {report['environment']['dtype'].capitalize()}, greedy, batches of 1" in page
     assert report["environment"]["processor"] in page
     (tmp_path / "work").rename(tmp_path / "gone")

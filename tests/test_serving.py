@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import runpy
 import signal
@@ -16,9 +17,13 @@ from typing import Any
 import pytest
 from openai import APIConnectionError, APIError, BadRequestError, OpenAI
 from servers import DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import _StreamError
 
 from hf_spec import SpeculationConfig, demo
 from hf_spec.cli import main
+from hf_spec.serving.batched import Batched
+from hf_spec.serving.meter import Meter
 
 DAY = "day"  # a word of the answers
 
@@ -147,7 +152,7 @@ def test_metrics_agree_with_the_answers(client):
         for prompt in PROMPTS
     ]
     until(client.is_idle)
-    grown = {name: value - before[name] for name, value in client.metrics().items() if name in before}
+    grown = {name: value - before.get(name, 0) for name, value in client.metrics().items()}
     assert grown["prompt_tokens_total"] == sum(usage.prompt_tokens for usage in usages)
     assert grown["generated_tokens_total"] == sum(usage.completion_tokens for usage in usages)
     assert grown["texts_total.finished"] == len(PROMPTS)
@@ -175,6 +180,46 @@ def test_a_model_that_is_loaded_anew_guesses_too(one_by_one):
     before = one_by_one.metrics()["steps_total"]
     assert one_by_one.complete(PROMPTS[0], 20) == plain(PROMPTS[0], 20)
     assert one_by_one.metrics()["steps_total"] > before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_that_fails_takes_no_other_along(stream):
+    """The engine hands out the results of all requests in one call of the server's loop."""
+    asyncio.run(_two_at_once(stream))
+
+
+async def _two_at_once(stream):
+    model, tokenizer = target()
+    manager = Batched(Meter(), None)
+    manager.init_cb(model, GenerationConfig(max_new_tokens=6, do_sample=False))
+    prompt = tokenizer(PROMPTS[0])
+    settings = [GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None) for _ in range(2)]
+    try:
+        if stream:
+            queue, streamer = manager.generate_streaming(model, tokenizer, prompt, settings[0], "first")
+            streamer._decode_stream = None  # which fails at the first token
+        else:
+            first = asyncio.ensure_future(
+                manager.generate_non_streaming(model, tokenizer, prompt, settings[0], "first")
+            )
+        second = asyncio.ensure_future(manager.generate_non_streaming(model, tokenizer, prompt, settings[1], "second"))
+        await asyncio.sleep(0)
+        if stream:
+            assert isinstance(await asyncio.wait_for(queue.get(), 60), _StreamError)
+        else:  # its client goes in the very turn in which both end
+            handlers = manager._cb.output_router.result_handlers
+            deliver, loop = handlers["first"]
+
+            def leave_and_deliver(output):
+                if output.is_finished():
+                    first.cancel()
+                deliver(output)
+
+            handlers["first"] = leave_and_deliver, loop
+        text, _, tokens = await asyncio.wait_for(second, 60)
+        assert len(tokens) == 6 and text
+    finally:
+        manager.stop()
 
 
 def test_each_request_of_a_batch_has_its_own_settings(batched):

@@ -82,6 +82,36 @@ def test_what_many_ordinary_steps_wrote_is_read_without_logits_of_all(
     assert torch.equal(found[1], found[3])
 
 
+@pytest.mark.parametrize("tree", [[(0,), (0, 0)], "dynamic"])
+@pytest.mark.parametrize("length", [2, 5])
+def test_slots_end_where_the_text_does(length: int, tree: object) -> None:
+    """What became text is longer than the small forests here, in front of the end of a buffer of 256 slots."""
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(length))
+    options = {"max_new_tokens": 270, "do_sample": False, "eos_token_id": None}
+    config = SpeculationConfig(tree=tree, num_speculative_tokens=2, tree_top_k=1, tree_nodes=2)  # type: ignore[arg-type]
+    out = model.generate(ids, speculator=copy.deepcopy(model), speculation_config=config, **options)
+    assert torch.equal(out, model.generate(ids, **options))
+
+
+@torch.no_grad()
+def test_more_may_have_become_text_than_was_guessed() -> None:
+    draft, tokens = build("llama"), torch.arange(20, 60)[None]
+    config = SpeculationConfig(tree=[(0,), (1,)])
+    found = []
+    for guesses in (True, False):
+        drafter, _ = start(draft, config)
+        if guesses:  # a forest of two nodes, of which the news know nothing
+            drafter.propose(News(tokens[:, :1].expand(3, 1), torch.ones(3, dtype=torch.long), None, [1] * 3), 1)
+        else:
+            drafter.propose(News(tokens[:, :1].expand(3, 1), torch.ones(3, dtype=torch.long), None, [1] * 3), 0)
+        amounts = [30, 9, 2]
+        found.append(
+            drafter.propose(News(tokens[:, 1:].expand(3, -1), torch.tensor(amounts), None, amounts), 1).tokens
+        )
+    assert torch.equal(*found)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("tree", [None, "dynamic", [(0,), (1,), (0, 0), (1, 0), (0, 0, 1)]])

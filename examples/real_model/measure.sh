@@ -14,12 +14,12 @@ cd "$1"
 shift 4 || shift $#
 dtypes=("$@")
 [ ${#dtypes[@]} -gt 0 ] || dtypes=(bfloat16 float32)
-drafts=(ngram memory)
+drafts=(ngram memory) # words; drafts are directories, and mtp alone would be a word, too
 for kind in eagle3-new eagle3-more eagle3; do # the latest one there is
-    [ ! -e "$kind/finished" ] || { drafts+=("$kind" "memory+$kind") && break; }
+    [ ! -e "$kind/finished" ] || { drafts+=("./$kind" "memory+./$kind") && break; }
 done
 for kind in dspark medusa mtp vanilla; do
-    [ ! -e "$kind/finished" ] || drafts+=("$kind")
+    [ ! -e "$kind/finished" ] || drafts+=("./$kind")
 done
 mkdir -p rounds
 for dtype in "${dtypes[@]}"; do

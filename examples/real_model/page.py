@@ -24,6 +24,7 @@ KINDS = {
     "mtp": "MTP",
     "vanilla": "two layers, distilled",
 }
+NEWEST = "eagle3-new"
 FURTHER = {"eagle3-more": "eagle3", "eagle3-new": "eagle3-more"}  # begins with what that one had learnt
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 LOGGED = ("step", "max_steps", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
@@ -127,14 +128,15 @@ def headline(report: dict[str, Any]) -> str:
     depth = "depth left to the clock" if depths == {"auto"} else "each draft's own depth"
     chats = any(name in CHAT for name in report["figures"])
     parts = [made["dtype"].capitalize(), how, f"batches of {settings['batch_size']}", depth]
-    return ", ".join(parts + ["other tasks"] * (not chats))
+    compiled = "plain, compiled" in report["figures"]["overall"]
+    return ", ".join(parts + ["other tasks"] * (not chats) + ["beside plain compiled"] * compiled)
 
 
 def label(method: str) -> str:
     """Name a method as people do: chains are what is usual."""
     name = method.removesuffix(" chain")
     for kind in reversed(KINDS):  # the longer names first
-        name = name.replace(kind, KINDS[kind].split(",")[0])
+        name = name.replace(kind, "EAGLE-3" if kind == NEWEST else KINDS[kind])
     return name.replace("ngram", "n-grams").replace("+", " and ")
 
 
@@ -210,7 +212,10 @@ def page(results: Path, target: Path) -> str:
             "guess k was right where all before it were.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
-    reports = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(results.glob("*-batch*.json"))]
+    reports = [
+        (path, json.loads(path.read_text(encoding="utf-8")))
+        for path in sorted(results.glob("*-batch*.json"), key=lambda path: path.stem)
+    ]
     if reports:
         sections.append(f"## All tables in one\n\n{summary([report for _, report in reports])}\n")
     for path, report in reports:

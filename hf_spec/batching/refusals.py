@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, LogitsProcessorList
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..decoding.processors import MEMORYLESS
 from ..decoding.refusals import Refusal
+from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 
 # What the user may ask for in a ContinuousBatchingConfig, what it becomes, and why.
@@ -46,12 +48,20 @@ def refuse_batch(model: Any, generation_config: GenerationConfig, config: Specul
         )
     if (generation_config.num_beams or 1) > 1:
         raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request; use 1")
-    for processor in model._get_logits_processor(generation_config):
+    for processor in processors_of(model, generation_config):
         if type(processor) not in MEMORYLESS:
             raise _refusal(
                 f"{type(processor).__name__} has to see the text of each request, which the engine does not show it; "
                 "unset its option in the generation config, or use generate(..., speculator=...)"
             )
+
+
+def processors_of(model: Any, generation_config: GenerationConfig) -> LogitsProcessorList:
+    """Return the processors that plain ``generate`` makes of the options; some need the ends of texts as tensors."""
+    prepared = copy.deepcopy(generation_config)
+    model._prepare_special_tokens(prepared, True, device=input_device(model))
+    processors: LogitsProcessorList = model._get_logits_processor(prepared)
+    return processors
 
 
 def refuse_dropped(generation_config: GenerationConfig) -> None:

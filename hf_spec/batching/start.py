@@ -40,7 +40,7 @@ def make_manager(
         refuse_batch(model, settings, found)
         speculator.check(model, found)
     kept = kept_manager(model)
-    if kept is not None and (speculator, config) != guesses_of(kept):
+    if kept is not None and not _guesses_so(kept, speculator, config):
         forget_manager(model)
         kept = None
     given = batching_config
@@ -59,6 +59,15 @@ def kept_manager(model: Any) -> ContinuousBatchingManager | None:
     """Return the manager that transformers keeps on ``model`` for the next call, if there is one."""
     kept: ContinuousBatchingManager | None = getattr(model, "_cached_continuous_batching_manager", None)
     return kept
+
+
+def _guesses_so(manager: ContinuousBatchingManager, speculator: Speculator, config: SpeculationConfig | None) -> bool:
+    """Tell whether ``manager`` guesses with the same weights and memory; what holds them is made anew by each call."""
+    own, asked = guesses_of(manager)
+    one, other = (
+        (type(any_), getattr(any_, "model", None), getattr(any_, "memory", None)) for any_ in (own, speculator)
+    )
+    return asked == config and (own is speculator or (one == other and one[1] is not None))
 
 
 def guesses_of(manager: ContinuousBatchingManager) -> tuple[Speculator | None, SpeculationConfig | None]:

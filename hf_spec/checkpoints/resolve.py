@@ -57,7 +57,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         _warn_of_device(base, target)
         return base
     if speculator == "ngram":
-        return NgramSpeculator()
+        return _ngrams()
     if speculator == "mtp":
         _warn_of_reading("mtp", target)
         return _own_layers(target)
@@ -76,6 +76,12 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         "AutoModelForCausalLM.from_pretrained."
         + (" An encoder-decoder model assists its like: generate(..., assistant_model=...)." if _encodes(base) else "")
     )
+
+
+@functools.cache
+def _ngrams() -> NgramSpeculator:
+    """Return the same object each time: it keeps nothing of a call."""
+    return NgramSpeculator()
 
 
 def _encodes(model: Any) -> bool:
@@ -139,9 +145,11 @@ def _own_layers(target: PreTrainedModel) -> Speculator:
         with contextlib.suppress(OSError):  # a model that was only named
             found = read_checkpoint(path, inside_target=True)
     if found is None or not found.tensors or find_format(found).name != "mtp":
+        here = " The directory 'mtp' beside you is './mtp'." if Path("mtp").is_dir() else ""
         raise ValueError(
             f"{type(target).__name__} has no multi-token-prediction layers: its config sets no num_mtp_layers, and "
-            f"{path or 'a model made in memory'!r} holds no mtp.* tensors. Use another speculator, for example 'ngram'"
+            f"{path or 'a model made in memory'!r} holds no mtp.* tensors. Use another speculator, for example "
+            f"'ngram'.{here}"
         )
     draft: MTPDraftModel = load(found, **_beside(target))
     draft.bind(target)

@@ -16,6 +16,7 @@ from ..scoring.runner import Scores
 from ..settings import SpeculationConfig
 from .outputs import Record
 from .processors import NodeScores, Processors
+from .refusals import Refusal
 from .text import Text
 from .verification import Verdict, follow, match, rule_for
 
@@ -78,7 +79,7 @@ class Chooser:
         )
         self.lossy = self.rule.accept if sample or self.rule.when_greedy else None
         if self.lossy is not None and self.lockstep:
-            raise ValueError(
+            raise Refusal(
                 f"acceptance={config.acceptance!r} weighs whole paths, but a processor or stopping criterion of this "
                 "call has to see the text token by token; declare a processor with hf_spec.pure or use "
                 "acceptance='lossless'"

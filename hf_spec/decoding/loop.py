@@ -26,7 +26,7 @@ from ..scoring.widths import costs_of_widths
 from ..settings import SpeculationConfig
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
-from .pace import Pace, faster, paced
+from .pace import Pace, faster, may_adapt, paced
 from .processors import Processors
 from .ranks import Ranks
 from .refusals import refuse_call, refusing
@@ -83,8 +83,9 @@ class SpeculativeDecoding:
         samples = bool(generation_config.do_sample)
         if config.tree == "auto":
             config = chain = config.merge(tree=None)
-            # Over a static cache each shape is compiled anew: a chain it is.
-            if not is_static and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text):
+            # Over a static cache each shape is compiled anew: a chain it is, and where a seed decides what is drawn.
+            may_choose = not is_static and may_adapt(chain, samples, input_ids.device)
+            if may_choose and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text):
                 config = ranks.agree(faster(model, speculator, chain, len(text.rows), samples))
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
@@ -342,7 +343,8 @@ class Call:
         if counts.accepted == 0 and counts.offered and counts.offered[0] >= NEVER_RIGHT:
             logger.warning_once(
                 f"{type(self.speculator).__name__}: in {NEVER_RIGHT} or more steps not one guess was accepted. They "
-                "only cost time: was it made for another target, or with another tokenizer of the same size?"
+                "only cost time. So guess drafts that were made for another target, or with another tokenizer of the "
+                "same size, and n-grams in a text that repeats nothing."
             )
 
 

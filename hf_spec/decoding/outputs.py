@@ -27,7 +27,9 @@ _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary(
 
 
 def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
-    """Return how the guessing went in the last ``generate`` call of ``model``; None if nothing was guessed.
+    """Return how the guessing went in the last ``generate`` call of ``model`` that asked for guesses; None: in none.
+
+    A default speculator that could not serve the last call leaves None, too.
 
     For callers that are given no output of ``generate``, such as those of a pipeline.
     """
@@ -41,7 +43,7 @@ def remember_speculation(model: PreTrainedModel, stats: SpeculationStats) -> Non
 
 def forget_speculation(model: PreTrainedModel) -> None:
     """Note that nothing was guessed in the last call of ``model``."""
-    _last.pop(model, None)
+    _last.pop(base_model(model), None)
 
 
 class Record:

@@ -57,9 +57,15 @@ def paced(
         return config, True
     if asked is not None and asked.num_speculative_tokens is not None:
         return config, False
-    adapts = not samples or config.verification == "exact" or not is_seeded(device)
+    adapts = may_adapt(config, samples, device)
     is_common = adapts and speculator.defaults().num_speculative_tokens is None
     return (config.merge(num_speculative_tokens=None) if is_common else config), adapts
+
+
+def may_adapt(config: SpeculationConfig, samples: bool, device: torch.device) -> bool:
+    """Tell whether guesses may depend on the clock although the same seed has to give the same text."""
+    chosen_by_clock = config.num_speculative_tokens == "auto" or config.verification == "exact"
+    return chosen_by_clock or not samples or not is_seeded(device)
 
 
 class Experience:
@@ -136,7 +142,7 @@ class Experience:
         if len(times) < 2:
             return {}
         tokens = self.tokens()
-        return {depth: tokens[depth] / _on_line(times, depth) for depth in range(deepest + 1)}
+        return {depth: tokens[min(depth, DEEPEST)] / _on_line(times, depth) for depth in range(deepest + 1)}
 
 
 # By target; then by draft, shape of the guesses, and whatever else changes what steps take or what is accepted.
@@ -150,7 +156,8 @@ def experience_of(
     weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
     draft = type(speculator).__name__, None if weights is None else id(weights)
     shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
-    return _experiences.setdefault(target, {}).setdefault((*draft, *shape, *way), Experience())
+    rule = config.acceptance, config.accept_k, config.accept_tolerance
+    return _experiences.setdefault(target, {}).setdefault((*draft, *shape, *rule, *way), Experience())
 
 
 def faster(

@@ -8,6 +8,7 @@ which never become text, so processors are told apart by what their result depen
    were text: at all nodes at once what ``prefixes.py`` knows, other prefixes of one length in one call.
 3. *lockstep*: everything else, what the user wrote above all (``prefix_allowed_tokens_fn`` too). It may count calls,
    keep a state or look at the other rows, so it gets the contract of plain ``generate``, and rows advance together.
+   But rows that have ended score zeros, where plain ``generate`` goes on scoring what is behind their end.
 """
 
 from __future__ import annotations

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import StopStringCriteria
 
 from ..decoding.processors import is_declared_pure, pure
 from ..defaults import option
@@ -23,6 +24,9 @@ OF_THE_WHOLE_ROW: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None, []),
+    "sequence_bias": (None, {}),
+    "forced_bos_token_id": (None,),
     "watermarking_config": (None,),
     "guidance_scale": (None, 1),
     "logits_processor": (None, []),
@@ -44,10 +48,13 @@ class Batches:
         self.model, self.options = model, options
         self.pads = all(option(model, options, name) in nothing for name, nothing in OF_THE_WHOLE_ROW.items())
         self.ends = _as_list(option(model, options, "eos_token_id"))
-        stops = [option(model, options, name) for name in ("stop_strings", "stopping_criteria", "max_time")]
-        self.size = 1 if any(stops) and not self.ends else size
-        # Rows that are done are filled up with what cannot be their last token.
-        self.filler = next(token for token in range(len(self.ends) + 1) if token not in self.ends)
+        strings, *stops = (option(model, options, name) for name in ("stop_strings", "stopping_criteria", "max_time"))
+        self.stops, tokenizer = bool(strings) or any(stops), options.get("tokenizer")
+        self.strings = StopStringCriteria(tokenizer, strings) if strings and tokenizer and not any(stops) else None
+        self.size = 1 if self.stops and not self.ends else size
+        # Rows that are done are filled up with what is hardly their last token: the last word of the vocabulary.
+        words = model.config.get_text_config(decoder=True).vocab_size
+        self.filler = next(token for token in range(words - 1, -1, -1) if token not in self.ends)
 
     def answer(self, prompts: Sequence[Pending]) -> Iterator[Completion]:
         """Generate for ``prompts``, the longest first."""
@@ -80,13 +87,17 @@ class Batches:
         rows = out.sequences[:, inputs["input_ids"].shape[1] :].tolist()
         for number, (one, row) in enumerate(zip(batch, rows, strict=True)):
             own = None if stats is None else stats.of_row(number)
-            tokens = self._until_end(row) if own is None else own.per_row[0].tokens
+            tokens = own.per_row[0].tokens if own else self._until_end(one.ids, row) if len(batch) > 1 else row
             yield Completion(one.index, one.ids, tokens, speculation=own)
 
-    def _until_end(self, row: list[int]) -> list[int]:
+    def _until_end(self, prompt: list[int], row: list[int]) -> list[int]:
         end = next((place + 1 for place, token in enumerate(row) if token in self.ends), None)
-        if end is None and self.ends:  # a stop string or a criterion: what follows is filled up
+        if end is None and self.stops:  # a stop string or a criterion: what follows is filled up
             end = len(row) - next((place for place, token in enumerate(reversed(row)) if token != self.filler), 0)
+            if self.strings is not None:
+                strings = cast(Any, self.strings)
+                ends = (n for n in range(end, len(row)) if strings(torch.tensor([prompt + row[:n]]), None))
+                end = next(ends, len(row))
         return row[:end]
 
 

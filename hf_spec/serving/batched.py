@@ -16,6 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringC
 from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWorkerDeadError, _StreamError
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from ..batching.refusals import processors_of
 from .meter import Meter
 from .requests import quotable
 
@@ -85,7 +86,12 @@ class Batched(CBGenerateManager):
         streamer.text = text
 
         def pass_on(output: Any, ended: bool) -> None:
-            streamer.put(output)
+            try:
+                streamer.put(output)
+            except Exception as error:  # of the tokenizer or the parser: others' outputs come in the same call
+                text.cancel()
+                queue.put_nowait(_StreamError(quotable(error)))
+                return
             if output.error is not None:
                 queue.put_nowait(_StreamError(quotable(RuntimeError(output.error))))
             if ended:
@@ -100,9 +106,12 @@ class Batched(CBGenerateManager):
         """Return a whole text, its prompt's length and its tokens; a cancelled task stops its generation."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         text = _Text(self, model, processor, inputs, gen_config, request_id)
-        text.start(
-            lambda output, ended: future.set_result(output) if ended else None, streaming=text.stops is not None
-        )
+
+        def pass_on(output: Any, ended: bool) -> None:
+            if ended and not future.done():  # whose client may have left a moment ago
+                future.set_result(output)
+
+        text.start(pass_on, streaming=text.stops is not None)
         try:
             output = await future
         except asyncio.CancelledError:
@@ -225,7 +234,7 @@ def refuse_options(model: Any, config: GenerationConfig) -> None:
     """Raise a ValueError for options that the engine would drop, or would have to be those of all requests."""
     if (config.num_beams or 1) > 1:
         raise ValueError("num_beams: continuous batching decodes one text per request")
-    for processor in model._get_logits_processor(config):
+    for processor in processors_of(model, config):
         if not isinstance(processor, OF_A_REQUEST):
             raise ValueError(
                 f"{type(processor).__name__} does not go together with continuous batching, where each request has "

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
-from ..decoding.outputs import last_speculation
+from ..decoding.outputs import forget_speculation, last_speculation
 from .meter import Meter
 from .requests import quotable
 
@@ -85,6 +85,7 @@ class _Measured:
         has_beams = (kwargs["generation_config"].num_beams or 1) > 1  # which take no streamer
         if streams or not has_beams:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
+        forget_speculation(self.model)  # what this request does not guess is not that of the one before
         try:
             out = self.model.generate(**kwargs)
         except _GenerationCancelled:

@@ -129,7 +129,8 @@ class VanillaDrafter(Drafter):
             return self._read_on(tokens, counts, amounts)
         path, matched = self._came_true(tokens, counts)
         known = matched.tolist()
-        self._runner.commit(path, known, self._is_chain, matched)
+        # What became text may be longer than the forest: it came from another draft, too, or from ordinary steps.
+        self._runner.commit(path[:, : max(known)], known, self._is_chain, matched)
         rest = [count - seen for count, seen in zip(amounts, known, strict=True)]
         column = matched[:, None] + numbers(max(rest), tokens.device)
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
