@@ -328,9 +328,10 @@ def test_a_tokenizer_of_the_same_size(
     for guesses in (local(places[1], 2, names), str(places[1])):
         for _ in range(2):
             hf_spec.as_speculator(guesses, model)
-    assert len(found) == warns
+    of_words = [text for text in found if "of the tokens" in text]  # beside that of a path that is read twice
+    assert len(of_words) == warns
     if warns:
-        assert "only 0% of the tokens" in found[0] and "assistant_tokenizer=" in found[0]
+        assert "only 0% of the tokens" in of_words[0] and "assistant_tokenizer=" in of_words[0]
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, "many", True])

@@ -65,7 +65,8 @@ def _guesses_so(manager: ContinuousBatchingManager, speculator: Speculator, conf
     """Tell whether ``manager`` guesses with the same weights and memory; what holds them is made anew by each call."""
     own, asked = guesses_of(manager)
     one, other = (
-        (type(any_), getattr(any_, "model", None), getattr(any_, "memory", None)) for any_ in (own, speculator)
+        (type(guesser), getattr(guesser, "model", None), getattr(guesser, "memory", None))
+        for guesser in (own, speculator)
     )
     return asked == config and (own is speculator or (one == other and one[1] is not None))
 
