@@ -164,6 +164,7 @@ def begin(speculator: HybridSpeculator, rows: int, **config: Any) -> Drafter:
 
 
 LINE = list(range(10, 40))
+CHANCES = [0.95, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]  # one of each level
 
 
 def test_each_row_takes_what_promises_more() -> None:
@@ -191,12 +192,12 @@ def test_experience_decides() -> None:
     for accepted, guesses in ((3, (50, 51, 52)), (0, tuple(LINE[2:5]))):
         for _ in range(60):
             speculator.record.fade()
-            speculator.record.drafted(3, accepted)
+            speculator.record.learn(3, accepted)
         assert paths_of(begin(speculator, 1).propose(news([LINE[:2]]), 3), 0)[-1] == guesses
     for _ in range(60):
         speculator.record.fade()
-        speculator.record.recalled(2.0, 0)
-        speculator.record.drafted(3, 1)
+        speculator.memory.trust.learn([0.6, 0.5, 0.4], 0)
+        speculator.record.learn(3, 1)
     assert paths_of(begin(speculator, 1).propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
 
 
@@ -208,9 +209,9 @@ def test_leaving_rows_take_their_record_with_them() -> None:
         drafter.keep_rows(torch.tensor(rows))
         new = [[60], [*LINE[10:12], 70], [50, 51, 52, 60]]
         drafter.propose(news([new[row] for row in rows]), 6)
-        return speculator.record.of_draft(3), speculator.record.of_memory(5.0)
+        return sum(speculator.record.of(3)), sum(speculator.memory.trust.of(CHANCES))
 
-    unknown = TrackRecord().of_draft(3), 5.0
+    unknown = sum(TrackRecord().of(3)), sum(CHANCES)
     worst, best, both = record([0]), record([2]), record([2, 0])
     assert worst[0] < unknown[0] < best[0]
     assert worst[0] < both[0] < best[0]
@@ -223,29 +224,25 @@ def test_a_memory_that_is_not_taken_is_judged_all_the_same() -> None:
     """It said LINE[2:5] where the text went on so, but the draft's guesses were taken, of which none was right."""
     speculator = hybrid(Fixed([50, 51, 52]), LINE, draft_tokens=3)
     for _ in range(60):
-        speculator.record.drafted(3, 3)
-        speculator.record.recalled(2.0, 0)
-    doubted, trusted = speculator.record.of_memory(1.0), speculator.record.of_draft(3)
+        speculator.record.learn(3, 3)
+        speculator.memory.trust.learn(CHANCES, 0)
+    doubted, trusted = sum(speculator.memory.trust.of(CHANCES)), sum(speculator.record.of(3))
     drafter = begin(speculator, 1)
     assert paths_of(drafter.propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
     drafter.propose(news([LINE[2:4]]), 3)
-    assert speculator.record.of_memory(1.0) > doubted
-    assert speculator.record.of_draft(3) < trusted
+    assert sum(speculator.memory.trust.of(CHANCES)) > doubted
+    assert sum(speculator.record.of(3)) < trusted
 
 
 def test_track_record() -> None:
-    record = TrackRecord()
-    assert record.of_memory(3.0) == 3.0
+    record, unknown = TrackRecord(), TrackRecord().of(3)
     for _ in range(300):
         record.fade()
-        record.drafted(3, 2)
-        record.recalled(4.0, 2)
-    assert record.of_draft(2) == pytest.approx(2, abs=0.1)
-    assert record.of_draft(3) == pytest.approx(2, abs=0.2)
-    assert record.of_memory(4.0) == pytest.approx(2, abs=0.1)
+        record.learn(3, 2)
+    assert record.of(3) == pytest.approx([1, 1, 0], abs=0.1)
     for _ in range(300):
         record.fade()
-    assert (record.of_draft(3), record.of_memory(4.0)) == pytest.approx((TrackRecord().of_draft(3), 4), abs=0.1)
+    assert record.of(3) == pytest.approx(unknown, abs=0.1)
 
 
 # --- In generate -----------------------------------------------------------------------------------------------------

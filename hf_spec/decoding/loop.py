@@ -98,7 +98,7 @@ class SpeculativeDecoding:
         if samples:
             ranks.share_random_numbers(input_ids.device)
         config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
-        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static)
+        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static, weighs=ranks.is_alone)
         if is_static and adapts and config.tree is None:
             pace.first = ranks.agree(pace.settle(len(text.rows), functools.partial(costs_of_widths, model)))
         call = Call(
@@ -152,6 +152,8 @@ class Call:
         self.drafter: LateDrafter
         self.processors = Processors(logits_processor)
         self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
+        if self.chooser.lockstep and len(text.rows) > 1:
+            pace.worth = None  # a guess counts only if all rows' are right, whatever its chance
         self.target = runner_for(
             model,
             model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
@@ -261,7 +263,8 @@ class Call:
             self.stats.step(self.rows, *rows)
             seconds = time.perf_counter() - start if usual and self.stats.graphs == graphs else None
             figures = (proposal.max_depth, seconds, choice.deepest, choice.accepted)
-            self.pace.stepped(len(self.rows), *figures, is_usual=not self.drafter.caught_up)
+            usual = not self.drafter.caught_up
+            self.pace.stepped(len(self.rows), *figures, is_usual=usual, kind=self.drafter.kind)
         self.features = scores.features
         return choice
 
@@ -309,7 +312,8 @@ class Call:
         sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
         distribution = self.processors.draft_distribution(only_best)
-        request = Request(self.model, read, mask, features, self.config, distribution, sample, compiler=self.compiler)
+        asked = (self.model, read, mask, features, self.config, distribution, sample)
+        request = Request(*asked, compiler=self.compiler, worth=self.pace.worth)
         return LateDrafter(functools.partial(self.speculator.drafter, request))
 
     @property

@@ -25,6 +25,11 @@ class Ranks:
     def __init__(self, model: PreTrainedModel | None = None) -> None:
         self._groups = [] if model is None else _groups(model)
 
+    @property
+    def is_alone(self) -> bool:
+        """Tell whether no other process holds a part of the model."""
+        return not self._groups
+
     def agree(self, value: T) -> T:
         """Return the ``value`` of the first process, which must survive pickling and hold no tensor of a device."""
         for group in self._groups:

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from ..scoring.graphs import Compiler
 
 
+# How deep a step of a kind should guess, and how many tokens per second of a row that promises, where the guesses of
+# each depth have certain chances to become text, on average over so many rows.
+Worth = Callable[[int, str, Sequence[float]], tuple[int, float]]
+
+
 @dataclass(frozen=True)
 class Request:
     """What one ``generate`` call tells a speculator before the first guess.
@@ -36,7 +41,8 @@ class Request:
     (embeddings) or less (a cache handed in). ``log_probs`` turns draft logits (..., vocabulary of the target) into the
     log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
     once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
-    choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be.
+    choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be. ``worth``: the
+    clock chooses how deep to guess, and a drafter that knows the chances of its guesses may ask it.
     """
 
     target: PreTrainedModel
@@ -48,6 +54,7 @@ class Request:
     sample: bool
     generator: torch.Generator | None = None
     compiler: Compiler | None = None
+    worth: Worth | None = None
 
     @property
     def law(self) -> Callable[[Tensor], Tensor]:
@@ -152,7 +159,14 @@ class DraftOutput(ModelOutput):
 
 
 class Drafter(ABC):
-    """Guess for one ``generate`` call."""
+    """Guess for one ``generate`` call.
+
+    ``kind`` names the last proposal where several kinds take their own time; ``caught_up`` tells whether it had to
+    make up for earlier ones that did not ask, and so took longer than usual.
+    """
+
+    kind = ""
+    caught_up = False
 
     @abstractmethod
     def propose(self, news: News, limit: int) -> Proposal:
@@ -169,7 +183,12 @@ class Drafter(ABC):
 
 
 class Speculator(ABC):
-    """Start a ``Drafter`` per call. Draft models and rules alike implement these methods."""
+    """Start a ``Drafter`` per call. Draft models and rules alike implement these methods.
+
+    Those that ``knows_chances`` of start drafters that ask ``Request.worth`` how deep to guess, if it is there.
+    """
+
+    knows_chances = False
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default."""

@@ -11,13 +11,9 @@ from .base import Drafter, News
 
 
 class LateDrafter(Drafter):
-    """Put off the drafter that ``start`` makes, and what it has to read, until the next proposal of any depth.
-
-    ``caught_up`` tells whether the last proposal had to make up for that, and so took longer than usual.
-    """
+    """Put off the drafter that ``start`` makes, and what it has to read, until the next proposal of any depth."""
 
     def __init__(self, start: Callable[[], Drafter]) -> None:
-        self.caught_up = False
         self._start = start
         self._drafter: Drafter | None = None
         self._rows: Tensor | None = None  # of those it will start with, which are still there; None: all of them
@@ -26,11 +22,15 @@ class LateDrafter(Drafter):
     def propose(self, news: News, limit: int) -> Proposal:
         """Guess what follows ``news``, or keep them for later where ``limit`` is 0."""
         self._unread.append(news)
-        self.caught_up = limit > 0 and (self._drafter is None or len(self._unread) > 1)
+        late = self._drafter is None or len(self._unread) > 1
         if limit == 0:
+            self.caught_up = False
             return Proposal.nothing(news.root)
         unread, self._unread = News.joined(self._unread), []
-        return self._begun().propose(unread, limit)
+        drafter = self._begun()
+        proposal = drafter.propose(unread, limit)
+        self.kind, self.caught_up = drafter.kind, late or drafter.caught_up
+        return proposal
 
     def _begun(self) -> Drafter:
         if self._drafter is None:

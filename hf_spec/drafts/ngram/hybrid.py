@@ -18,9 +18,9 @@ from ..base import Drafter, News, Request, Speculator
 from ..late import LateDrafter
 from .recall import Path
 from .speculator import DEPTH, NgramSpeculator
+from .trust import RECALLED, Guesses, agreeing, mean_chances, shortened
 
-Guesses = dict[Path, float]  # paths, each behind its beginnings, and their chances
-
+DRAFTED = "drafted"  # the kind of steps in which the draft is asked
 FADE = 0.97  # what a step weighs after one more
 CAUTION = 2.0  # steps that what is believed without having seen any weighs
 GUESSED = 0.6  # how often a draft's guess is believed to be right behind a right one
@@ -43,6 +43,8 @@ class HybridSpeculator(Speculator):
     Raises:
         ValueError, TypeError: for values outside these.
     """
+
+    knows_chances = True
 
     def __init__(self, draft: Any, memory: NgramSpeculator | None = None, draft_tokens: int | None = None) -> None:
         memory = NgramSpeculator(remember=100_000) if memory is None else memory
@@ -116,7 +118,7 @@ class HybridSpeculator(Speculator):
 
 
 class TrackRecord:
-    """Remember how far the draft's chains were right lately, and how right the memory's chances were.
+    """Remember how far the draft's chains were right lately.
 
     What was seen long ago fades, so that a draft that once failed is tried again.
     """
@@ -124,38 +126,36 @@ class TrackRecord:
     def __init__(self) -> None:
         self._offered: list[float] = []  # rows' steps that guessed more than j deep, the later the heavier
         self._reached: list[float] = []  # those of them that accepted as many
-        self._expected = self._accepted = 0.0
 
     def fade(self) -> None:
         """Begin another step."""
         self._offered, self._reached = ([FADE * one for one in counts] for counts in (self._offered, self._reached))
-        self._expected, self._accepted = FADE * self._expected, FADE * self._accepted
 
-    def drafted(self, depth: int, accepted: int) -> None:
+    def learn(self, depth: int, accepted: int) -> None:
         """Note that of a chain of the draft, ``depth`` long, ``accepted`` guesses became text."""
         for counts, length in ((self._offered, depth), (self._reached, accepted)):
             counts.extend([0.0] * (depth - len(counts)))
             counts[:length] = [count + 1 for count in counts[:length]]
 
-    def recalled(self, expected: float, accepted: int) -> None:
-        """Note that of a chain of the memory, of which ``expected`` guesses should, ``accepted`` became text."""
-        self._expected += expected
-        self._accepted += accepted
-
-    def of_draft(self, depth: int) -> float:
-        """Return how many guesses of a chain of the draft are expected to become text."""
-        expected, survival = 0.0, 1.0
+    def of(self, depth: int) -> list[float]:
+        """Return the chance of each guess of a chain of the draft to become text."""
+        chances, survival = [], 1.0
         for place in range(depth):
             offered, reached = (
                 counts[place] if place < len(counts) else 0.0 for counts in (self._offered, self._reached)
             )
             survival = min(survival, (reached + CAUTION * GUESSED * survival) / (offered + CAUTION))
-            expected += survival
-        return expected
+            chances.append(survival)
+        return chances
 
-    def of_memory(self, chances: float) -> float:
-        """Return how many guesses of a chain of the memory are, where ``chances`` is the sum of their chances."""
-        return chances * (self._accepted + CAUTION) / (self._expected + CAUTION)
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which rows take the memory's chain, how deep at most, and how deep the draft guesses for the others."""
+
+    taken: list[bool]
+    depth: int
+    draft_depth: int
 
 
 @dataclass
@@ -192,7 +192,9 @@ class HybridDrafter(Drafter):
     def __init__(self, speculator: HybridSpeculator, request: Request) -> None:
         self._rows = speculator.memory.texts(request).rows()
         self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
-        self._min_chance, self._record = speculator.memory.min_chance, speculator.record
+        self._min_chance, self._trust = speculator.memory.min_chance, speculator.memory.trust
+        self._record, self._worth = speculator.record, request.worth
+        self._begun = False  # the draft has guessed
         self._is_chain = request.config.tree is None
         self._width = 1 if self._is_chain else request.config.tree_top_k
         self._last: _Last | None = None
@@ -225,15 +227,34 @@ class HybridDrafter(Drafter):
         return True
 
     def _chains(self, news: News, limit: int, found: list[Guesses]) -> Proposal:
-        depth, record = min(limit, self._draft_depth), self._record
-        expected = [sum(guesses.values()) for guesses in found]
-        rival = record.of_draft(depth)
         # Decided before the draft is asked: what it draws must not decide whether it counts.
-        taken = [chances > 0 and record.of_memory(chances) >= rival for chances in expected]
-        drafted = self._draft.propose(news, 0 if all(taken) else depth)
-        self._last = _Last(drafted, found, taken)
-        chains = [max(guesses, key=len) if takes else None for guesses, takes in zip(found, taken, strict=True)]
+        plan = self._plan(limit, [self._trust.of(guesses.values()) for guesses in found])
+        drafted = self._draft.propose(news, plan.draft_depth)
+        self.kind = DRAFTED if plan.draft_depth else RECALLED
+        self.caught_up = plan.draft_depth > 0 and not self._begun
+        self._begun |= plan.draft_depth > 0
+        found = [
+            shortened(paths, plan.depth) if takes else paths for paths, takes in zip(found, plan.taken, strict=True)
+        ]
+        self._last = _Last(drafted, found, plan.taken)
+        chains = [max(guesses, key=len) if takes else None for guesses, takes in zip(found, plan.taken, strict=True)]
         return with_chains(drafted, chains)
+
+    def _plan(self, limit: int, recalled: Sequence[Sequence[float]]) -> _Plan:
+        """Decide who guesses, and how deep, from the chances of each row's ``recalled`` chain."""
+        deepest = min(limit, self._draft_depth)
+        drafted = self._record.of(deepest)
+        taken = [sum(chances) >= sum(drafted) and bool(chances) for chances in recalled]
+        if self._worth is None:
+            return _Plan(taken, limit, 0 if all(taken) else deepest)
+        rows = len(recalled)
+        depth, speed = self._worth(rows, RECALLED, mean_chances(recalled))
+        if not all(taken):
+            together = [mine if takes else drafted for mine, takes in zip(recalled, taken, strict=True)]
+            further, faster = self._worth(rows, DRAFTED, mean_chances(together))
+            if faster > speed and further:
+                return _Plan(taken, further, min(further, deepest))
+        return _Plan([depth > 0 and bool(chances) for chances in recalled], depth, 0)
 
     def _read(self, news: News) -> list[list[int]]:
         """Bring what became text from its device, with the last guesses, in one transfer, and learn who was right."""
@@ -253,20 +274,11 @@ class HybridDrafter(Drafter):
         The memory's chain is judged as far as the text goes even where the draft's was taken: else a memory that was
         wrong once would never be believed again.
         """
-        chain, chances = max(recalled, key=len, default=()), list(recalled.values())
-        seen = len(chain) if taken else min(len(chain), len(new))
-        if seen:
-            self._record.recalled(sum(chances[:seen]), _agreeing(chain, new))
+        self._trust.judge(recalled, new, taken)
         guesses, parents = drafted[: len(drafted) // 2], drafted[len(drafted) // 2 :]
         depth = sum(parent != ABSENT for parent in parents)
         if depth and not taken:
-            self._record.drafted(depth, _agreeing(guesses[:depth], new[:-1]))
-
-
-def _agreeing(guesses: Sequence[int], tokens: Sequence[int]) -> int:
-    """Count the guesses that came true before one did not."""
-    right = [guess == token for guess, token in zip(guesses, tokens, strict=False)]
-    return [*right, False].index(False)
+            self._record.learn(depth, agreeing(guesses[:depth], new[:-1]))
 
 
 def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:

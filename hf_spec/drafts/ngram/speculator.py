@@ -22,6 +22,7 @@ from ..base import Drafter, News, Request, Speculator
 from .memory import BREAK, LOOK_BACK, Memory
 from .recall import Path, Texts
 from .remembered import Remembered, read_remembered, write_remembered
+from .trust import RECALLED, Guesses, Trust, mean_chances, shortened
 
 Match = Literal["recent", "frequent"]
 
@@ -80,6 +81,7 @@ class NgramSpeculator(Speculator):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.match, self.min_chance = match, min_chance
         self.memory = None if remember is None else Memory(remember)
+        self.knows_chances, self.trust = self.memory is not None, Trust()
         self.corpus = TextIndex(self.sizes)
         sequences = [_token_ids(sequence) for sequence in corpus]
         self._largest = max(chain.from_iterable(sequences), default=BREAK)
@@ -262,32 +264,52 @@ class NgramDrafter(Drafter):
 class RememberingDrafter(Drafter):
     """Guess from the texts of a call and from what is remembered of earlier ones. Lives on the CPU."""
 
+    kind = RECALLED
+
     def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
         self._rows = speculator.texts(request).rows()
         self._shape = _Shape(request.config)
-        self._min_chance = speculator.min_chance
+        self._min_chance, self._trust = speculator.min_chance, speculator.trust
+        self._worth = request.worth
+        self._last: list[Guesses] = [{} for _ in self._rows]  # chains, by row
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news`` and look up what may follow, at most ``limit`` tokens of it."""
-        for (texts, number), tokens in zip(self._rows, news.emitted, strict=True):
+        shape, emitted = self._shape, news.emitted
+        for (texts, number), tokens in zip(self._rows, emitted, strict=True):
             texts.extend(number, tokens)
-        depth = self._shape.depth(limit)
-        return lay_out([self._tree(*row, depth) for row in self._rows], news.root, self._shape.is_chain)
+        depth = shape.depth(limit)
+        found = [
+            texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
+            for texts, number in self._rows
+        ]
+        if shape.is_chain:
+            for guesses, new in zip(self._last, emitted, strict=True):
+                self._trust.judge(guesses, new, scored=True)
+            self._last = found = self._worth_it(found)
+        ranks = shape.ranks
+        trees = [list(guesses) if ranks is None else _of_ranks(guesses, ranks) for guesses in found]
+        return lay_out(trees, news.root, shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only; the others' texts stay to be looked in."""
-        self._rows = [self._rows[row] for row in rows.tolist()]
+        kept = rows.tolist()
+        self._rows, self._last = [self._rows[row] for row in kept], [self._last[row] for row in kept]
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too; each keeps looking in the texts of its own call."""
         assert isinstance(other, RememberingDrafter)
         self._rows += other._rows
+        self._last += other._last
         return True
 
-    def _tree(self, texts: Texts, number: int, depth: int) -> list[Path]:
-        shape = self._shape
-        found = texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
-        return list(found) if shape.ranks is None else _of_ranks(found, shape.ranks)
+    def _worth_it(self, found: list[Guesses]) -> list[Guesses]:
+        """Leave out of the rows' chains what is not worth its time, where a clock can tell."""
+        if self._worth is None:
+            return found
+        chances = mean_chances([self._trust.of(guesses.values()) for guesses in found])
+        depth, _ = self._worth(len(found), RECALLED, chances)
+        return [shortened(guesses, depth) for guesses in found]
 
 
 def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:

@@ -1,0 +1,303 @@
+"""Guesses weighed by their chances: who guesses and how deep, where a memory says how likely it is to be right."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts
+from test_ngram import news
+from torch import Tensor
+from twins import draft, target
+
+from hf_spec import (
+    Drafter,
+    HybridSpeculator,
+    News,
+    NgramSpeculator,
+    Proposal,
+    Request,
+    SpeculationConfig,
+    Speculator,
+)
+from hf_spec.decoding import loop
+from hf_spec.decoding.experience import Experience
+from hf_spec.decoding.pace import Pace
+from hf_spec.decoding.worth import PLAIN, Worth
+from hf_spec.drafts.late import LateDrafter
+from hf_spec.drafts.ngram.trust import Trust, mean_chances
+
+pytestmark = pytest.mark.clock
+
+
+def weigher(experiences: dict[str, Experience] | None = None) -> Worth:
+    known: dict[str, Experience] = defaultdict(Experience) if experiences is None else experiences
+    return Worth(known.__getitem__)
+
+
+def measured(seconds: dict[str, Callable[[int], float]], rows: int = 1) -> Worth:
+    """Return one that saw steps of every kind, one to eight deep, and ordinary ones."""
+    worth = weigher()
+    for depth in [0, *range(1, 9)] * 2:
+        for kind, taken in seconds.items():
+            worth.stepped(rows, kind, depth, taken(depth))
+    return worth
+
+
+# --- What guesses are worth ------------------------------------------------------------------------------------------
+
+
+def test_guesses_go_as_deep_as_their_chances_pay_for() -> None:
+    worth = measured({"recalled": lambda depth: 1 + 0.1 * depth, "drafted": lambda depth: 1 + 0.4 * depth})
+    likely, unlikely = [0.9**j for j in range(1, 9)], [0.3**j for j in range(1, 9)]
+    for chances in (likely, unlikely):
+        for kind, cost in (("recalled", 0.1), ("drafted", 0.4)):
+            speeds = [(1 + sum(chances[:depth])) / (1 + cost * depth) for depth in range(9)]
+            depth, speed = worth(1, kind, chances)
+            assert (depth, speed) == pytest.approx((speeds.index(max(speeds)), max(speeds)))
+    assert worth(1, "recalled", [])[0] == worth(1, "drafted", [0.2, 0.1])[0] == 0
+
+
+def test_what_costs_more_than_it_promises_is_left() -> None:
+    worth = measured({"recalled": lambda depth: 1 + 2 * (depth > 0)})
+    assert worth(1, "recalled", [1.0, 1.0]) == (0, 1.0)
+    assert worth(1, "recalled", [1.0, 1.0, 1.0])[0] == 3
+
+
+def test_rows_that_wait_for_each_other_are_worth_less() -> None:
+    seconds = {"recalled": lambda depth: 1 + 0.3 * depth}
+    of_four, apart = measured(seconds, rows=4), [0.3]
+    for depth in [0, 1] * 3:
+        of_four.stepped(2, "recalled", depth, (1 + 0.3 * depth) * 0.95)  # fewer rows take nearly as long
+    assert measured(seconds)(1, "recalled", [0.4])[0] == of_four(1 << 6, "recalled", apart)[0] == 1
+    assert of_four(4, "recalled", [0.36])[0] == 0
+    assert measured(seconds, rows=4)(4, "recalled", [0.36])[0] == 1
+
+
+def test_every_kind_is_tried_first_and_again() -> None:
+    worth, taken = weigher(), {"": 1.0, "recalled": 1.2, "drafted": 9.0}
+    steps: list[str] = []
+    for _ in range(4000):
+        best = max(("recalled", "drafted"), key=lambda kind: worth(1, kind, [0.5])[1])
+        depth = worth(1, best, [0.5])[0]
+        kind = best if depth else PLAIN
+        worth.stepped(1, kind, depth, taken[kind])
+        steps.append(kind)
+    assert {"recalled", "drafted", PLAIN} == set(steps[:8])
+    assert {"recalled", "drafted", PLAIN} == set(steps[-1500:])
+    seconds = {kind: taken[kind] * steps.count(kind) for kind in taken}
+    assert seconds["drafted"] + seconds[PLAIN] < 0.03 * sum(seconds.values())
+
+
+def test_steps_that_are_no_usual_ones_teach_nothing() -> None:
+    experiences: dict[str, Experience] = defaultdict(Experience)
+    worth = weigher(experiences)
+    worth.stepped(1, "drafted", 3, None)
+    assert not any(one.seconds for one in experiences.values())
+
+
+def test_a_batch_begins_with_few_guesses() -> None:
+    assert weigher()(1, "recalled", [0.9] * 16)[0] == 16
+    assert weigher()(16, "recalled", [0.9] * 16)[0] == 3
+
+
+# --- Chances as they turn out ----------------------------------------------------------------------------------------
+
+
+def test_trust_follows_what_came_true() -> None:
+    trust, chance = Trust(), random.Random(0)
+    assert trust.of([0.9, 0.5, 0.2]) == pytest.approx([0.9, 0.5, 0.2])
+    for _ in range(600):
+        first = chance.random() < 0.45
+        trust.learn([0.9, 0.3], first + (first and chance.random() < 0.5))
+    assert trust.of([0.9, 0.3]) == pytest.approx([0.45, 0.22], abs=0.08)
+    assert trust.of([0.6]) == [0.6]  # of which nothing is known
+    assert trust.of([0.9, 0.88])[1] <= trust.of([0.9])[0]
+
+
+def test_a_chain_that_was_not_scored_is_judged_as_far_as_the_text_goes() -> None:
+    scored, seen = Trust(), Trust()
+    guesses = {(5,): 0.9, (5, 6): 0.7, (5, 6, 7): 0.4}
+    for _ in range(50):
+        scored.judge(guesses, [5], scored=True)
+        seen.judge(guesses, [5], scored=False)
+    assert seen.of([0.9, 0.7]) == pytest.approx([0.92, 0.7], abs=0.1)
+    assert scored.of([0.9, 0.7])[1] < 0.1
+
+
+def test_means_are_over_all_rows() -> None:
+    assert mean_chances([[0.8, 0.6], [], [0.4]]) == pytest.approx([0.4, 0.2])
+
+
+# --- Answers of a real model -----------------------------------------------------------------------------------------
+
+REAL = json.loads((Path(__file__).parent / "fixtures" / "smollm2_answers.json").read_text())
+
+
+class Known(Speculator):
+    """Guess five deep, and be right as often as the draft was from which this was written down."""
+
+    def __init__(self) -> None:
+        self.answer: dict[str, Any] = {}
+
+    def drafter(self, request: Request) -> Drafter:
+        return _KnownDrafter(self.answer)
+
+
+class _KnownDrafter(Drafter):
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self._answer, self._done = answer, answer["prompt"]
+
+    def propose(self, news: News, limit: int) -> Proposal:
+        self._done += int(news.counts[0])
+        place = self._done - self._answer["prompt"] - 1
+        right = int(self._answer["drafted"][place : place + 1] or 0)  # nothing is guessed behind the last but one
+        guesses = (self._answer["ids"][self._done : self._done + right] + [-7] * 5)[: min(limit, 5)]
+        return Proposal.chain(news.root, torch.tensor([guesses]))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        raise AssertionError("one row")
+
+
+def decode(speculator: Speculator, pace: Pace, answer: dict[str, Any], costs: list[float], seed: int) -> float:
+    """Decode an answer as the loop does, but for the target, whose text and times are known; return the seconds."""
+    ordinary, wider, asking, guessing = costs
+    ids, done, clock, chance = answer["ids"], answer["prompt"] + 1, 0.0, random.Random(seed)
+    prompt = torch.tensor([ids[: answer["prompt"]]])
+    request = Request(
+        target(), prompt, torch.ones_like(prompt), None, speculator.defaults(), lambda x: x, False, worth=pace.worth
+    )
+    drafter, new = LateDrafter(lambda: speculator.drafter(request)), ids[done - 1 : done]
+    while done < len(ids):
+        room = len(ids) - done
+        proposal = drafter.propose(news([new]), min(pace.depth(1), room)).within([room])
+        guesses = proposal.tokens[0, 1 : 1 + proposal.max_depth].tolist()
+        right = next((i for i, token in enumerate(guesses) if token != ids[done + i]), len(guesses))
+        drafted = 0 if drafter.kind == "recalled" else min(5, len(guesses))
+        taken = ordinary + wider * len(guesses) + (asking + guessing * drafted if drafted else 0)
+        taken *= chance.uniform(0.94, 1.06)
+        new = ids[done : min(done + right + 1, len(ids))]
+        usual, kind = not drafter.caught_up, drafter.kind
+        pace.stepped(1, len(guesses), taken if clock else None, [len(guesses)], [right], is_usual=usual, kind=kind)
+        done, clock = done + len(new), clock + taken
+    speculator.learn([ids])
+    return clock
+
+
+def took(kind: str, costs: list[float], weighs: bool = True) -> dict[str, float]:
+    """Return the time of the answers of each category, one conversation after another."""
+    known, memory = Known(), NgramSpeculator(remember=100_000)
+    speculator = {"draft": known, "memory": memory, "hybrid": HybridSpeculator(known, memory)}[kind]
+    experiences: dict[str, Experience] = defaultdict(Experience)
+    times: dict[str, float] = defaultdict(float)
+    for number, answer in enumerate(REAL["answers"]):
+        known.answer = answer
+        weighing = Worth(experiences.__getitem__) if weighs and speculator.knows_chances else None
+        pace = Pace(experiences["all"], 5, worth=weighing)
+        times[answer["category"]] += decode(speculator, pace, answer, costs, number)
+    return times
+
+
+def plain(costs: list[float]) -> dict[str, float]:
+    times: dict[str, float] = defaultdict(float)
+    for answer in REAL["answers"]:
+        times[answer["category"]] += costs[0] * (len(answer["ids"]) - answer["prompt"] - 1)
+    return times
+
+
+@pytest.mark.parametrize("machine", REAL["milliseconds"])
+def test_a_hybrid_is_as_fast_as_the_better_of_its_two(machine: str) -> None:
+    costs = REAL["milliseconds"][machine]
+    hybrid, draft_alone, memory = (took(kind, costs) for kind in ("hybrid", "draft", "memory"))
+    total, better = sum(hybrid.values()), min(sum(draft_alone.values()), sum(memory.values()))
+    assert total < better / 0.97
+    assert all(hybrid[name] < seconds / 0.96 for name, seconds in plain(costs).items())
+    assert all(memory[name] < seconds / 0.97 for name, seconds in plain(costs).items())
+
+
+def test_one_acceptance_for_both_is_slower() -> None:
+    """What a draft gets accepted says nothing of what the memory will: with a slow draft it costs most."""
+    for machine, gain in (("bfloat16", 1.0), ("a slow draft", 1.25)):
+        costs = REAL["milliseconds"][machine]
+        mixed, weighed = (sum(took("hybrid", costs, weighs).values()) for weighs in (False, True))
+        assert mixed > gain * weighed
+
+
+# --- In generate -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "hybrid"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_whatever_is_worth_it_the_text_is_plain_generates(
+    kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance, asked = random.Random(5), set()
+
+    def any_worth(worth: Worth, rows: int, kind: str, chances: list[float]) -> tuple[int, float]:
+        asked.add(kind)
+        return chance.randint(0, len(chances)), chance.random()
+
+    monkeypatch.setattr(Worth, "__call__", any_worth)
+    memory = NgramSpeculator(remember=1000)
+    speculator = memory if kind == "memory" else HybridSpeculator(draft(), memory)
+    inputs = prompts(rows, (9, 6, 3)[:rows], vocab_size=60)
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    ends = [int(target().generate(**inputs, **options)[0, 14])]
+    expected = target().generate(**inputs, **options, eos_token_id=ends)
+    for _ in range(3):
+        out = target().generate(
+            **inputs, **options, eos_token_id=ends, speculator=speculator, return_dict_in_generate=True
+        )
+        assert torch.equal(out.sequences, expected)
+    assert asked == {"recalled"} if kind == "memory" else {"recalled", "drafted"}
+
+
+@pytest.mark.parametrize(
+    ("change", "weighs"),
+    [
+        ({}, True),
+        ({"num_speculative_tokens": 4}, False),
+        ({"speculation_config": SpeculationConfig(tree="dynamic")}, False),
+        ({"cache_implementation": "static", "disable_compile": True}, False),
+        ({"no_repeat_ngram_size": 3}, True),
+        ({"logits_processor": [lambda ids, scores: scores]}, False),  # three rows in lockstep
+    ],
+)
+def test_where_the_clock_weighs(change: dict[str, Any], weighs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    call = loop.Call.__init__
+
+    def spy(self: Any, *args: Any) -> None:
+        call(self, *args)
+        seen.append(self.pace.worth is not None)
+
+    monkeypatch.setattr(loop.Call, "__init__", spy)
+    inputs = prompts(3, (9, 6, 3), vocab_size=60)
+    expected = target().generate(**inputs, **_plain(change), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    out = target().generate(
+        **inputs, **change, max_new_tokens=8, do_sample=False, pad_token_id=0, speculator=NgramSpeculator(remember=99)
+    )
+    assert torch.equal(out, expected)
+    assert seen == [weighs]
+
+
+def _plain(change: dict[str, Any]) -> dict[str, Any]:
+    own = "num_speculative_tokens", "speculation_config"
+    return {name: value for name, value in change.items() if name not in own}
+
+
+def test_a_request_without_a_clock_takes_what_is_found() -> None:
+    memory = NgramSpeculator(remember=99)
+    memory.learn([list(range(20))])
+    ids = torch.tensor([[1, 2]])
+    request = Request(target(), ids, torch.ones_like(ids), None, memory.defaults(), lambda x: x, False)
+    assert memory.drafter(request).propose(news([[3]]), 16).max_depth == 7
+    shallow = replace(request, worth=lambda rows, kind, chances: (2, 1.0))
+    assert memory.drafter(shallow).propose(news([[3]]), 16).max_depth == 2
