@@ -38,7 +38,8 @@ from hf_spec import (
     as_speculator,
 )
 from hf_spec.decoding.verification import Verdict
-from hf_spec.drafts.ngram.hybrid import TrackRecord, with_branches, with_chains
+from hf_spec.drafts.ngram.hybrid import with_branches, with_chains
+from hf_spec.drafts.trust import TrackRecord
 from hf_spec.proposal import ABSENT
 
 ROUNDS = 20_000
@@ -100,6 +101,23 @@ def test_chosen_guesses_taken_for_drawn_ones_are_seen(way: str, rule: Rule) -> N
 @pytest.mark.parametrize("rule", [reject, traverse])
 def test_a_choice_that_looks_at_the_draw_is_seen(rule: Rule) -> None:
     assert not is_lossless("chain_v3_l3", rule, mixed("chain_v3_l3", "where a 0 was drawn"))
+
+
+@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize(("way", "lossless"), [("how sure the draft is", True), ("what was drawn", False)])
+def test_chains_may_end_by_how_sure_a_draft_is_but_not_by_what_was_drawn(way: str, lossless: bool, rule: Rule) -> None:
+    """A guess that was drawn stays. The tempting rule drops those that turned out unlikely."""
+    proposal, _ = propose("chain_v3_l3")
+    assert proposal.q is not None
+    tokens, parents, q = proposal.tokens[:ROUNDS], proposal.parents[:ROUNDS].clone(), proposal.q[:ROUNDS, :3]
+    peak = q.amax(-1)  # (rounds, guesses)
+    if lossless:
+        going = torch.cat([torch.ones(ROUNDS, 1), (peak[:, :-1] > 0.5).float()], dim=1).cumprod(1) > 0
+    else:
+        going = (q.gather(2, tokens[:, 1:, None])[..., 0] > 0.3).float().cumprod(1) > 0
+    parents[:, 1:][~going] = ABSENT
+    assert 0.1 < going.float().mean() < 0.9
+    assert is_lossless("chain_v3_l3", rule, replace(proposal, tokens=tokens, parents=parents, q=q)) == lossless
 
 
 def test_branches_share_what_is_there() -> None:
@@ -164,7 +182,11 @@ def begin(speculator: HybridSpeculator, rows: int, **config: Any) -> Drafter:
 
 
 LINE = list(range(10, 40))
-CHANCES = [0.95, 0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]  # one of each level
+CHANCES = [0.95, 0.85, 0.7, 0.6, 0.5, 0.3, 0.2, 0.1]  # one of each level
+
+
+def trusted(speculator: HybridSpeculator) -> float:
+    return sum(speculator.memory.trust.of(chance) for chance in CHANCES)
 
 
 def test_each_row_takes_what_promises_more() -> None:
@@ -196,7 +218,8 @@ def test_experience_decides() -> None:
         assert paths_of(begin(speculator, 1).propose(news([LINE[:2]]), 3), 0)[-1] == guesses
     for _ in range(60):
         speculator.record.fade()
-        speculator.memory.trust.learn([0.6, 0.5, 0.4], 0)
+        for chance in CHANCES:
+            speculator.memory.trust.learn(chance, False)
         speculator.record.learn(3, 1)
     assert paths_of(begin(speculator, 1).propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
 
@@ -209,7 +232,7 @@ def test_leaving_rows_take_their_record_with_them() -> None:
         drafter.keep_rows(torch.tensor(rows))
         new = [[60], [*LINE[10:12], 70], [50, 51, 52, 60]]
         drafter.propose(news([new[row] for row in rows]), 6)
-        return sum(speculator.record.of(3)), sum(speculator.memory.trust.of(CHANCES))
+        return sum(speculator.record.of(3)), trusted(speculator)
 
     unknown = sum(TrackRecord().of(3)), sum(CHANCES)
     worst, best, both = record([0]), record([2]), record([2, 0])
@@ -225,13 +248,14 @@ def test_a_memory_that_is_not_taken_is_judged_all_the_same() -> None:
     speculator = hybrid(Fixed([50, 51, 52]), LINE, draft_tokens=3)
     for _ in range(60):
         speculator.record.learn(3, 3)
-        speculator.memory.trust.learn(CHANCES, 0)
-    doubted, trusted = sum(speculator.memory.trust.of(CHANCES)), sum(speculator.record.of(3))
+        for chance in CHANCES:
+            speculator.memory.trust.learn(chance, False)
+    doubted, believed = trusted(speculator), sum(speculator.record.of(3))
     drafter = begin(speculator, 1)
     assert paths_of(drafter.propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
     drafter.propose(news([LINE[2:4]]), 3)
-    assert sum(speculator.memory.trust.of(CHANCES)) > doubted
-    assert sum(speculator.record.of(3)) < trusted
+    assert trusted(speculator) > doubted
+    assert sum(speculator.record.of(3)) < believed
 
 
 def test_track_record() -> None:

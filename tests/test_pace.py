@@ -21,6 +21,7 @@ from hf_spec import News, SpeculationConfig, as_speculator
 from hf_spec.batching.speculation import Speculation
 from hf_spec.decoding import loop
 from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
+from hf_spec.decoding.worth import Worth
 from hf_spec.sampling import is_seeded
 from hf_spec.scoring.widths import costs_of_widths
 
@@ -320,12 +321,16 @@ def test_whatever_depths_are_chosen_the_text_is_plain_generates(
     chance = random.Random(3)
     shallow = 20 if kind == "late" else 0  # the drafter starts after some rows are done
 
-    def any_depth(pace: Pace, rows: int) -> int:
+    def any_depth(clock: Pace | Worth, rows: int) -> int:
         nonlocal shallow
         shallow -= 1
         return 0 if shallow > 0 else chance.choice([0, 0, 1, 4, 7])
 
+    def any_worth(worth: Worth, rows: int, kind: str, chances: list[float]) -> tuple[int, float]:
+        return min(any_depth(worth, rows), len(chances)), 1.0
+
     monkeypatch.setattr(Pace, "depth", any_depth)
+    monkeypatch.setattr(Worth, "__call__", any_worth)
     foreign = kind not in ("ngram", "vanilla", "late")
     model = load_target(kind) if foreign else target()
     speculator = load_draft(kind) if foreign else draft() if kind != "ngram" else kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts
+from golden import load_draft, load_target
 from test_ngram import news
 from torch import Tensor
 from twins import draft, target
@@ -26,13 +28,17 @@ from hf_spec import (
     Request,
     SpeculationConfig,
     Speculator,
+    as_speculator,
 )
 from hf_spec.decoding import loop
 from hf_spec.decoding.experience import Experience
 from hf_spec.decoding.pace import Pace
 from hf_spec.decoding.worth import PLAIN, Worth
+from hf_spec.drafts.foresight import Foresight
 from hf_spec.drafts.late import LateDrafter
-from hf_spec.drafts.ngram.trust import Trust, mean_chances
+from hf_spec.drafts.ngram.recall import chances_of, judge
+from hf_spec.drafts.trees import grow
+from hf_spec.drafts.trust import TrackRecord, Trust, mean_chances
 
 pytestmark = pytest.mark.clock
 
@@ -113,27 +119,173 @@ def test_a_batch_begins_with_few_guesses() -> None:
 
 def test_trust_follows_what_came_true() -> None:
     trust, chance = Trust(), random.Random(0)
-    assert trust.of([0.9, 0.5, 0.2]) == pytest.approx([0.9, 0.5, 0.2])
+    assert [trust.of(one) for one in (0.9, 0.5, 0.2)] == pytest.approx([0.9, 0.5, 0.2])
     for _ in range(600):
-        first = chance.random() < 0.45
-        trust.learn([0.9, 0.3], first + (first and chance.random() < 0.5))
-    assert trust.of([0.9, 0.3]) == pytest.approx([0.45, 0.22], abs=0.08)
-    assert trust.of([0.6]) == [0.6]  # of which nothing is known
-    assert trust.of([0.9, 0.88])[1] <= trust.of([0.9])[0]
+        trust.learn(0.9, chance.random() < 0.45)
+        trust.learn(0.3, chance.random() < 0.5)
+    assert [trust.of(one) for one in (0.9, 0.3)] == pytest.approx([0.45, 0.5], abs=0.08)
+    assert trust.of(0.6) == 0.6  # of which nothing is known
+    assert trust.of(0.3) < trust.of(0.37) <= 1
+    for _ in range(600):
+        trust.learn(0.4, True)
+    assert trust.of(0.49) == 1.0
 
 
 def test_a_chain_that_was_not_scored_is_judged_as_far_as_the_text_goes() -> None:
     scored, seen = Trust(), Trust()
     guesses = {(5,): 0.9, (5, 6): 0.7, (5, 6, 7): 0.4}
     for _ in range(50):
-        scored.judge(guesses, [5], scored=True)
-        seen.judge(guesses, [5], scored=False)
-    assert seen.of([0.9, 0.7]) == pytest.approx([0.92, 0.7], abs=0.1)
-    assert scored.of([0.9, 0.7])[1] < 0.1
+        judge(scored, guesses, [5], scored=True)
+        judge(seen, guesses, [5], scored=False)
+    assert chances_of(guesses, seen) == pytest.approx([1.0, 0.7, 0.4], abs=0.1)
+    assert chances_of(guesses, scored)[1:] == pytest.approx([0.0, 0.0], abs=0.1)
+
+
+def test_no_guess_is_likelier_than_those_before_it() -> None:
+    trust = Trust()
+    for _ in range(50):
+        trust.learn(0.9, False)
+    assert chances_of({(5,): 0.9, (5, 6): 0.6}, trust) == [pytest.approx(0.09, abs=0.05)] * 2
 
 
 def test_means_are_over_all_rows() -> None:
     assert mean_chances([[0.8, 0.6], [], [0.4]]) == pytest.approx([0.4, 0.2])
+
+
+# --- Guess by guess --------------------------------------------------------------------------------------------------
+
+
+def foresight(chances: Callable[[str, list[float]], tuple[int, float]], first: int = 5) -> Foresight:
+    return Foresight(lambda rows, kind, found: chances(kind, found), TrackRecord(), first)
+
+
+def test_chains_end_where_a_guess_is_not_worth_it() -> None:
+    worth = measured({"drafted": lambda depth: 1 + 0.2 * depth})
+    ending = Foresight(worth, TrackRecord(), 5)
+    assert ending.limit(1, 8) == 8
+    assert ending.goes_on(torch.tensor([0.95]))
+    assert not ending.goes_on(torch.tensor([0.1]))
+    of_two = Foresight(measured({"drafted": lambda depth: 1 + 0.2 * depth}, rows=2), TrackRecord(), 5)
+    of_two.begin([True, True], 8)
+    assert of_two.goes_on(torch.tensor([0.99, 0.3]))  # on average
+    of_two.begin([False, True], 8)
+    assert not of_two.goes_on(torch.tensor([0.99, 0.1]))  # the memory guesses for the first row
+
+
+def test_nobody_is_asked_where_not_one_guess_promises_enough() -> None:
+    worth, record = measured({"drafted": lambda depth: 1 + 0.5 * depth}), TrackRecord()
+    assert Foresight(worth, record, 5).limit(1, 8) == 8
+    for _ in range(200):
+        record.fade()
+        record.learn(3, 0)
+    assert Foresight(worth, record, 5).limit(1, 8) == 0
+
+
+def test_what_was_not_measured_is_tried_as_deep_as_is_usual() -> None:
+    assert foresight(lambda kind, chances: (len(chances), math.inf)).limit(1, 16) == 5
+    assert foresight(lambda kind, chances: (1, 1.0)).limit(1, 16) == 16  # and ended guess by guess
+
+
+def test_each_row_teaches_how_far_a_draft_can_be_trusted() -> None:
+    ending = foresight(lambda kind, chances: (len(chances), 1.0))
+    assert ending.limit(3, 3) == 3
+    assert ending.goes_on(torch.tensor([0.9, 0.3, 0.3])) and ending.goes_on(torch.tensor([0.9, 0.3, 0.3]))
+    ending.proposed([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    ending.keep_rows([0, 2])
+    unknown = ending.record.of(3)
+    ending.became_text([[1, 2, 3, 60], [70]])
+    assert ending.record.trust.of(0.9) > 0.9 and ending.record.trust.of(0.3) < 0.3
+    assert ending.record.of(3)[2] > unknown[2]
+    ending.became_text([[4], [4]])  # an ordinary step teaches nothing
+    assert ending.sure == []
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_chain_is_the_beginning_of_the_one_that_was_not_ended(sample: bool) -> None:
+    """How long a chain gets must not change what is in it, nor the distributions that its guesses are drawn from."""
+    tables, told = torch.randn(9, 2, 40), []
+
+    def step(tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+        return tables[int(parents[0, 0]) + 2].log_softmax(-1)[:, None]
+
+    def goes_on(sure: Tensor) -> bool:
+        told.append(sure)
+        return len(told) < 3
+
+    root, config = torch.tensor([1, 2]), SpeculationConfig(num_speculative_tokens=8)
+    chains = []
+    for ends in (None, goes_on):
+        torch.manual_seed(0)
+        chains.append(grow(root, tables[0].log_softmax(-1), step, config, 8, sample, goes_on=ends))
+    whole, ended = chains
+    assert (whole.max_depth, ended.max_depth) == (8, 3)
+    assert torch.equal(whole.tokens[:, :4], ended.tokens)
+    assert torch.allclose(torch.stack(told), tables[:3].softmax(-1).amax(-1))
+    if sample:
+        assert whole.q is not None and ended.q is not None
+        assert torch.equal(whole.q[:, :3], ended.q)
+
+
+def test_scores_of_any_sum_say_how_sure_a_draft_is() -> None:
+    logits = torch.randn(3, 50)
+    sure = []
+    for scores in (logits, logits.log_softmax(-1), logits.bfloat16()):
+        grow(
+            torch.zeros(3, dtype=torch.long),
+            scores,
+            lambda *_: logits[:, None],
+            SpeculationConfig(),
+            2,
+            False,
+            goes_on=lambda one: sure.append(one) or False,  # type: ignore[func-returns-value]
+        )
+    assert torch.allclose(sure[0], sure[1]) and torch.allclose(sure[0], sure[2], atol=0.02)
+
+
+def test_drafts_that_step_are_asked_on_a_cpu() -> None:
+    assert as_speculator(draft(), target()).guesses_one_by_one
+    assert load_draft("eagle3_orig_a").guesses_one_by_one
+    assert not load_draft("medusa_v1_pt").guesses_one_by_one
+    assert not NgramSpeculator().guesses_one_by_one
+    assert not load_draft("eagle3_orig_a").to("meta").guesses_one_by_one
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", ["vanilla", "eagle3_orig_a", "hybrid"])
+def test_ended_chains_leave_the_text_as_it_is(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance, lengths = random.Random(rows), set()
+
+    def any_end(self: Foresight, sure: Tensor) -> bool:
+        lengths.add(len(sure))
+        for kept, own in zip(self.sure, sure.tolist(), strict=True):
+            kept.append(own)
+        return chance.random() < 0.6
+
+    monkeypatch.setattr(Foresight, "goes_on", any_end)
+    monkeypatch.setattr(
+        Worth, "__call__", lambda worth, rows, kind, chances: (chance.randint(0, len(chances)), chance.random())
+    )
+    model = load_target(kind) if kind.startswith("eagle") else target()
+    speculator: Any = load_draft(kind) if kind.startswith("eagle") else draft()
+    speculator = HybridSpeculator(speculator) if kind == "hybrid" else speculator
+    inputs = prompts(rows, (9, 6, 3)[:rows], vocab_size=60)
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    plain_text = model.generate(**inputs, **options)
+    options["eos_token_id"] = [int(plain_text[0, 20])]
+    expected = model.generate(**inputs, **options)
+    out = model.generate(**inputs, **options, speculator=speculator, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, expected)
+    assert rows in lengths
+    depths = {depth for row in out.speculation.per_row for depth in row.guessed}
+    assert len(depths) > 1
+
+
+def test_min_confidence_ends_chains_itself() -> None:
+    config = SpeculationConfig(min_confidence=0.4)
+    speculator = as_speculator(draft(), target())
+    assert Pace.of(target(), speculator, config, True, weighs=True).worth is None
+    assert Pace.of(target(), speculator, SpeculationConfig(), True, weighs=True).worth is not None
+    assert Pace.of(target(), speculator, SpeculationConfig(), False, weighs=True).worth is None
 
 
 # --- Answers of a real model -----------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -11,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator
+from ..drafts.trust import TrackRecord
 from ..settings import SpeculationConfig
 
 DEEPEST = 16
@@ -24,6 +27,41 @@ UNKNOWN = 64  # tokens that the target is given at most, if more than two a row,
 PLAIN_MARGIN = 1.03  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
 
 
+@dataclass(frozen=True)
+class Line:
+    """What steps take, in seconds: ``start`` at depth 0, and ``slope`` more for each further guess.
+
+    The slope is not known, NaN, as long as steps of one depth only, ``deepest``, were measured.
+    """
+
+    start: float
+    slope: float
+    deepest: int
+
+    @classmethod
+    def through(cls, times: dict[int, float], weights: dict[int, int]) -> Line:
+        """Fit the line to the ``times`` of each depth, by least squares; guesses never save time."""
+        total = sum(weights.values())
+        depth = sum(weight * at for at, weight in weights.items()) / total
+        seconds = sum(weights[at] * taken for at, taken in times.items()) / total
+        spread = sum(weight * (at - depth) ** 2 for at, weight in weights.items())
+        if not spread:
+            return cls(seconds, math.nan, max(times))
+        slope = sum(weights[at] * (at - depth) * (taken - seconds) for at, taken in times.items()) / spread
+        slope = max(0.0, slope)
+        return cls(seconds - slope * depth, slope, max(times))
+
+    def beside(self, ordinary: float) -> Line:
+        """Return the line with a slope; an ``ordinary`` step stands for depth 0 where there is none."""
+        if not math.isnan(self.slope):
+            return self
+        return Line(ordinary, max(0.0, self.start - ordinary) / self.deepest, self.deepest)
+
+    def at(self, depth: int) -> float:
+        """Return the seconds of a step of this depth."""
+        return self.start + self.slope * depth
+
+
 class Experience:
     """Remember from call to call what steps with one target and draft took, and which guesses were accepted.
 
@@ -34,12 +72,14 @@ class Experience:
 
     def __init__(self) -> None:
         self.seconds: dict[int, dict[int, deque[float]]] = {}
+        self._lines: dict[int, Line | None] = {}  # by size of the batch
         self.offered = [0.0] * DEEPEST
         self.reached = [0.0] * DEEPEST
         self.calls = 0  # that might have guessed in another shape
         self.best: dict[int, int] = {}  # depth, by size of the batch
         self.settled: dict[int, int] = {}  # depth of compiled steps, by size of the batch
         self.patience, self.steps = LOOK_AGAIN, 0  # until another depth is tried, and taken of them
+        self.record = TrackRecord()  # of a draft that guesses one by one, see ``Foresight``
         self.idle = 0.0  # seconds of other kinds of steps since one of this kind, see ``Worth``
 
     def carry_over(self, rows: int) -> None:
@@ -50,6 +90,7 @@ class Experience:
     def measured(self, rows: int, depth: int, seconds: float) -> None:
         """Note what a step took that guessed ``depth`` deep for ``rows`` rows. The first one of a kind warms up."""
         samples = self.seconds.setdefault(size_of(rows), {})
+        self._lines.pop(size_of(rows), None)
         if depth in samples:
             samples[depth].append(seconds)
         else:
@@ -82,19 +123,14 @@ class Experience:
         samples = self.seconds.get(size_of(rows), {})
         return {depth: median(seconds) for depth, seconds in sorted(samples.items()) if seconds}
 
-    def line(self, rows: int, ordinary: float) -> tuple[float, float]:
-        """Return what steps take at depth 0 and what each further guess adds, from all depths that were measured.
-
-        An ``ordinary`` step stands for depth 0 as long as steps of one depth only were measured.
-        """
-        samples = self.seconds.get(size_of(rows), {})
-        points = [(depth, median(some), len(some)) for depth, some in samples.items() if some]
-        points += [(0, ordinary, 1)] * (len(points) == 1)
-        total = sum(weight for _, _, weight in points)
-        depth, seconds = (sum(point[i] * point[2] for point in points) / total for i in (0, 1))
-        spread = sum(weight * (at - depth) ** 2 for at, _, weight in points)
-        slope = max(0.0, sum(weight * (at - depth) * (taken - seconds) for at, taken, weight in points) / spread)
-        return seconds - slope * depth, slope
+    def line(self, rows: int) -> Line | None:
+        """Return the straight line through what steps of all depths took; nothing before one was measured."""
+        size = size_of(rows)
+        if size not in self._lines:
+            times = self.times(rows)
+            weights = {depth: len(self.seconds[size][depth]) for depth in times}
+            self._lines[size] = Line.through(times, weights) if times else None
+        return self._lines[size]
 
     def unshared(self, rows: int) -> float:
         """Return which share of a step's time, 0 to 1, does not depend on the ``rows``; 0 while nothing is known."""

@@ -313,8 +313,10 @@ class Call:
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
         distribution = self.processors.draft_distribution(only_best)
         asked = (self.model, read, mask, features, self.config, distribution, sample)
-        request = Request(*asked, compiler=self.compiler, worth=self.pace.worth)
-        return LateDrafter(functools.partial(self.speculator.drafter, request))
+        foresight = self.pace.foresight(self.speculator)
+        goes_on = None if foresight is None else foresight.goes_on
+        request = Request(*asked, compiler=self.compiler, worth=self.pace.worth, goes_on=goes_on)
+        return LateDrafter(functools.partial(self.speculator.drafter, request), foresight)
 
     @property
     def _returns_cache(self) -> bool:

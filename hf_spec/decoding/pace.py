@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator
+from ..drafts.foresight import Foresight
 from ..proposal import tree_from_paths
 from ..sampling import is_seeded
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -135,7 +136,8 @@ class Pace:
         way = (*way, "compiled") if compiled else way
         experience = experience_of(target, speculator, config, *way)
         worth = None
-        if weighs and adapts and not compiled and config.tree is None and speculator.knows_chances:
+        by_chances = speculator.knows_chances or (speculator.guesses_one_by_one and config.min_confidence == 0)
+        if weighs and adapts and not compiled and config.tree is None and by_chances:
             worth = Worth(functools.partial(experience_of, target, speculator, config, *way), waits)
         return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled, waits, worth)
 
@@ -155,6 +157,12 @@ class Pace:
             near = (depth for depth, speed in enumerate(speeds) if depth and speed >= enough)
             known[size] = next(near, self.first)
         return min(self.first, known[size])
+
+    def foresight(self, speculator: Speculator) -> Foresight | None:
+        """Make what decides guess by guess of a ``speculator`` that guesses so; others decide otherwise."""
+        if self.worth is None or speculator.knows_chances:
+            return None
+        return Foresight(self.worth, self._experience.record, self.first)
 
     def most_nodes(self, config: SpeculationConfig) -> int | None:
         """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""

@@ -35,24 +35,23 @@ class Worth:
         """
         plain = self._kinds[PLAIN]
         own = self._kinds.setdefault(kind, self._experience_of(kind))
-        ordinary, times = plain.times(rows).get(0), own.times(rows)
-        if chances and not times:
+        ordinary, line = plain.line(rows), own.line(rows)
+        if chances and line is None:
             return min(len(chances), careful(rows)), math.inf
-        if ordinary is None or plain.idle > ordinary / TRIES:
+        if ordinary is None or plain.idle > ordinary.start / TRIES:
             return 0, math.inf
-        speeds = [1 / ordinary]
-        if chances:
-            start, slope = own.line(rows, ordinary)
-            apart = own.apart(rows) if self._waits else 1.0
-            tokens = itertools.accumulate(chances, initial=1.0)
-            speeds += [apart * count / (start + slope * depth) for depth, count in enumerate(tokens) if depth]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        if best and speeds[best] < PLAIN_MARGIN * speeds[0]:
-            best = 0
-        deepest = max(times, default=0)
-        if best == 0 and chances and own.idle > times[deepest] / TRIES:
-            return max(1, min(len(chances), deepest)), math.inf
-        return best, speeds[best]
+        best, fastest = 0, 1 / ordinary.start
+        if line is None or not chances:
+            return best, fastest
+        line, least = line.beside(ordinary.start), PLAIN_MARGIN * fastest
+        apart = own.apart(rows) if self._waits else 1.0
+        for depth, tokens in enumerate(itertools.accumulate(chances, initial=1.0)):
+            speed = apart * tokens / line.at(depth)
+            if depth and speed > max(fastest, least):
+                best, fastest = depth, speed
+        if best == 0 and own.idle > line.at(line.deepest) / TRIES:
+            return max(1, min(len(chances), line.deepest)), math.inf
+        return best, fastest
 
     def stepped(self, rows: int, kind: str, depth: int, seconds: float | None) -> None:
         """Note that a step of this ``kind`` guessed ``depth`` deep, in so many ``seconds`` if they are usual ones."""

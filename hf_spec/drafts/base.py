@@ -42,7 +42,8 @@ class Request:
     log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
     once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
     choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be. ``worth``: the
-    clock chooses how deep to guess, and a drafter that knows the chances of its guesses may ask it.
+    clock chooses how deep to guess, and a drafter that knows the chances of its guesses may ask it. ``goes_on``: a
+    drafter that guesses one by one ends its chains where this says so of how sure it is, (rows,), of its last guess.
     """
 
     target: PreTrainedModel
@@ -55,6 +56,7 @@ class Request:
     generator: torch.Generator | None = None
     compiler: Compiler | None = None
     worth: Worth | None = None
+    goes_on: Callable[[Tensor], bool] | None = None
 
     @property
     def law(self) -> Callable[[Tensor], Tensor]:
@@ -183,12 +185,20 @@ class Drafter(ABC):
 
 
 class Speculator(ABC):
-    """Start a ``Drafter`` per call. Draft models and rules alike implement these methods.
+    """Start a ``Drafter`` per call. Draft models and rules alike implement these methods."""
 
-    Those that ``knows_chances`` of start drafters that ask ``Request.worth`` how deep to guess, if it is there.
-    """
+    @property
+    def knows_chances(self) -> bool:
+        """Tell whether drafters ask ``Request.worth`` how deep to guess, if it is there. By default they do not."""
+        return False
 
-    knows_chances = False
+    @property
+    def guesses_one_by_one(self) -> bool:
+        """Tell whether each guess of a chain is a step of the draft, after which ``Request.goes_on`` may be asked.
+
+        By default it is not. On an accelerator whoever looks at a guess waits for it.
+        """
+        return False
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default."""

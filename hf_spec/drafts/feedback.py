@@ -71,8 +71,9 @@ class FeedbackDrafter(StaticDrafter):
         readers, logits = self._read(told)
         growth = _Growth(self._draft, self._request, readers, self._behind)
         log_probs = guess_log_probs(self._draft, self._request, logits)[:, 0]
-        config, sample = self._request.config, self._request.sample
-        return grow(told.root, log_probs, growth.step, config, limit, sample, ahead=ahead)
+        request = self._request
+        config, sample, goes_on = request.config, request.sample, request.goes_on
+        return grow(told.root, log_probs, growth.step, config, limit, sample, ahead=ahead, goes_on=goes_on)
 
     def read(self, told: Told) -> None:
         self._read(told)

@@ -8,12 +8,17 @@ from torch import Tensor
 
 from ..proposal import Proposal
 from .base import Drafter, News
+from .foresight import DRAFTED, Foresight
 
 
 class LateDrafter(Drafter):
-    """Put off the drafter that ``start`` makes, and what it has to read, until the next proposal of any depth."""
+    """Put off the drafter that ``start`` makes, and what it has to read, until the next proposal of any depth.
 
-    def __init__(self, start: Callable[[], Drafter]) -> None:
+    With ``foresight`` that says which steps are worth asking the drafter.
+    """
+
+    def __init__(self, start: Callable[[], Drafter], foresight: Foresight | None = None) -> None:
+        self._foresight = foresight
         self._start = start
         self._drafter: Drafter | None = None
         self._rows: Tensor | None = None  # of those it will start with, which are still there; None: all of them
@@ -23,6 +28,9 @@ class LateDrafter(Drafter):
         """Guess what follows ``news``, or keep them for later where ``limit`` is 0."""
         self._unread.append(news)
         late = self._drafter is None or len(self._unread) > 1
+        if self._foresight is not None:
+            self._foresight.became_text(news.emitted)
+            limit = self._foresight.limit(len(news.tokens), limit)
         if limit == 0:
             self.caught_up = False
             return Proposal.nothing(news.root)
@@ -30,6 +38,9 @@ class LateDrafter(Drafter):
         drafter = self._begun()
         proposal = drafter.propose(unread, limit)
         self.kind, self.caught_up = drafter.kind, late or drafter.caught_up
+        if self._foresight is not None:
+            self.kind = DRAFTED
+            self._foresight.proposed(proposal.tokens[:, 1:].tolist())
         return proposal
 
     def _begun(self) -> Drafter:
@@ -53,6 +64,8 @@ class LateDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
+        if self._foresight is not None:
+            self._foresight.keep_rows(rows.tolist())
         self._unread = [news.of(rows) for news in self._unread]
         if self._drafter is not None:
             self._drafter.keep_rows(rows)

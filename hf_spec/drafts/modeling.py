@@ -57,6 +57,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4TextDecoderLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
+    fed_back: ClassVar[bool] = False  # each guess of a chain is a step, see FeedbackDrafter
     layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
@@ -282,6 +283,11 @@ class DraftModel(PreTrainedModel, Speculator):
 
     def sort_features(self) -> None:
         """Read the same hidden states in ascending order from now on: readers of other projects sort them."""
+
+    @property
+    def guesses_one_by_one(self) -> bool:
+        """Tell whether each guess is a step, and somebody may look at it: on a CPU that costs nothing."""
+        return self.fed_back and self.device.type == "cpu"
 
     def defaults(self) -> SpeculationConfig:
         settings: SpeculationConfig = self.config.settings

@@ -109,13 +109,15 @@ def grow(
     sample: bool,
     confidence: Confidence | None = None,
     ahead: Ahead | None = None,
+    goes_on: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
     ``root`` (batch,) is the last token of the text, ``log_probs`` (batch, vocabulary) say what follows it; ``limit``
     bounds the depth; ``sample`` draws the guesses where it would choose the best ones. ``confidence`` of a draft that
     knows how far it can be trusted ends chains, instead of the probability of their guesses. ``ahead`` is what was
-    made for a proposal as deep as ``limit``, if it is to be a graph.
+    made for a proposal as deep as ``limit``, if it is to be a graph. Outside of graphs ``goes_on`` may end the chains:
+    it is told after each guess how probable the draft's best one was, (batch,).
     """
     if limit == 0:
         return Proposal.nothing(root)
@@ -127,6 +129,8 @@ def grow(
     if ahead.layout is not None:
         return _static(root, log_probs, step, ahead.layout, ahead.noise)
     if config.tree is None:
+        if goes_on is not None:
+            return _chain_while(root, log_probs, step, limit, ahead.noise, goes_on)
         return _chain(root, log_probs, step, limit, ahead.noise, config.min_confidence, confidence, in_graph)
     return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
 
@@ -168,6 +172,35 @@ def _chain(
         return Proposal.nothing(root)
     q = torch.stack(by_depth, dim=1).exp_() if noise else None  # (batch, k, vocabulary)
     return Proposal.path(torch.stack([root, *guesses], dim=1), None if least is None else counts, q)
+
+
+def _chain_while(
+    root: Tensor,
+    log_probs: Tensor,
+    step: Step,
+    limit: int,
+    noise: list[Tensor],
+    goes_on: Callable[[Tensor], bool],
+) -> Proposal:
+    """Grow chains of one length, as long as another guess is worth it."""
+    guesses: list[Tensor] = []
+    by_depth: list[Tensor] = []
+    while True:
+        depth = len(guesses)
+        guesses.append(draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else likeliest(log_probs))
+        by_depth.append(log_probs)
+        if depth + 1 == limit or not goes_on(_peak(log_probs)):
+            break
+        parents = repeated(depth - 1, len(root), root.device)[:, None]
+        log_probs = step(guesses[-1][:, None], parents, None)[:, 0]
+    q = torch.stack(by_depth, dim=1).exp_() if noise else None  # (batch, k, vocabulary)
+    return Proposal.path(torch.stack([root, *guesses], dim=1), None, q)
+
+
+def _peak(scores: Tensor) -> Tensor:
+    """Return how probable the best token of each row is, (batch,), by ``scores`` (batch, vocabulary) of any sum."""
+    scores = scores.float()
+    return (scores.amax(-1) - scores.logsumexp(-1)).exp()
 
 
 @dataclass(frozen=True)

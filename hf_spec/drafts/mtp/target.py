@@ -156,6 +156,11 @@ class TargetMtp(MtpModel, Speculator):
         """Guess two tokens more than there are layers."""
         return SpeculationConfig(num_speculative_tokens=2 + len(self.layers))
 
+    @property
+    def guesses_one_by_one(self) -> bool:
+        """Tell whether somebody may look at each guess: on a CPU that costs nothing."""
+        return self.device.type == "cpu"
+
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Read ``hidden_states[-1]``, the one after the final norm."""
         return (-1,)

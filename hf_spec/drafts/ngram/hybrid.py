@@ -15,15 +15,11 @@ from transformers import PreTrainedModel
 from ...proposal import ABSENT, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
+from ..foresight import DRAFTED, Foresight
 from ..late import LateDrafter
-from .recall import Path
+from ..trust import TrackRecord, agreeing, mean_chances
+from .recall import RECALLED, Guesses, Path, chances_of, judge, shortened
 from .speculator import DEPTH, NgramSpeculator
-from .trust import RECALLED, Guesses, agreeing, mean_chances, shortened
-
-DRAFTED = "drafted"  # the kind of steps in which the draft is asked
-FADE = 0.97  # what a step weighs after one more
-CAUTION = 2.0  # steps that what is believed without having seen any weighs
-GUESSED = 0.6  # how often a draft's guess is believed to be right behind a right one
 
 
 class HybridSpeculator(Speculator):
@@ -44,8 +40,6 @@ class HybridSpeculator(Speculator):
         ValueError, TypeError: for values outside these.
     """
 
-    knows_chances = True
-
     def __init__(self, draft: Any, memory: NgramSpeculator | None = None, draft_tokens: int | None = None) -> None:
         memory = NgramSpeculator(remember=100_000) if memory is None else memory
         if not isinstance(memory, NgramSpeculator) or memory.memory is None:
@@ -64,6 +58,11 @@ class HybridSpeculator(Speculator):
         other = HybridSpeculator(draft, self.memory, self.draft_tokens)
         other.record = self.record
         return other
+
+    @property
+    def knows_chances(self) -> bool:
+        """Return True: the memory says how likely its guesses are."""
+        return True
 
     @property
     def model(self) -> Any:
@@ -88,9 +87,16 @@ class HybridSpeculator(Speculator):
         """Index the prompts, and let the draft read them when it is first asked."""
         return HybridDrafter(self, request)
 
-    def start_draft(self, request: Request) -> LateDrafter:
+    def foresight(self, request: Request) -> Foresight | None:
+        """Make what ends the draft's chains where they are not worth their time, if somebody can tell."""
+        if request.worth is None or not self._draft.guesses_one_by_one:
+            return None
+        return Foresight(request.worth, self.record, self.draft_depth)
+
+    def start_draft(self, request: Request, foresight: Foresight | None) -> LateDrafter:
         """Make a drafter of the draft, which is told what became text when it is asked."""
-        own = replace(request, config=self._drafts_own(request.config))
+        goes_on = None if foresight is None else foresight.goes_on
+        own = replace(request, config=self._drafts_own(request.config), worth=None, goes_on=goes_on)
         return LateDrafter(functools.partial(self._draft.drafter, own))
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
@@ -115,38 +121,6 @@ class HybridSpeculator(Speculator):
         if not isinstance(self.draft, Speculator):
             raise TypeError("hf_spec.as_speculator(hybrid, target) reads the draft of a HybridSpeculator for a target")
         return self.draft
-
-
-class TrackRecord:
-    """Remember how far the draft's chains were right lately.
-
-    What was seen long ago fades, so that a draft that once failed is tried again.
-    """
-
-    def __init__(self) -> None:
-        self._offered: list[float] = []  # rows' steps that guessed more than j deep, the later the heavier
-        self._reached: list[float] = []  # those of them that accepted as many
-
-    def fade(self) -> None:
-        """Begin another step."""
-        self._offered, self._reached = ([FADE * one for one in counts] for counts in (self._offered, self._reached))
-
-    def learn(self, depth: int, accepted: int) -> None:
-        """Note that of a chain of the draft, ``depth`` long, ``accepted`` guesses became text."""
-        for counts, length in ((self._offered, depth), (self._reached, accepted)):
-            counts.extend([0.0] * (depth - len(counts)))
-            counts[:length] = [count + 1 for count in counts[:length]]
-
-    def of(self, depth: int) -> list[float]:
-        """Return the chance of each guess of a chain of the draft to become text."""
-        chances, survival = [], 1.0
-        for place in range(depth):
-            offered, reached = (
-                counts[place] if place < len(counts) else 0.0 for counts in (self._offered, self._reached)
-            )
-            survival = min(survival, (reached + CAUTION * GUESSED * survival) / (offered + CAUTION))
-            chances.append(survival)
-        return chances
 
 
 @dataclass(frozen=True)
@@ -191,9 +165,10 @@ class HybridDrafter(Drafter):
 
     def __init__(self, speculator: HybridSpeculator, request: Request) -> None:
         self._rows = speculator.memory.texts(request).rows()
-        self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
+        self._foresight = speculator.foresight(request)
+        self._draft, self._draft_depth = speculator.start_draft(request, self._foresight), speculator.draft_depth
         self._min_chance, self._trust = speculator.memory.min_chance, speculator.memory.trust
-        self._record, self._worth = speculator.record, request.worth
+        self._worth, self._record = request.worth, speculator.record
         self._begun = False  # the draft has guessed
         self._is_chain = request.config.tree is None
         self._width = 1 if self._is_chain else request.config.tree_top_k
@@ -216,6 +191,8 @@ class HybridDrafter(Drafter):
         self._rows = [self._rows[row] for row in rows.tolist()]
         self._draft.keep_rows(rows)
         self._last = None if self._last is None else self._last.of(rows)
+        if self._foresight is not None:
+            self._foresight.keep_rows(rows.tolist())
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, if the draft can; what those guessed last teaches nothing."""
@@ -228,7 +205,9 @@ class HybridDrafter(Drafter):
 
     def _chains(self, news: News, limit: int, found: list[Guesses]) -> Proposal:
         # Decided before the draft is asked: what it draws must not decide whether it counts.
-        plan = self._plan(limit, [self._trust.of(guesses.values()) for guesses in found])
+        plan = self._plan(limit, [chances_of(guesses, self._trust) for guesses in found])
+        if self._foresight is not None:
+            self._foresight.begin([not takes for takes in plan.taken], plan.draft_depth)
         drafted = self._draft.propose(news, plan.draft_depth)
         self.kind = DRAFTED if plan.draft_depth else RECALLED
         self.caught_up = plan.draft_depth > 0 and not self._begun
@@ -253,7 +232,7 @@ class HybridDrafter(Drafter):
             together = [mine if takes else drafted for mine, takes in zip(recalled, taken, strict=True)]
             further, faster = self._worth(rows, DRAFTED, mean_chances(together))
             if faster > speed and further:
-                return _Plan(taken, further, min(further, deepest))
+                return _Plan(taken, further, min(further, deepest) if self._foresight is None else deepest)
         return _Plan([depth > 0 and bool(chances) for chances in recalled], depth, 0)
 
     def _read(self, news: News) -> list[list[int]]:
@@ -264,21 +243,19 @@ class HybridDrafter(Drafter):
         texts = [row[1 : 1 + row[0]] for row in rows]
         if last is not None:
             self._record.fade()
-            for row, new, recalled, taken in zip(rows, texts, last.recalled, last.taken, strict=True):
-                self._learn(row[width:], new, recalled, taken)
+            for row, (new, recalled, taken) in enumerate(zip(texts, last.recalled, last.taken, strict=True)):
+                judge(self._trust, recalled, new, taken)
+                if not taken:
+                    self._learn(row, rows[row][width:], new)
         return texts
 
-    def _learn(self, drafted: list[int], new: list[int], recalled: Guesses, taken: bool) -> None:
-        """Compare what a row's chains said, tokens and parents of the ``drafted`` one, with the ``new`` tokens.
-
-        The memory's chain is judged as far as the text goes even where the draft's was taken: else a memory that was
-        wrong once would never be believed again.
-        """
-        self._trust.judge(recalled, new, taken)
+    def _learn(self, row: int, drafted: list[int], new: list[int]) -> None:
+        """Compare what the draft said of a row, tokens and parents of its chain, with the ``new`` tokens."""
         guesses, parents = drafted[: len(drafted) // 2], drafted[len(drafted) // 2 :]
         depth = sum(parent != ABSENT for parent in parents)
-        if depth and not taken:
-            self._record.learn(depth, agreeing(guesses[:depth], new[:-1]))
+        if depth:
+            sure = [] if self._foresight is None else self._foresight.sure[row]
+            self._record.learn(depth, agreeing(guesses[:depth], new[:-1]), sure)
 
 
 def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:

@@ -7,9 +7,13 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from ..trust import Trust, agreeing
 from .memory import BREAK, LOOK_BACK, SIZES, Memory, Place, agreement
 
 Path = tuple[int, ...]
+Guesses = dict[Path, float]  # paths, each behind its beginnings, and their chances
+
+RECALLED = "recalled"  # the kind of steps in which nobody guesses but the memory
 
 # What speaks against every continuation, in places that agree with the text in one token: measured, docs/memory.md.
 DOUBT = 2.0
@@ -43,7 +47,7 @@ class Texts:
                     places.setdefault(tuple(text[end - size :]), []).append((number, end))
             text.append(token)
 
-    def guesses(self, number: int, depth: int, width: int, nodes: int | None, min_chance: float) -> dict[Path, float]:
+    def guesses(self, number: int, depth: int, width: int, nodes: int | None, min_chance: float) -> Guesses:
         """Return what may follow a text, and the chance of each: see ``best_continuations``."""
         text = self.texts[number]
         return best_continuations(text, self._find(text, depth), depth, width, nodes, min_chance)
@@ -64,9 +68,30 @@ class Texts:
         return []
 
 
+def judge(trust: Trust, guesses: Guesses, new: Sequence[int], scored: bool) -> None:
+    """Compare a chain with the ``new`` tokens: all of it if it was ``scored``, else as far as the text goes.
+
+    A chain that was not scored is judged, too: a memory that was wrong once would never be believed again.
+    """
+    chain, chances = max(guesses, key=len, default=()), list(guesses.values())
+    right = agreeing(chain, new)
+    for place, chance in enumerate(chances if scored else chances[: len(new)]):
+        trust.learn(chance, place < right)
+
+
+def chances_of(guesses: Guesses, trust: Trust) -> list[float]:
+    """Return the chances of a chain's guesses as they turn out; none is more likely than those before it."""
+    return [*itertools.accumulate((trust.of(chance) for chance in guesses.values()), min)]
+
+
+def shortened(guesses: Guesses, depth: int) -> Guesses:
+    """Leave out what is more than ``depth`` deep."""
+    return {path: chance for path, chance in guesses.items() if len(path) <= depth}
+
+
 def best_continuations(
     text: list[int], places: Sequence[Place], depth: int, width: int, nodes: int | None, min_chance: float
-) -> dict[Path, float]:
+) -> Guesses:
     """Return the likeliest continuations of ``text`` as a tree, the best first, every one behind its beginnings.
 
     A place that agrees over m tokens has m votes for the token behind it, and one more for each that it was right
@@ -76,7 +101,7 @@ def best_continuations(
     """
     tie = itertools.count()
     waiting: list[tuple[float, int, Path, Sequence[Place]]] = [(-1.0, next(tie), (), places)]
-    found: dict[Path, float] = {}
+    found: Guesses = {}
     while waiting and (nodes is None or len(found) <= nodes):
         chance, _, path, behind = heapq.heappop(waiting)
         found[path] = -chance

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from ...proposal import ABSENT, NO_PARENT, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
+from ..trust import Trust, mean_chances
 from .memory import BREAK, LOOK_BACK, Memory
-from .recall import Path, Texts
+from .recall import RECALLED, Guesses, Path, Texts, chances_of, judge, shortened
 from .remembered import Remembered, read_remembered, write_remembered
-from .trust import RECALLED, Guesses, Trust, mean_chances, shortened
 
 Match = Literal["recent", "frequent"]
 
@@ -81,7 +81,7 @@ class NgramSpeculator(Speculator):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.match, self.min_chance = match, min_chance
         self.memory = None if remember is None else Memory(remember)
-        self.knows_chances, self.trust = self.memory is not None, Trust()
+        self.trust = Trust()
         self.corpus = TextIndex(self.sizes)
         sequences = [_token_ids(sequence) for sequence in corpus]
         self._largest = max(chain.from_iterable(sequences), default=BREAK)
@@ -92,6 +92,11 @@ class NgramSpeculator(Speculator):
                 self._lasting.add(sequence)
             else:
                 self.corpus.extend([*sequence, BREAK])
+
+    @property
+    def knows_chances(self) -> bool:
+        """Tell whether there is a memory: it says how likely its guesses are."""
+        return self.memory is not None
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
@@ -285,7 +290,7 @@ class RememberingDrafter(Drafter):
         ]
         if shape.is_chain:
             for guesses, new in zip(self._last, emitted, strict=True):
-                self._trust.judge(guesses, new, scored=True)
+                judge(self._trust, guesses, new, scored=True)
             self._last = found = self._worth_it(found)
         ranks = shape.ranks
         trees = [list(guesses) if ranks is None else _of_ranks(guesses, ranks) for guesses in found]
@@ -307,7 +312,7 @@ class RememberingDrafter(Drafter):
         """Leave out of the rows' chains what is not worth its time, where a clock can tell."""
         if self._worth is None:
             return found
-        chances = mean_chances([self._trust.of(guesses.values()) for guesses in found])
+        chances = mean_chances(chances_of(guesses, self._trust) for guesses in found)
         depth, _ = self._worth(len(found), RECALLED, chances)
         return [shortened(guesses, depth) for guesses in found]
 

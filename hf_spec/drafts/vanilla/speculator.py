@@ -62,6 +62,11 @@ class VanillaSpeculator(Speculator):
             raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
         runner_for(self.model, cache, one_chain=False)  # has errors of its own
 
+    @property
+    def guesses_one_by_one(self) -> bool:
+        """Tell whether somebody may look at each guess: on a CPU that costs nothing."""
+        return input_device(self.model).type == "cpu"
+
     def drafter(self, request: Request) -> Drafter:
         """Read the prompt with the draft."""
         if request.compiler is None or request.input_ids.shape[1] == 0:
@@ -105,7 +110,8 @@ class VanillaDrafter(Drafter):
             return Proposal.nothing(root).to(news.tokens.device)
         log_probs = self._words.log_probs(self._read(self._words.readable(tokens), counts, news.amounts), self._device)
         self._open = []
-        proposal = grow(root, log_probs, self._step, self._request.config, limit, self._request.sample)
+        request = self._request
+        proposal = grow(root, log_probs, self._step, request.config, limit, request.sample, goes_on=request.goes_on)
         return proposal.to(news.tokens.device)
 
     @property
