@@ -241,15 +241,15 @@ def test_a_modelopt_export(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "fed_back_normed", "normed_before_head"), [(True, False, True), (False, False, False)]
+    ("written", "ends_chains_normed", "normed_before_head"), [(True, False, True), (False, False, False)]
 )
 def test_norm_output_of_specforge_is_not_ours(
-    written: bool, fed_back_normed: bool, normed_before_head: bool, tmp_path: Path
+    written: bool, ends_chains_normed: bool, normed_before_head: bool, tmp_path: Path
 ) -> None:
     path = copy_of("specforge_eagle3_31", tmp_path / "draft")
     edit_config(path, norm_output=written)
     config = AutoDraftModel.from_pretrained(path).config
-    assert config.norm_output is fed_back_normed
+    assert config.norm_output is ends_chains_normed
     assert config.norm_before_lm_head is normed_before_head
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from statistics import median
 from weakref import WeakKeyDictionary
 
@@ -22,44 +20,10 @@ FADE = 0.97  # what a step's acceptance weighs after one more step
 CARRIED = 2.0  # steps that the acceptance of earlier calls weighs at most
 GUESSED = 0.8  # how often a guess is accepted behind an accepted one, as long as nothing is known
 APART = 0.04  # how much less guesses are worth each time that rows double, where fewer rows take as long as all
+STRAIGHT = 4.0  # steps of a depth that the line through all depths weighs as much as
 LOOK_AGAIN = 24  # steps until another depth is tried, at least
 UNKNOWN = 64  # tokens that the target is given at most, if more than two a row, before it is known what that takes
 PLAIN_MARGIN = 1.03  # how much faster guesses must promise to be than ordinary steps, which are sure of theirs
-
-
-@dataclass(frozen=True)
-class Line:
-    """What steps take, in seconds: ``start`` at depth 0, and ``slope`` more for each further guess.
-
-    The slope is not known, NaN, as long as steps of one depth only, ``deepest``, were measured.
-    """
-
-    start: float
-    slope: float
-    deepest: int
-
-    @classmethod
-    def through(cls, times: dict[int, float], weights: dict[int, int]) -> Line:
-        """Fit the line to the ``times`` of each depth, by least squares; guesses never save time."""
-        total = sum(weights.values())
-        depth = sum(weight * at for at, weight in weights.items()) / total
-        seconds = sum(weights[at] * taken for at, taken in times.items()) / total
-        spread = sum(weight * (at - depth) ** 2 for at, weight in weights.items())
-        if not spread:
-            return cls(seconds, math.nan, max(times))
-        slope = sum(weights[at] * (at - depth) * (taken - seconds) for at, taken in times.items()) / spread
-        slope = max(0.0, slope)
-        return cls(seconds - slope * depth, slope, max(times))
-
-    def beside(self, ordinary: float) -> Line:
-        """Return the line with a slope; an ``ordinary`` step stands for depth 0 where there is none."""
-        if not math.isnan(self.slope):
-            return self
-        return Line(ordinary, max(0.0, self.start - ordinary) / self.deepest, self.deepest)
-
-    def at(self, depth: int) -> float:
-        """Return the seconds of a step of this depth."""
-        return self.start + self.slope * depth
 
 
 class Experience:
@@ -72,14 +36,14 @@ class Experience:
 
     def __init__(self) -> None:
         self.seconds: dict[int, dict[int, deque[float]]] = {}
-        self._lines: dict[int, Line | None] = {}  # by size of the batch
+        self._curves: dict[int, list[float]] = {}  # seconds by depth, by size of the batch
         self.offered = [0.0] * DEEPEST
         self.reached = [0.0] * DEEPEST
         self.calls = 0  # that might have guessed in another shape
         self.best: dict[int, int] = {}  # depth, by size of the batch
         self.settled: dict[int, int] = {}  # depth of compiled steps, by size of the batch
         self.patience, self.steps = LOOK_AGAIN, 0  # until another depth is tried, and taken of them
-        self.record = TrackRecord()  # of a draft that guesses one by one, see ``Foresight``
+        self.record = TrackRecord()  # of a draft whose chains end by ``Foresight``
         self.idle = 0.0  # seconds of other kinds of steps since one of this kind, see ``Worth``
 
     def carry_over(self, rows: int) -> None:
@@ -90,7 +54,7 @@ class Experience:
     def measured(self, rows: int, depth: int, seconds: float) -> None:
         """Note what a step took that guessed ``depth`` deep for ``rows`` rows. The first one of a kind warms up."""
         samples = self.seconds.setdefault(size_of(rows), {})
-        self._lines.pop(size_of(rows), None)
+        self._curves.pop(size_of(rows), None)
         if depth in samples:
             samples[depth].append(seconds)
         else:
@@ -123,14 +87,23 @@ class Experience:
         samples = self.seconds.get(size_of(rows), {})
         return {depth: median(seconds) for depth, seconds in sorted(samples.items()) if seconds}
 
-    def line(self, rows: int) -> Line | None:
-        """Return the straight line through what steps of all depths took; nothing before one was measured."""
+    def curve(self, rows: int, ordinary: float) -> list[float]:
+        """Return what steps of each depth take up to the deepest, from all that were measured; nothing before one was.
+
+        What few steps of a depth took is drawn to the straight line through all of them, which begins at an
+        ``ordinary`` step as long as there is one depth only.
+        """
         size = size_of(rows)
-        if size not in self._lines:
+        if size not in self._curves:
             times = self.times(rows)
             weights = {depth: len(self.seconds[size][depth]) for depth in times}
-            self._lines[size] = Line.through(times, weights) if times else None
-        return self._lines[size]
+            self._curves[size] = _smooth(times, weights, ordinary) if times else []
+        return self._curves[size]
+
+    def deepest(self, rows: int) -> int:
+        """Return the largest depth that was measured, 0 if there is none."""
+        samples = self.seconds.get(size_of(rows), {})
+        return max((depth for depth, seconds in samples.items() if seconds), default=0)
 
     def unshared(self, rows: int) -> float:
         """Return which share of a step's time, 0 to 1, does not depend on the ``rows``; 0 while nothing is known."""
@@ -188,6 +161,20 @@ def on_line(times: dict[int, float], depth: int) -> float:
     low, high = known[right - 1], known[right]
     slope = max(0.0, (times[high] - times[low]) / (high - low))
     return max(times[low] + slope * (depth - low), min(times.values()))
+
+
+def _smooth(times: dict[int, float], weights: dict[int, int], ordinary: float) -> list[float]:
+    if len(times) == 1:
+        times, weights = {0: ordinary} | times, {0: 1} | weights
+    total = sum(weights.values())
+    depth = sum(weight * at for at, weight in weights.items()) / total
+    seconds = sum(weights[at] * taken for at, taken in times.items()) / total
+    spread = sum(weight * (at - depth) ** 2 for at, weight in weights.items())
+    slope = sum(weights[at] * (at - depth) * (taken - seconds) for at, taken in times.items()) / spread
+    line = [seconds + max(0.0, slope) * (at - depth) for at in range(DEEPEST + 1)]
+    for at in times.keys() & range(DEEPEST + 1):
+        line[at] = (weights[at] * times[at] + STRAIGHT * line[at]) / (weights[at] + STRAIGHT)
+    return line
 
 
 def careful(rows: int) -> int:

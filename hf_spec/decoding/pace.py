@@ -136,7 +136,7 @@ class Pace:
         way = (*way, "compiled") if compiled else way
         experience = experience_of(target, speculator, config, *way)
         worth = None
-        by_chances = speculator.knows_chances or (speculator.guesses_one_by_one and config.min_confidence == 0)
+        by_chances = speculator.knows_chances or (speculator.heeds_foresight and config.min_confidence == 0)
         if weighs and adapts and not compiled and config.tree is None and by_chances:
             worth = Worth(functools.partial(experience_of, target, speculator, config, *way), waits)
         return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled, waits, worth)
@@ -159,7 +159,7 @@ class Pace:
         return min(self.first, known[size])
 
     def foresight(self, speculator: Speculator) -> Foresight | None:
-        """Make what decides guess by guess of a ``speculator`` that guesses so; others decide otherwise."""
+        """Make what decides guess by guess, for a ``speculator`` that does not weigh its guesses itself."""
         if self.worth is None or speculator.knows_chances:
             return None
         return Foresight(self.worth, self._experience.record, self.first)

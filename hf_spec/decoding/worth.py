@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from .experience import PLAIN_MARGIN, Experience, careful
+from .experience import DEEPEST, PLAIN_MARGIN, Experience, careful
 
 PLAIN = ""  # the kind of steps without a guess
 TRIES = 1 / 128  # of the time, that tries of each kind may cost
@@ -33,24 +33,22 @@ class Worth:
         ``chances`` are those of a guess of each depth to become text, on average over ``rows``. What has not been
         measured for long promises infinitely many: it is tried.
         """
-        plain = self._kinds[PLAIN]
+        plain, chances = self._kinds[PLAIN], chances[:DEEPEST]
         own = self._kinds.setdefault(kind, self._experience_of(kind))
-        ordinary, line = plain.line(rows), own.line(rows)
-        if chances and line is None:
+        ordinary = plain.times(rows).get(0)
+        seconds = own.curve(rows, ordinary or 0.0)
+        if chances and not seconds:
             return min(len(chances), careful(rows)), math.inf
-        if ordinary is None or plain.idle > ordinary.start / TRIES:
+        if ordinary is None or plain.idle > ordinary / TRIES:
             return 0, math.inf
-        best, fastest = 0, 1 / ordinary.start
-        if line is None or not chances:
-            return best, fastest
-        line, least = line.beside(ordinary.start), PLAIN_MARGIN * fastest
+        best, fastest = 0, 1 / ordinary
         apart = own.apart(rows) if self._waits else 1.0
         for depth, tokens in enumerate(itertools.accumulate(chances, initial=1.0)):
-            speed = apart * tokens / line.at(depth)
-            if depth and speed > max(fastest, least):
+            if depth and (speed := apart * tokens / seconds[depth]) > max(fastest, PLAIN_MARGIN / ordinary):
                 best, fastest = depth, speed
-        if best == 0 and own.idle > line.at(line.deepest) / TRIES:
-            return max(1, min(len(chances), line.deepest)), math.inf
+        usual = min(len(chances), own.deepest(rows))
+        if best == 0 and usual and own.idle > seconds[usual] / TRIES:
+            return usual, math.inf
         return best, fastest
 
     def stepped(self, rows: int, kind: str, depth: int, seconds: float | None) -> None:

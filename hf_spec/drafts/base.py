@@ -42,8 +42,8 @@ class Request:
     log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
     once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
     choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be. ``worth``: the
-    clock chooses how deep to guess, and a drafter that knows the chances of its guesses may ask it. ``goes_on``: a
-    drafter that guesses one by one ends its chains where this says so of how sure it is, (rows,), of its last guess.
+    clock chooses how deep to guess, and a drafter that knows the chances of its guesses may ask it. ``goes_on``:
+    told how sure a drafter is of its last guess, (rows,), this says whether the chains are worth another one.
     """
 
     target: PreTrainedModel
@@ -193,10 +193,10 @@ class Speculator(ABC):
         return False
 
     @property
-    def guesses_one_by_one(self) -> bool:
-        """Tell whether each guess of a chain is a step of the draft, after which ``Request.goes_on`` may be asked.
+    def heeds_foresight(self) -> bool:
+        """Tell whether chains of its drafters end where ``Request.goes_on`` says so; by default they do not.
 
-        By default it is not. On an accelerator whoever looks at a guess waits for it.
+        On an accelerator whoever looks at a guess waits for it.
         """
         return False
 

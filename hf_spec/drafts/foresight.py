@@ -52,7 +52,7 @@ class Foresight:
         for chances, kept, own in zip(self._chances, self.sure, sure.tolist(), strict=True):
             chances.append((chances[-1] if chances else 1.0) * self.record.trust.of(own))
             kept.append(own)
-        so_far = mean_chances([some for some, counts in zip(self._chances, self._counts, strict=True) if counts])
+        so_far = mean_chances(some if counts else () for some, counts in zip(self._chances, self._counts, strict=True))
         further = self._limit - len(so_far)
         rest = [so_far[-1] * GUESSED**more for more in range(1, 1 + further)]
         depth, _ = self._worth(len(self._counts), DRAFTED, so_far + rest)
@@ -64,7 +64,7 @@ class Foresight:
 
     def became_text(self, texts: Sequence[Sequence[int]]) -> None:
         """Learn from the tokens of each row that became text since."""
-        self.record.fade()
+        self.record.fade(asked=bool(self._guesses))
         for row, (guesses, new) in enumerate(zip(self._guesses, texts, strict=bool(self._guesses))):
             if guesses:  # the last one of the new tokens was none of them
                 self.record.learn(len(guesses), agreeing(guesses, new[:-1]), self.sure[row])

@@ -57,7 +57,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4TextDecoderLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
-    fed_back: ClassVar[bool] = False  # each guess of a chain is a step, see FeedbackDrafter
+    ends_chains: ClassVar[bool] = False  # its drafters ask ``Request.goes_on`` after each guess of a chain
     layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
@@ -285,9 +285,9 @@ class DraftModel(PreTrainedModel, Speculator):
         """Read the same hidden states in ascending order from now on: readers of other projects sort them."""
 
     @property
-    def guesses_one_by_one(self) -> bool:
-        """Tell whether each guess is a step, and somebody may look at it: on a CPU that costs nothing."""
-        return self.fed_back and self.device.type == "cpu"
+    def heeds_foresight(self) -> bool:
+        """Tell whether chains end where ``Request.goes_on`` says so: on a CPU, where a look at a guess is free."""
+        return self.ends_chains and self.device.type == "cpu"
 
     def defaults(self) -> SpeculationConfig:
         settings: SpeculationConfig = self.config.settings

@@ -121,6 +121,8 @@ def grow(
     """
     if limit == 0:
         return Proposal.nothing(root)
+    if goes_on is not None and config.tree is None:
+        return _chain_while(root, log_probs, step, limit, sample, goes_on)
     in_graph = ahead is not None
     if ahead is None:
         ahead = Ahead.of(config, limit, limit, len(root), log_probs.shape[-1], sample, root.device)
@@ -129,8 +131,6 @@ def grow(
     if ahead.layout is not None:
         return _static(root, log_probs, step, ahead.layout, ahead.noise)
     if config.tree is None:
-        if goes_on is not None:
-            return _chain_while(root, log_probs, step, limit, ahead.noise, goes_on)
         return _chain(root, log_probs, step, limit, ahead.noise, config.min_confidence, confidence, in_graph)
     return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
 
@@ -179,21 +179,20 @@ def _chain_while(
     log_probs: Tensor,
     step: Step,
     limit: int,
-    noise: list[Tensor],
+    sample: bool,
     goes_on: Callable[[Tensor], bool],
 ) -> Proposal:
     """Grow chains of one length, as long as another guess is worth it."""
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
     while True:
-        depth = len(guesses)
-        guesses.append(draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else likeliest(log_probs))
+        guesses.append(draw_distinct(log_probs, 1)[:, 0] if sample else likeliest(log_probs))
         by_depth.append(log_probs)
-        if depth + 1 == limit or not goes_on(_peak(log_probs)):
+        if len(guesses) == limit or not goes_on(_peak(log_probs)):
             break
-        parents = repeated(depth - 1, len(root), root.device)[:, None]
+        parents = repeated(len(guesses) - 2, len(root), root.device)[:, None]
         log_probs = step(guesses[-1][:, None], parents, None)[:, 0]
-    q = torch.stack(by_depth, dim=1).exp_() if noise else None  # (batch, k, vocabulary)
+    q = torch.stack(by_depth, dim=1).exp_() if sample else None  # (batch, k, vocabulary)
     return Proposal.path(torch.stack([root, *guesses], dim=1), None, q)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 LEVELS = 8  # of chances, each with its own record
 LEVEL_FADE = 0.995  # what a guess weighs after one more of its level
 LEVEL_CAUTION = 5.0  # guesses of a level that came true as often as was thought, before there was one
-FADE = 0.97  # what a step weighs after one more
+FADE, IDLE_FADE = 0.97, 0.99  # what a step weighs after one more, and after one that did not ask the draft
 CAUTION = 2.0  # steps that what is believed without having seen any weighs
 GUESSED = 0.6  # how often a draft's guess is believed to be right behind a right one
 
@@ -47,9 +47,10 @@ class TrackRecord:
         self._offered: list[float] = []  # rows' steps that guessed more than j deep, the later the heavier
         self._reached: list[float] = []  # those of them that accepted as many
 
-    def fade(self) -> None:
-        """Begin another step."""
-        self._offered, self._reached = ([FADE * one for one in counts] for counts in (self._offered, self._reached))
+    def fade(self, asked: bool = True) -> None:
+        """Begin another step behind one that ``asked`` the draft, or did not."""
+        share = FADE if asked else IDLE_FADE
+        self._offered, self._reached = ([share * one for one in counts] for counts in (self._offered, self._reached))
 
     def learn(self, depth: int, accepted: int, sure: Sequence[float] = ()) -> None:
         """Note that of a chain ``depth`` long ``accepted`` guesses became text.

@@ -30,7 +30,7 @@ class EagleDraftModel(DraftModel):
     """Guess with an EAGLE-1 or EAGLE-2 draft."""
 
     config_class = EagleSpeculatorConfig
-    fed_back = True
+    ends_chains = True
     formats = FORMATS
 
     def __init__(self, config: EagleSpeculatorConfig) -> None:

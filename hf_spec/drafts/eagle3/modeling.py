@@ -21,7 +21,7 @@ class Eagle3DraftModel(FusingDraftModel):
     """Guess with an EAGLE-3 draft of any flags (see ``Eagle3SpeculatorConfig``)."""
 
     config_class = Eagle3SpeculatorConfig
-    fed_back = True
+    ends_chains = True
     formats = FORMATS
     layouts = {"eagle3": write_eagle3, "sglang": write_sglang}  # noqa: RUF012
     vllm_method = "eagle3"

@@ -27,7 +27,7 @@ class MTPDraftModel(DraftModel):
     """Guess with one MTP layer of any llama-like architecture, under the speculators library's names for its parts."""
 
     config_class = MTPSpeculatorConfig
-    fed_back = True
+    ends_chains = True
     formats = FORMATS
     layouts = {"native": write_native}  # noqa: RUF012
 

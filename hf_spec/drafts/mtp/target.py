@@ -157,8 +157,8 @@ class TargetMtp(MtpModel, Speculator):
         return SpeculationConfig(num_speculative_tokens=2 + len(self.layers))
 
     @property
-    def guesses_one_by_one(self) -> bool:
-        """Tell whether somebody may look at each guess: on a CPU that costs nothing."""
+    def heeds_foresight(self) -> bool:
+        """Tell whether chains end where ``Request.goes_on`` says so: on a CPU, where a look at a guess is free."""
         return self.device.type == "cpu"
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:

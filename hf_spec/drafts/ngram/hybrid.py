@@ -89,7 +89,7 @@ class HybridSpeculator(Speculator):
 
     def foresight(self, request: Request) -> Foresight | None:
         """Make what ends the draft's chains where they are not worth their time, if somebody can tell."""
-        if request.worth is None or not self._draft.guesses_one_by_one:
+        if request.worth is None or not self._draft.heeds_foresight:
             return None
         return Foresight(request.worth, self.record, self.draft_depth)
 
@@ -242,7 +242,7 @@ class HybridDrafter(Drafter):
         rows = torch.cat([news.counts[:, None], news.tokens, *drafted], dim=1).tolist()
         texts = [row[1 : 1 + row[0]] for row in rows]
         if last is not None:
-            self._record.fade()
+            self._record.fade(asked=last.drafted.max_depth > 0)
             for row, (new, recalled, taken) in enumerate(zip(texts, last.recalled, last.taken, strict=True)):
                 judge(self._trust, recalled, new, taken)
                 if not taken:

@@ -63,8 +63,8 @@ class VanillaSpeculator(Speculator):
         runner_for(self.model, cache, one_chain=False)  # has errors of its own
 
     @property
-    def guesses_one_by_one(self) -> bool:
-        """Tell whether somebody may look at each guess: on a CPU that costs nothing."""
+    def heeds_foresight(self) -> bool:
+        """Tell whether chains end where ``Request.goes_on`` says so: on a CPU, where a look at a guess is free."""
         return input_device(self.model).type == "cpu"
 
     def drafter(self, request: Request) -> Drafter:
