@@ -10,6 +10,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import pytest
 import torch
 
+import hf_spec.decoding.pace
 from hf_spec.decoding.pace import Pace
 
 torch.set_num_threads(1)
@@ -20,6 +21,7 @@ def depths_without_a_clock(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Let every step guess as deep as the first one, so that no test depends on how busy the machine is."""
     if request.node.get_closest_marker("clock") is None:
         monkeypatch.setattr(Pace, "_choose", lambda pace, rows: min(pace.first, pace.deepest))
+        monkeypatch.setattr(hf_spec.decoding.pace, "Worth", lambda *_: None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -96,7 +96,6 @@ VANILLA = {
     "chain, block": SpeculationConfig(num_speculative_tokens=3, verification="block"),
     "chain, token": SpeculationConfig(num_speculative_tokens=3, verification="token"),
     "chain that stops when in doubt": SpeculationConfig(num_speculative_tokens=3, min_confidence=0.4),
-    "chain left to the clock": SpeculationConfig(num_speculative_tokens="auto"),
     "chain of best guesses": SpeculationConfig(num_speculative_tokens=3, draft_sampling=False),
     "drawn tree, block": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=6),
     "drawn tree, token": SpeculationConfig(

@@ -15,7 +15,9 @@ import pytest
 import torch
 from architectures import prompts
 from golden import load_draft, load_target
+from test_distribution_end_to_end import distribution, guesser, sample
 from test_ngram import news
+from test_verification import TOO_FAR, deviation
 from torch import Tensor
 from twins import draft, target
 
@@ -278,6 +280,20 @@ def test_ended_chains_leave_the_text_as_it_is(kind: str, rows: int, monkeypatch:
     assert rows in lengths
     depths = {depth for row in out.speculation.per_row for depth in row.guessed}
     assert len(depths) > 1
+
+
+def test_chains_that_end_early_leave_the_distribution_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+
+    def while_sure(self: Foresight, sure: Tensor) -> bool:
+        ended.append(bool(sure.mean() < 0.62))
+        return not ended[-1]
+
+    monkeypatch.setattr(Foresight, "goes_on", while_sure)
+    monkeypatch.setattr(Worth, "__call__", lambda worth, rows, kind, chances: (len(chances), 1.0))
+    drawn = sample(guesser(), SpeculationConfig(num_speculative_tokens="auto"))
+    assert deviation(drawn, distribution()) < TOO_FAR
+    assert set(ended) == {True, False}
 
 
 def test_min_confidence_ends_chains_itself() -> None:
