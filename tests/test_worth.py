@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -43,6 +44,12 @@ from hf_spec.drafts.trees import grow
 from hf_spec.drafts.trust import TrackRecord, Trust, mean_chances
 
 pytestmark = pytest.mark.clock
+
+
+@pytest.fixture(autouse=True)
+def weighed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small targets of the tests be weighed, too, which compute in float32."""
+    monkeypatch.setattr(loop, "WEIGHED", (torch.float32,))
 
 
 def weigher(experiences: dict[str, Experience] | None = None) -> Worth:
@@ -459,6 +466,22 @@ def test_where_the_clock_weighs(change: dict[str, Any], weighs: bool, monkeypatc
 def _plain(change: dict[str, Any]) -> dict[str, Any]:
     own = "num_speculative_tokens", "speculation_config"
     return {name: value for name, value in change.items() if name not in own}
+
+
+@pytest.mark.parametrize(("dtype", "weighs"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_only_half_precision_is_weighed(dtype: torch.dtype, weighs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    seen: list[bool] = []
+    call = loop.Call.__init__
+
+    def spy(self: Any, *args: Any) -> None:
+        call(self, *args)
+        seen.append(self.pace.worth is not None)
+
+    monkeypatch.setattr(loop.Call, "__init__", spy)
+    model = copy.deepcopy(target()).to(dtype)
+    model.generate(**prompts(1, (5,)), max_new_tokens=4, do_sample=False, speculator=NgramSpeculator(remember=99))
+    assert seen == [weighs]
 
 
 def test_a_request_without_a_clock_takes_what_is_found() -> None:

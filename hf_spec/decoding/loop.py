@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
+# Where guesses are weighed place by place: in float32 a step's time jumps with its width, and that lost.
+WEIGHED = (torch.bfloat16, torch.float16)
 NEVER_RIGHT = 20  # steps with guesses, counted per row, of which none was accepted
 
 logger = logging.get_logger(__name__)
@@ -98,7 +100,8 @@ class SpeculativeDecoding:
         if samples:
             ranks.share_random_numbers(input_ids.device)
         config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
-        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static, weighs=ranks.is_alone)
+        weighs = ranks.is_alone and model.dtype in WEIGHED
+        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static, weighs=weighs)
         if is_static and adapts and config.tree is None:
             pace.first = ranks.agree(pace.settle(len(text.rows), functools.partial(costs_of_widths, model)))
         call = Call(
