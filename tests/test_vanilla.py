@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -84,12 +85,12 @@ def test_what_many_ordinary_steps_wrote_is_read_without_logits_of_all(
 
 @pytest.mark.parametrize("tree", [[(0,), (0, 0)], "dynamic"])
 @pytest.mark.parametrize("length", [2, 5])
-def test_slots_end_where_the_text_does(length: int, tree: object) -> None:
+def test_slots_end_where_the_text_does(length: int, tree: Any) -> None:
     """What became text is longer than the small forests here, in front of the end of a buffer of 256 slots."""
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(length))
     options = {"max_new_tokens": 270, "do_sample": False, "eos_token_id": None}
-    config = SpeculationConfig(tree=tree, num_speculative_tokens=2, tree_top_k=1, tree_nodes=2)  # type: ignore[arg-type]
+    config = SpeculationConfig(tree=tree, num_speculative_tokens=2, tree_top_k=1, tree_nodes=2)
     out = model.generate(ids, speculator=copy.deepcopy(model), speculation_config=config, **options)
     assert torch.equal(out, model.generate(ids, **options))
 
@@ -115,9 +116,9 @@ def test_more_may_have_become_text_than_was_guessed() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
 @pytest.mark.parametrize("tree", [None, "dynamic", [(0,), (1,), (0, 0), (1, 0), (0, 0, 1)]])
-def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: object) -> None:
+def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: Any) -> None:
     draft = build(name)
-    config = SpeculationConfig(tree=tree, tree_top_k=3, tree_nodes=9)  # type: ignore[arg-type]
+    config = SpeculationConfig(tree=tree, tree_top_k=3, tree_nodes=9)
     drafter, prompt = start(draft, config)
     texts = list(prompt["input_ids"])
     generator = torch.Generator().manual_seed(1)

@@ -52,9 +52,8 @@ def weighed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "WEIGHED", (torch.float32,))
 
 
-def weigher(experiences: dict[str, Experience] | None = None) -> Worth:
-    known: dict[str, Experience] = defaultdict(Experience) if experiences is None else experiences
-    return Worth(known.__getitem__)
+def weigher() -> Worth:
+    return Worth(defaultdict(Experience).__getitem__)
 
 
 def measured(seconds: dict[str, Callable[[int], float]], rows: int = 1) -> Worth:
@@ -113,8 +112,7 @@ def test_every_kind_is_tried_first_and_again() -> None:
 
 def test_steps_that_are_no_usual_ones_teach_nothing() -> None:
     experiences: dict[str, Experience] = defaultdict(Experience)
-    worth = weigher(experiences)
-    worth.stepped(1, "drafted", 3, None)
+    Worth(experiences.__getitem__).stepped(1, "drafted", 3, None)
     assert not any(one.seconds for one in experiences.values())
 
 
@@ -236,18 +234,15 @@ def test_a_chain_is_the_beginning_of_the_one_that_was_not_ended(sample: bool) ->
 
 
 def test_scores_of_any_sum_say_how_sure_a_draft_is() -> None:
-    logits = torch.randn(3, 50)
-    sure = []
+    logits, root = torch.randn(3, 50), torch.zeros(3, dtype=torch.long)
+    sure: list[Tensor] = []
+
+    def ends(one: Tensor) -> bool:
+        sure.append(one)
+        return False
+
     for scores in (logits, logits.log_softmax(-1), logits.bfloat16()):
-        grow(
-            torch.zeros(3, dtype=torch.long),
-            scores,
-            lambda *_: logits[:, None],
-            SpeculationConfig(),
-            2,
-            False,
-            goes_on=lambda one: sure.append(one) or False,  # type: ignore[func-returns-value]
-        )
+        grow(root, scores, lambda *_: logits[:, None], SpeculationConfig(), 2, False, goes_on=ends)
     assert torch.allclose(sure[0], sure[1]) and torch.allclose(sure[0], sure[2], atol=0.02)
 
 
@@ -434,6 +429,19 @@ def test_whatever_is_worth_it_the_text_is_plain_generates(
     assert asked == {"recalled"} if kind == "memory" else {"recalled", "drafted"}
 
 
+def who_weighs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return the list to which each call adds whether its guesses are weighed."""
+    seen: list[bool] = []
+    call = loop.Call.__init__
+
+    def spy(self: Any, *args: Any) -> None:
+        call(self, *args)
+        seen.append(self.pace.worth is not None)
+
+    monkeypatch.setattr(loop.Call, "__init__", spy)
+    return seen
+
+
 @pytest.mark.parametrize(
     ("change", "weighs"),
     [
@@ -446,14 +454,7 @@ def test_whatever_is_worth_it_the_text_is_plain_generates(
     ],
 )
 def test_where_the_clock_weighs(change: dict[str, Any], weighs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    call = loop.Call.__init__
-
-    def spy(self: Any, *args: Any) -> None:
-        call(self, *args)
-        seen.append(self.pace.worth is not None)
-
-    monkeypatch.setattr(loop.Call, "__init__", spy)
+    seen = who_weighs(monkeypatch)
     inputs = prompts(3, (9, 6, 3), vocab_size=60)
     expected = target().generate(**inputs, **_plain(change), max_new_tokens=8, do_sample=False, pad_token_id=0)
     out = target().generate(
@@ -471,14 +472,7 @@ def _plain(change: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("dtype", "weighs"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_only_half_precision_is_weighed(dtype: torch.dtype, weighs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    seen: list[bool] = []
-    call = loop.Call.__init__
-
-    def spy(self: Any, *args: Any) -> None:
-        call(self, *args)
-        seen.append(self.pace.worth is not None)
-
-    monkeypatch.setattr(loop.Call, "__init__", spy)
+    seen = who_weighs(monkeypatch)
     model = copy.deepcopy(target()).to(dtype)
     model.generate(**prompts(1, (5,)), max_new_tokens=4, do_sample=False, speculator=NgramSpeculator(remember=99))
     assert seen == [weighs]

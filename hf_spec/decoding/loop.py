@@ -266,8 +266,8 @@ class Call:
             self.stats.step(self.rows, *rows)
             seconds = time.perf_counter() - start if usual and self.stats.graphs == graphs else None
             figures = (proposal.max_depth, seconds, choice.deepest, choice.accepted)
-            usual = not self.drafter.caught_up
-            self.pace.stepped(len(self.rows), *figures, is_usual=usual, kind=self.drafter.kind)
+            drafter = self.drafter
+            self.pace.stepped(len(self.rows), *figures, is_usual=not drafter.caught_up, kind=drafter.kind)
         self.features = scores.features
         return choice
 

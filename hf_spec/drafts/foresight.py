@@ -28,7 +28,7 @@ class Foresight:
         self._worth, self._first = worth, first
         self._limit = 0
         self._counts: list[bool] = []  # the rows that will take the draft's guesses
-        self._chances: list[list[float]] = []  # of each guess so far, by row that counts
+        self._chances: list[list[float]] = []  # of each guess so far, by row
         self.sure: list[list[float]] = []  # the draft's own probability of each, by row
         self._guesses: list[list[int]] = []  # by row
 
