@@ -26,6 +26,7 @@ from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.fingerprint import digest_of
 from ..checkpoints.resolve import as_speculator
+from ..drafts.base import network_of
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..scoring.plain import input_device
@@ -142,8 +143,7 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
         config, rival = speculator.settings(one.config), None
         length = config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
-        weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
-        weights = weights if isinstance(weights, nn.Module) else None
+        weights = network_of(speculator)
         if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers can use, too
             theirs = Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
             rival = assisted.setdefault((id(weights), length), theirs).name

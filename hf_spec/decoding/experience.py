@@ -7,10 +7,9 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 from weakref import WeakKeyDictionary
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts.base import Speculator
+from ..drafts.base import Speculator, network_of
 from ..drafts.trust import TrackRecord
 from ..settings import SpeculationConfig
 
@@ -140,7 +139,7 @@ def experience_of(
     target: PreTrainedModel, speculator: Speculator, config: SpeculationConfig, *way: Hashable
 ) -> Experience:
     """Return what was found of this ``target`` and draft, decoded the same ``way``."""
-    weights = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
+    weights = network_of(speculator)
     draft = type(speculator).__name__, None if weights is None else id(weights)
     shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
     rule = config.acceptance, config.accept_k, config.accept_tolerance

@@ -14,12 +14,13 @@ from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
-from ..drafts.base import News, Request, Speculator
+from ..drafts.base import News, Request, Speculator, network_of
 from ..drafts.late import LateDrafter
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
+from ..scoring.products import quick_products
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..scoring.widths import costs_of_widths
@@ -116,11 +117,13 @@ class SpeculativeDecoding:
             model_kwargs,
             self.tokenizer,
         )
+        networks = () if is_static else filter(None, (model, network_of(speculator)))
         try:
-            choice = call.read_prompt(input_ids)
-            while text.rows:
-                choice = call.step(choice)
-            return call.output()
+            with quick_products(networks):
+                choice = call.read_prompt(input_ids)
+                while text.rows:
+                    choice = call.step(choice)
+                return call.output()
         except BaseException:  # a stop button, too
             call.abandon()
             raise

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
@@ -238,3 +238,9 @@ class Speculator(ABC):
 
         Whoever decodes calls this once, from any thread, when the call is whole: not of calls that were abandoned.
         """
+
+
+def network_of(speculator: Speculator) -> nn.Module | None:
+    """Return the weights that guess; ``None`` where there are none."""
+    own = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
+    return own if isinstance(own, nn.Module) else None

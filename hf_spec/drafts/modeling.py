@@ -19,6 +19,7 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..configuration import GEMMA, SpeculatorConfig
+from ..scoring.products import product
 from ..settings import SpeculationConfig
 from .base import Speculator
 from .files import Checkpoint, Files, Format
@@ -195,7 +196,7 @@ class DraftModel(PreTrainedModel, Speculator):
             logits = cast(Tensor, self.lm_head(hidden))
         else:
             weight = self._borrowed("lm_head")
-            logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"]).to(hidden.device)
+            logits = product(hidden.to(weight), weight, self._lent["lm_head_bias"]).to(hidden.device)
         cap: float | None = getattr(self.config.layers, "final_logit_softcapping", None)  # of Gemma
         return logits if cap is None else (logits / cap).tanh() * cap
 
