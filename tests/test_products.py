@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from twins import draft, target
 
 import hf_spec
+from hf_spec.decoding.ranks import Ranks
 from hf_spec.scoring import products
 from hf_spec.scoring.products import product, quick_products
 
@@ -257,6 +258,15 @@ def test_graphs_keep_the_products_that_torch_gives_them(watched: Watched) -> Non
     settings: Any = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
     plain = model.generate(**given, **settings, disable_compile=True)
     assert torch.equal(model.generate(**given, **settings, disable_compile=True, speculator="ngram"), plain)
+    assert not watched.by_onednn
+
+
+@pytest.mark.usefixtures("onednn_has_won")
+def test_processes_that_share_a_model_multiply_alike(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock of each would decide, and replicated layers would differ in the last digit."""
+    monkeypatch.setattr(Ranks, "is_alone", False)
+    model = target()
+    model.generate(**prompts(1), max_new_tokens=12, do_sample=False, speculator="ngram")
     assert not watched.by_onednn
 
 

@@ -117,7 +117,8 @@ class SpeculativeDecoding:
             model_kwargs,
             self.tokenizer,
         )
-        networks = () if is_static else filter(None, (model, network_of(speculator)))
+        # A clock decides, which graphs cannot ask, and on which several processes would not agree to the last digit.
+        networks = () if is_static or not ranks.is_alone else filter(None, (model, network_of(speculator)))
         try:
             with quick_products(networks):
                 choice = call.read_prompt(input_ids)
