@@ -219,24 +219,31 @@ def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
 
 
 def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
+    """Take one turn after the other. What may happen behind a node are the tokens, and that it is not accepted itself.
+
+    Of all these *outcomes*, vocabulary + 1 of them, a rejected child leaves max(w p - q, 0) and 1 - w as it was, to be
+    divided by their sum: see ``_take_out``.
+    """
     tokens, chosen = proposal.tokens[:, 1:], None if proposal.chosen is None else proposal.chosen[:, 1:]
     guess, probability = _drawn(_without_elders(proposal, q), tokens, chosen, proposal.present[:, 1:])
-    weights, reach = p.clone(), torch.ones_like(p[..., 0])  # of each node, for its next child
-    accept = torch.zeros_like(reach)  # (batch, nodes)
+    outcomes, guess = functional.pad(p, (0, 1)), functional.pad(guess, (0, 1))  # (batch, nodes, vocabulary + 1)
+    never = functional.pad(p.new_zeros(p.shape[-1]), (0, 1), value=1.0)  # the node is not accepted
+    accept = torch.zeros_like(p[..., 0])  # (batch, nodes)
     row, parent, child, sizes = _turns(proposal)
-    # All that a turn reads is put into the order of turns at once, (..., guesses) or (..., guesses, vocabulary).
-    guess, behind = guess[row, child - 1].split(sizes, dim=-2), p[row, child].split(sizes, dim=-2)
+    # All that a turn reads is put into the order of turns at once, (..., guesses) or (..., guesses, vocabulary + 1).
+    guess, behind = guess[row, child - 1].split(sizes, dim=-2), outcomes[row, child].split(sizes, dim=-2)
     token, probability = (x[row, child - 1].split(sizes, dim=-1) for x in (tokens, probability))
     rows = [row] * len(sizes) if row.dim() == 2 else row.split(sizes)
     for turn, (at, over, under) in enumerate(zip(rows, parent.split(sizes), child.split(sizes), strict=True)):
-        above, here = (at, over), (at, under)
-        weight, before = weights[above], reach[above]
-        accept[here] = own = _ratio(weight, token[turn], probability[turn]).clamp_(max=1)
-        rest, mass, total = _take_out(weight, guess[turn], before)
-        weights[above], reach[above] = rest / total[..., None], mass / total
+        weights = outcomes[at, over]
+        own = _ratio(weights, token[turn], probability[turn]).clamp_(max=1)
+        rest = _rest(weights, guess[turn])
+        outcomes[at, over] = rest / rest.sum(-1, keepdim=True)
         if carry:
-            weights[here], reach[here] = behind[turn] * own[..., None], own
-    return (reach if carry else accept), weights
+            outcomes[at, under] = torch.lerp(never, behind[turn], own[..., None])
+        else:
+            accept[at, under] = own
+    return (1 - outcomes[..., -1] if carry else accept), outcomes[..., :-1]
 
 
 def _without_elders(proposal: Proposal, q: Tensor) -> Tensor:
@@ -339,10 +346,14 @@ def _take_out(weights: Tensor, guess: Tensor, reach: Tensor) -> tuple[Tensor, Te
     the rest, max(w p - q, 0), its mass, and what both are divided by then: mass + 1 - w. Source: arXiv 2505.12398; on
     a chain mass / total is the h of Algorithm 2 in arXiv 2403.10444.
     """
-    # Where p = q nothing is left, or what rounding leaves. The next token is drawn from p then: a trace of it stays.
-    rest = torch.maximum(weights - guess, weights * TRACE)
+    rest = _rest(weights, guess)
     mass = rest.sum(-1)
     return rest, mass, mass + (1 - reach)
+
+
+def _rest(weights: Tensor, guess: Tensor) -> Tensor:
+    # Where p = q nothing is left, or what rounding leaves. The next token is drawn from p then: a trace of it stays.
+    return torch.maximum(weights - guess, weights * TRACE)
 
 
 def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
