@@ -228,6 +228,22 @@ def test_a_call_begins_where_the_last_one_ended() -> None:
     assert Pace(Experience(), 5).depth(1) == 5
 
 
+def test_ordinary_steps_are_chosen_several_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing takes a small target as long as some layers; batches that get smaller are chosen for at once."""
+    world, experience, asked = WORLDS["a draft that is never right"], Experience(), []
+    run(Pace(experience, 5), world, 256)
+    experience.patience, experience.steps = 1000, 0
+    pace, speeds = Pace(experience, 5), Pace._speeds
+    monkeypatch.setattr(Pace, "_speeds", lambda self, rows: asked.append(rows) or speeds(self, rows))
+    run(pace, world, 65)
+    assert len(asked) == 9
+    assert pace.depth(2) > 0  # another batch, of which nothing is known yet, is not at rest
+    run(pace, world, 7)
+    assert len(asked) == 9
+    experience.steps = 1000 - 3  # until a try is due
+    assert [pace.depth(1) > 0 for _ in range(3)] == [False, False, True]
+
+
 def test_batches_of_other_sizes_are_measured_anew() -> None:
     experience = Experience()
     cheap, dear = World(lambda j: 0.7, lambda k: 1 + 0.02 * k), World(lambda j: 0.7, lambda k: 1 + 2.0 * k, rows=16)

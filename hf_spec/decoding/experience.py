@@ -35,6 +35,7 @@ class Experience:
 
     def __init__(self) -> None:
         self.seconds: dict[int, dict[int, deque[float]]] = {}
+        self._times: dict[int, dict[int, float]] = {}  # their medians, by depth, ascending
         self._curves: dict[int, list[float]] = {}  # seconds by depth, by size of the batch
         self.offered = [0.0] * DEEPEST
         self.reached = [0.0] * DEEPEST
@@ -52,12 +53,16 @@ class Experience:
 
     def measured(self, rows: int, depth: int, seconds: float) -> None:
         """Note what a step took that guessed ``depth`` deep for ``rows`` rows. The first one of a kind warms up."""
-        samples = self.seconds.setdefault(size_of(rows), {})
-        self._curves.pop(size_of(rows), None)
-        if depth in samples:
-            samples[depth].append(seconds)
-        else:
+        size = size_of(rows)
+        samples, times = self.seconds.setdefault(size, {}), self._times.setdefault(size, {})
+        self._curves.pop(size, None)
+        if depth not in samples:
             samples[depth] = deque(maxlen=SAMPLES)
+            return
+        samples[depth].append(seconds)
+        is_new, times[depth] = depth not in times, median(samples[depth])
+        if is_new:
+            self._times[size] = dict(sorted(times.items()))
 
     def accepted(self, offered: Sequence[int], reached: Sequence[int]) -> None:
         """Note how deep each row guessed in a step, and how many of its guesses were accepted.
@@ -83,8 +88,7 @@ class Experience:
 
     def times(self, rows: int) -> dict[int, float]:
         """Return what steps of the measured depths take with batches like ``rows``, by depth, ascending."""
-        samples = self.seconds.get(size_of(rows), {})
-        return {depth: median(seconds) for depth, seconds in sorted(samples.items()) if seconds}
+        return self._times.get(size_of(rows), {})
 
     def curve(self, rows: int, ordinary: float) -> list[float]:
         """Return what steps of each depth take up to the deepest, from all that were measured; nothing before one was.
@@ -101,8 +105,7 @@ class Experience:
 
     def deepest(self, rows: int) -> int:
         """Return the largest depth that was measured, 0 if there is none."""
-        samples = self.seconds.get(size_of(rows), {})
-        return max((depth for depth, seconds in samples.items() if seconds), default=0)
+        return max(self.times(rows), default=0)
 
     def unshared(self, rows: int) -> float:
         """Return which share of a step's time, 0 to 1, does not depend on the ``rows``; 0 while nothing is known."""

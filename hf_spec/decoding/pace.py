@@ -25,6 +25,7 @@ from .experience import DEEPEST, LOOK_AGAIN, PLAIN_MARGIN, Experience, careful, 
 from .worth import PLAIN, Worth
 
 LONGEST = 1024  # steps until another depth is tried, at most; at least LOOK_AGAIN
+REST = 8  # ordinary steps that are chosen at once: choosing takes as long as some layers of a small target
 TELLING = 7  # tries of one row that are accepted in a row, until that says enough; of two rows half as many, ...
 TRIES = 1 / 64  # of the time, that tries may cost
 LOOK_AT_SHAPES = 16  # calls until the other one of chain and tree is tried
@@ -108,6 +109,7 @@ class Pace:
         self._chosen: Counter[int] = Counter()
         self._best: int | None = None
         self._speed = 0.0  # tokens per second of a row that the best depth promises
+        self._rest = 0, 0  # rows, and ordinary steps of theirs until there is a choice again
         self._tries = itertools.cycle(("deeper", "shallower", "none"))
         self._tried = self._trying = False  # in the last step, in the next one
         self._in_a_row = 0  # tries
@@ -185,6 +187,8 @@ class Pace:
 
     def _choose(self, rows: int) -> int:
         experience, self._tried = self._experience, False
+        if self._at_rest(rows):
+            return 0
         if not self._chosen:  # the call begins
             experience.carry_over(rows)
         times = experience.times(rows)
@@ -202,7 +206,20 @@ class Pace:
         self._best, self._speed = best, speeds[best]
         experience.steps += 1
         self._tried = self._trying or experience.steps >= experience.patience
-        return self._other(best, speeds) if self._tried else best
+        if self._tried:
+            return self._other(best, speeds)
+        if best == 0:
+            self._rest = rows, min(REST, experience.patience - experience.steps) - 1
+        return best
+
+    def _at_rest(self, rows: int) -> bool:
+        """Tell whether the next step of as many ``rows`` is an ordinary one because the last one was."""
+        resting, steps = self._rest
+        if resting != rows or steps <= 0:
+            return False
+        self._rest = rows, steps - 1
+        self._experience.steps += 1
+        return True
 
     def _speeds(self, rows: int) -> dict[int, float]:
         """Return the tokens per second of a row that each depth is worth."""

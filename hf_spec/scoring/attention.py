@@ -73,10 +73,13 @@ def _hook_attention() -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        if attention_mask is None:
+            passed: tuple[Tensor, Tensor | None] = original(module, query, key, value, None, **kwargs)
+            return passed
         in_graph = torch.compiler.is_compiling()
         masks = None if in_graph else _folding.get()
-        if attention_mask is None or not (_folding_in_graphs if in_graph else masks):
-            passed: tuple[Tensor, Tensor | None] = original(module, query, key, value, attention_mask, **kwargs)
+        if not (_folding_in_graphs if in_graph else masks):
+            passed = original(module, query, key, value, attention_mask, **kwargs)
             return passed
         folds = _can_fold(module, query, key, value, attention_mask, kwargs)
         group = query.shape[1] // key.shape[1] if folds else 1

@@ -17,8 +17,8 @@ class Rows:
     """Say how far each row has come: shared by all layers of a cache.
 
     ``lengths`` (batch,) counts the committed slots; ``cpu_lengths`` is the same on the CPU, so that no layer asks
-    the accelerator; ``shortest`` and ``longest`` are their extremes; ``open`` counts the nodes of the open forest, the
-    same in every row.
+    the accelerator; ``shortest`` and ``longest`` are their extremes, and ``is_level`` tells that these are the same;
+    ``open`` counts the nodes of the open forest, the same in every row.
     """
 
     def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
@@ -30,6 +30,7 @@ class Rows:
         """Let the rows have these lengths; the device need not be told that all are the same."""
         self._lengths, self.cpu_lengths = lengths, cpu_lengths
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
+        self.is_level = self.shortest == self.longest
         self.version = object()  # of the lengths
         self._behind: Tensor | None = None
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -63,7 +64,7 @@ class Rows:
         end = self.open + count
         if self._behind is None or self._behind.shape[1] < end:
             count = max(AHEAD, end)
-            if self.shortest == self.longest:
+            if self.is_level:
                 self._behind = numbers(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
             else:
                 self._behind = self.lengths[:, None] + numbers(count, self.device)
@@ -102,17 +103,17 @@ class SlotBuffer:
         """Add ``states`` as new nodes and return the columns from ``first`` on."""
         count = states.shape[self.dim]
         end = rows.longest + rows.open + count
-        data = self._make_room(states, first, end)
-        if rows.shortest == rows.longest:
+        data = self.data
+        if data is None or end - self.start > data.shape[self.dim]:
+            data = self._make_room(states, first, end)
+        if rows.is_level:
             data.narrow(self.dim, end - count - self.start, count).copy_(states)
         else:
             self.by_slot[self._index(*rows.places(count))] = states.transpose(1, self.dim)
         return data.narrow(self.dim, first - self.start, end - first)
 
     def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
-        """Hold columns up to ``end``; when that needs a new buffer, leave those before ``first`` behind."""
-        if self.data is not None and end - self.start <= self.data.shape[self.dim]:
-            return self.data
+        """Hold columns up to ``end`` in a new buffer, and leave those before ``first`` behind."""
         size = end - first + max(GROWTH, (end - first) // 2)
         if self.data is None:
             grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))

@@ -150,9 +150,9 @@ class SlotLayer(Layer, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new nodes and return all that a query may need."""
-        self.is_initialized = True
-        keys = self.buffers["keys"].write(key_states, self.rows, self.first)
-        values = self.buffers["values"].write(value_states, self.rows, self.first)
+        self.is_initialized, first = True, self.first
+        keys = self.buffers["keys"].write(key_states, self.rows, first)
+        values = self.buffers["values"].write(value_states, self.rows, first)
         self.keys, self.values = keys, values  # some models ask a layer whether it holds any
         return keys, values
 

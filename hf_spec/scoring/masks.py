@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from ..counting import numbers
 from .attention import folding
+from .hooks import NOTHING
 
 
 @dataclass
@@ -144,7 +145,7 @@ def showing(block: Block, implementation: str) -> Iterator[None]:
     _hook_masks(implementation)
     token = _block.set(block)
     try:
-        with folding():
+        with NOTHING if block.hides_nothing else folding():
             yield
     finally:
         _block.reset(token)

@@ -19,7 +19,7 @@ from .adapters import adapted_layers, with_adapters
 from .architectures import CACHES, cache_name
 from .cache import SlotCache, keeps_everything, undo_reading
 from .features import Features, decoder_of
-from .hooks import hooked
+from .hooks import NOTHING, hooked
 from .masks import Block
 from .plain import prompt_kwargs
 from .slots import Slots
@@ -374,8 +374,7 @@ class ModelRunner:
     def align(self) -> None:
         """Let all rows end in the same column, where all that is kept lies in slots and columns are not positions."""
         first, cache = self._first_position, self.slots.cache
-        is_level = cache.rows.shortest == cache.rows.longest
-        if type(self) is ModelRunner and cache.joins and first is not None and not is_level:
+        if type(self) is ModelRunner and cache.joins and first is not None and not cache.rows.is_level:
             self._first_position = first - self.slots.align().to(first.device)
 
     def join(self, other: ModelRunner) -> bool:
@@ -425,12 +424,10 @@ def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
     return found or [decoder] * ("position_ids" in inspect.signature(decoder.forward).parameters)
 
 
-@contextlib.contextmanager
-def _reading_at(block: Block, readers: list[nn.Module]) -> Iterator[None]:
+def _reading_at(block: Block, readers: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Let ``readers`` use the columns of ``block`` as positions in a forward: no length of a cache suits all rows."""
     if not readers:
-        yield
-        return
+        return NOTHING
     position = block.query  # (batch, nodes)
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -441,8 +438,7 @@ def _reading_at(block: Block, readers: list[nn.Module]) -> Iterator[None]:
     def after(module: nn.Module, args: Any, embedded: Any) -> Any:
         return embedded.reshape(*position.shape, -1) if isinstance(module, nn.Embedding) else embedded
 
-    with hooked(readers, before, after):
-        yield
+    return hooked(readers, before, after)
 
 
 def _has_rows(value: object, batch: int) -> bool:

@@ -80,7 +80,7 @@ class Slots:
             depth,
             ancestors,
             self.cache.window,
-            is_level=rows.shortest == rows.longest,
+            is_level=rows.is_level,
             end=self._end if self._shift is None else None,
         )
 
@@ -111,7 +111,7 @@ class Slots:
             self._ahead = None
         if self._ahead is None or self._ahead[2].shape[-1] < end:
             count, advance = max(AHEAD, end), rows.longest - self._prompt
-            if rows.shortest == rows.longest and advance >= 0:
+            if rows.is_level and advance >= 0:
                 behind = numbers(count, self.device, advance)
             else:
                 behind = rows.lengths[:, None] + numbers(count, self.device) - self._prompt
