@@ -60,9 +60,10 @@ class Experience:
             samples[depth] = deque(maxlen=SAMPLES)
             return
         samples[depth].append(seconds)
-        is_new, times[depth] = depth not in times, median(samples[depth])
-        if is_new:
-            self._times[size] = dict(sorted(times.items()))
+        if depth in times:
+            times[depth] = median(samples[depth])
+        else:  # a dict of its own: another thread may be looking through the old one
+            self._times[size] = dict(sorted({**times, depth: seconds}.items()))
 
     def accepted(self, offered: Sequence[int], reached: Sequence[int]) -> None:
         """Note how deep each row guessed in a step, and how many of its guesses were accepted.
