@@ -261,6 +261,10 @@ def test_the_first_step_of_a_kind_warms_up_and_does_not_count() -> None:
     experience.measured(1, 3, 1.0)
     experience.measured(1, 3, 3.0)
     assert experience.times(1) == {3: 2.0}
+    looked_through = iter(experience.times(1))  # by another thread, while this one measures a new depth
+    experience.measured(1, 0, 1.0)
+    experience.measured(1, 0, 1.0)
+    assert list(experience.times(1)) == [0, 3] and list(looked_through) == [3]
 
 
 @pytest.mark.parametrize(("rows", "depth"), [(1, 5), (8, 5), (16, 3), (32, 1), (64, 1)])
