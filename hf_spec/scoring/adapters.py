@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .hooks import NOTHING, hooked
+from .hooks import hooked
 
 NAMES = "adapter_names"
 
@@ -22,8 +22,6 @@ def with_adapters(
     layers: list[nn.Module], names_of: Callable[[list[str], int], list[str]]
 ) -> contextlib.AbstractContextManager[None]:
     """Let ``layers`` take ``names_of(PEFT's names, rows)`` in the forwards of this context, a name for each row."""
-    if not layers:
-        return NOTHING
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         return args, kwargs | {NAMES: names_of(kwargs[NAMES], len(args[0]))}  # PEFT's own hook came first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,19 @@ After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 NOTHING = contextlib.nullcontext()  # changes nothing, and takes a step no time
 
 
-@contextlib.contextmanager
-def hooked(modules: Iterable[nn.Module], before: Before | None = None, after: After | None = None) -> Iterator[None]:
+def hooked(
+    modules: Collection[nn.Module], before: Before | None = None, after: After | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Call ``before`` and ``after`` around the forwards of ``modules`` while the context is open, as torch does.
 
     ``before(module, args, kwargs)`` returns what the module is given; ``after(module, args, output)`` returns what it
     gives, or ``None`` to leave that as it is.
     """
+    return _hooked(modules, before, after) if modules else NOTHING
+
+
+@contextlib.contextmanager
+def _hooked(modules: Collection[nn.Module], before: Before | None, after: After | None) -> Iterator[None]:
     handles = []
     try:
         for module in modules:
