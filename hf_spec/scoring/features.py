@@ -29,13 +29,9 @@ class Features:
         self.every = every
         self.asked: bool | list[int] = every or [layer for layer in self.layers if 0 <= layer < self._count]
 
-    def watching(self) -> contextlib.AbstractContextManager[dict[int, Tensor]]:
-        """Catch what the last layer and the final norm give in the forwards of this context, by the layer's name."""
-        needs_hooks = any(layer not in range(self._count) for layer in self.layers)
-        return self._watching() if needs_hooks else contextlib.nullcontext({})
-
     @contextlib.contextmanager
-    def _watching(self) -> Iterator[dict[int, Tensor]]:
+    def watching(self) -> Iterator[dict[int, Tensor]]:
+        """Catch what the last layer and the final norm give in the forwards of this context, by the layer's name."""
         caught: dict[int, Tensor] = {}
         watched = {}
         if self._count in self.layers:
