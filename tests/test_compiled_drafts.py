@@ -292,6 +292,18 @@ def test_drafting_is_compiled_with_the_target(
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+def test_draws_need_few_graphs(shape: str, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each number of seats, however many tokens a row gets in a step, and may still get at its end."""
+    monkeypatch.setattr(rings, "SHORTEST", 64)
+    graphs = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        _, out = text_and_out("eagle3", shape, 8, do_sample=True, max_new_tokens=26)
+        graphs.append(out.speculation.graphs)
+    assert 0 < sum(graphs) <= 4
+
+
 def test_the_same_seed_gives_the_same_text_compiled_or_not(as_it_is: None) -> None:
     model = target("llama")
     texts = []

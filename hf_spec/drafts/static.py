@@ -301,14 +301,19 @@ class CompiledDrafter(Drafter):
         return ahead if self._row_in_seat is None else ahead.seated(self._row_in_seat.to(inner.device))
 
     def _told(self, news: News, width: int) -> Told:
-        tokens, counts, features = news.tokens, news.counts, news.features
-        if (missing := width - tokens.shape[1]) > 0:
-            tokens = torch.nn.functional.pad(tokens, (0, missing))
-            features = None if features is None else torch.nn.functional.pad(features, (0, 0, 0, missing))
-        if self._row_in_seat is not None:
-            tokens, counts = tokens.index_select(0, self._row_in_seat), counts.index_select(0, self._row_in_seat)
-            features = None if features is None else features.index_select(0, self._row_in_seat.to(features.device))
+        missing = width - news.tokens.shape[1]
+        tokens = torch.nn.functional.pad(news.tokens, (0, missing))
+        features = None if news.features is None else torch.nn.functional.pad(news.features, (0, 0, 0, missing))
+        tokens, counts, features = map(self._in_seats, (tokens, news.counts, features))
         return self._inner.told(tokens, counts, features)
+
+    def _in_seats(self, rows: Any) -> Any:
+        """Return what each seat is told, laid out alike every time: a graph is made for each layout."""
+        if rows is None:
+            return None
+        if self._row_in_seat is None:
+            return rows.clone(memory_format=torch.contiguous_format)
+        return rows.index_select(0, self._row_in_seat.to(rows.device))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..counting import numbers, repeated
 from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
-from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes
+from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes, widest_float
 from ..settings import SpeculationConfig
 from .drawn_trees import Plan, grow_drawn, plan_drawn
 from .forest import Forest, Step
@@ -65,7 +65,7 @@ class Ahead:
             layout = _lay_out(_paths(config, depth, sample), device)
             draws = [((rows, len(level.nodes)), level.most) for level in layout[1]]
         shapes = noise_shapes(draws, vocabulary, device) if sample else []
-        unused = [torch.zeros(shape, device=device) for shape in shapes[drawn:]]
+        unused = [torch.zeros(shape, dtype=widest_float(device), device=device) for shape in shapes[drawn:]]
         return cls(layout, plan, noise_for(shapes[:drawn], vocabulary, device) + unused)
 
     def seated(self, rows: Tensor) -> Ahead:
