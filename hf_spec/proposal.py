@@ -12,10 +12,9 @@ Parents stand before their children. Rows may have fewer nodes than the widest o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +23,20 @@ from .counting import numbers, repeated
 
 NO_PARENT = -1
 ABSENT = -2
+
+T = TypeVar("T")
+
+
+class _once(Generic[T]):  # a decorator, like ``cached_property``, whose lock no graph can hold
+    """Work a property out where it is first asked for."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+
+    def __get__(self, instance: Any, owner: Any = None) -> T:
+        value = self._function(instance)
+        object.__setattr__(instance, self._function.__name__, value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -85,12 +98,12 @@ class Proposal:
         """Return the last token of the text, (batch,)."""
         return self.tokens[:, 0]
 
-    @cached_property
+    @_once
     def present(self) -> Tensor:
         """Tell which nodes exist, (batch, nodes) bool."""
         return self.parents != ABSENT
 
-    @cached_property
+    @_once
     def ancestors(self) -> Tensor:
         """Tell which nodes lie on the path from the root to a node, itself included: (batch, node, ancestor) bool."""
         if self.is_chain:
@@ -99,7 +112,7 @@ class Proposal:
             return lower.expand(self.tokens.shape[0], nodes, nodes)
         return ancestors_of(self.parents, self.max_depth)
 
-    @cached_property
+    @_once
     def depth(self) -> Tensor:
         """Count the guesses on the path to each node, (batch, nodes)."""
         return self.ancestors.sum(-1) - 1
@@ -132,14 +145,9 @@ class Proposal:
         )
         return self._like(tokens, parents, q, chosen, max_depth=depth)
 
-    def of_first(self, rows: int) -> Proposal:
-        """Return the proposal of the first ``rows`` rows, in memory of its own on an accelerator.
-
-        A graph that made it there may write over its outputs when it runs again.
-        """
-        kept = [None if one is None else one[:rows] for one in (self.tokens, self.parents, self.q, self.chosen)]
-        if self.tokens.device.type != "cpu":
-            kept = [None if one is None else one.clone() for one in kept]
+    def each(self, pick: Callable[[Tensor], Tensor]) -> Proposal:
+        """Return what ``pick`` makes of the tensors of the proposal, whose rows it may leave out."""
+        kept = [None if one is None else pick(one) for one in (self.tokens, self.parents, self.q, self.chosen)]
         return self._like(*kept)
 
     def _like(self, tokens: Any, parents: Any, q: Tensor | None, chosen: Tensor | None, **changes: Any) -> Proposal:

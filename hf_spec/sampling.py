@@ -12,6 +12,7 @@ from torch.nn import functional
 from .counting import numbers
 
 Shape = tuple[int, ...]
+Chance = torch.Generator | Tensor | None  # where random numbers come from, or those that were drawn beforehand
 
 NOTHING = -1  # where no token can be drawn
 SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
@@ -19,15 +20,24 @@ LARGE = 1024  # words, from which on random numbers for all of them take a CPU l
 MANY, PART = 1 << 16, 64  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
 
 
-def draw(p: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def coins(like: Shape, device: torch.device, source: Chance = None) -> Tensor:
+    """Throw a coin in [0, 1) for each place of the shape ``like``: ``coin < 0`` never holds and ``coin < 1`` always.
+
+    As precise as ``device`` can, so that rounding does not matter. Where ``source`` holds coins already, return those.
+    """
+    if isinstance(source, Tensor):
+        return source
+    return torch.rand(like, dtype=widest_float(device), device=device, generator=source)
+
+
+def draw(p: Tensor, source: Chance = None) -> Tensor:
     """Draw one token from each distribution ``p`` (..., vocabulary) float32, which need not sum to one: (...).
 
     Never a token with ``p = 0``; -1 where there is no other, or a nan. Works in float64 if it can: a float32 sum over
     a large vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random
     number per token.
     """
-    like = (*p.shape[:-1], 1)
-    token = _at(torch.rand(like, dtype=widest_float(p.device), device=p.device, generator=generator), p)
+    token = _at(coins((*p.shape[:-1], 1), p.device, source), p)
     most, safe = p.max(-1, keepdim=True)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
     return torch.where(most > 0, torch.where(possible, token, safe), numbers(1, p.device, NOTHING))[..., 0]

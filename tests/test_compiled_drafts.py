@@ -109,6 +109,7 @@ def draft_graphs_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile drafts, but no target."""
     torch._dynamo.reset()
     graphs._compiled.clear()
+    graphs._failed.clear()
     monkeypatch.setattr(compiled, "_not_compiled", dict.fromkeys([target("llama")], "a test"))
     yield
     torch._dynamo.reset()
@@ -294,14 +295,14 @@ def test_drafting_is_compiled_with_the_target(
 
 @pytest.mark.parametrize("shape", ["chain", "dynamic"])
 def test_draws_need_few_graphs(shape: str, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each number of seats, however many tokens a row gets in a step, and may still get at its end."""
+    """A proposal and a choice for each number of seats, however many tokens a row gets, and may still get."""
     monkeypatch.setattr(rings, "SHORTEST", 64)
     graphs = []
     for seed in range(4):
         torch.manual_seed(seed)
         _, out = text_and_out("eagle3", shape, 8, do_sample=True, max_new_tokens=26)
         graphs.append(out.speculation.graphs)
-    assert 0 < sum(graphs) <= 4
+    assert 0 < sum(graphs) <= 8
 
 
 def test_the_same_seed_gives_the_same_text_compiled_or_not(as_it_is: None) -> None:

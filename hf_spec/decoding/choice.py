@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,12 @@ from torch import Tensor
 
 from ..counting import numbers, repeated
 from ..drafts.base import News
-from ..proposal import ABSENT, Proposal
+from ..proposal import Proposal
 from ..sampling import draw, likeliest
+from ..scoring.graphs import Compiler
 from ..scoring.runner import Scores
 from ..settings import SpeculationConfig
+from .judging import CompiledJudge, Figures, figures_of, table_of
 from .outputs import Record
 from .processors import NodeScores, Processors
 from .refusals import Refusal
@@ -72,6 +73,7 @@ class Chooser:
         self.processors, self.text, self.record = processors, text, record
         self.sample, self.config = sample, config
         self.rule = rule_for(config)
+        self.judge: CompiledJudge | None = None  # from the prefill on, if the target is compiled
         stops, several = text.stops, len(text.rows) > 1
         token_by_token = self.rule.weigh is None and self.rule.accept is None
         self.lockstep = (
@@ -84,6 +86,11 @@ class Chooser:
                 "call has to see the text token by token; declare a processor with hf_spec.pure or use "
                 "acceptance='lossless'"
             )
+
+    def judge_compiled(self, compiler: Compiler, nodes: int) -> None:
+        """Weigh drawn guesses in proposals of ``nodes`` nodes in a graph, if scores are processed at all of them."""
+        if self.samples_row_by_row and self.rule.weigh is not None and self.processors.together:
+            self.judge = CompiledJudge(compiler, nodes, self.rule.weigh)
 
     def choose(self, proposal: Proposal, scores: Scores) -> Choice | None:
         """Emit what the target's distribution makes of ``proposal``: at least one token per row.
@@ -104,8 +111,7 @@ class Chooser:
         text = self.text
         ids = text.ids if not self.processors.memoryless else None
         nodes = NodeScores(self.processors, logits, proposal, ids, text.row_lengths, text.rows, text.stops.last_tokens)
-        verdict = self._verdict(proposal, nodes)
-        figures = _figures(proposal, verdict, nodes)
+        verdict, figures = self._judged(proposal, nodes, logits)
         if not all(figure.is_sound for figure in figures):
             return None
         rows = text.rows
@@ -129,6 +135,15 @@ class Chooser:
             counts=verdict.counts if kept == list(map(len, emitted)) else None,
         )
 
+    def _judged(self, proposal: Proposal, nodes: NodeScores, logits: Tensor) -> tuple[Verdict, list[Figures]]:
+        judge = self.judge
+        if judge is not None and judge.takes(proposal):
+            verdict, table = judge(proposal, logits, None if self.processors.is_empty else nodes.every())
+        else:
+            verdict = self._verdict(proposal, nodes)
+            table = table_of(proposal, verdict, nodes.are_sound())
+        return verdict, figures_of(proposal, verdict, table)
+
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
         if self.lossy is not None:
             return self.lossy(proposal, nodes.every().softmax(-1), self.config, self.sample)
@@ -136,6 +151,8 @@ class Chooser:
             return self._ordinary(proposal, nodes)
         if self.sample and self.rule.weigh is not None and proposal.q is not None:
             return self.rule.weigh(proposal, nodes.every().softmax(-1))
+        if self.sample and proposal.is_chain and self.processors.together:  # what `follow` would ask for, at once
+            return match(proposal, draw(nodes.every().softmax(-1)))
         if self.sample:
             return follow(proposal, lambda node: draw(nodes.at(node).softmax(-1)))
         if not self.processors.together:  # costly: ask only at the nodes on the way
@@ -195,49 +212,6 @@ class Chooser:
         if self.sample:
             return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
         return scores.argmax(-1)
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What the device says of one row: its ``tokens``, how many ``guesses`` there were and how deep they went, whether
-    the logits are sound, and whether the accepted nodes are 0, 1, 2, ..."""
-
-    tokens: list[int]
-    guesses: int
-    deepest: int
-    is_sound: bool
-    in_place: bool
-
-
-def _figures(proposal: Proposal, verdict: Verdict, nodes: NodeScores) -> list[_Figures]:
-    """Ask the device once."""
-    if proposal.max_depth == 0:
-        return [_Figures(tokens, 0, 0, is_sound=True, in_place=True) for tokens in verdict.tokens.tolist()]
-    parts = [verdict.counts[:, None], verdict.tokens, nodes.are_sound()]
-    if not proposal.is_whole:
-        parts.append(proposal.parents)
-    if not proposal.is_chain:
-        parts += [verdict.path, proposal.depth]
-    widths = [part.shape[1] for part in parts]
-    return [_figures_of(proposal, _split(row, widths)) for row in torch.cat(parts, dim=1).tolist()]
-
-
-def _figures_of(proposal: Proposal, parts: list[list[int]]) -> _Figures:
-    [count], tokens, sound, *parts = parts
-    present = [parent != ABSENT for parent in parts.pop(0)] if not proposal.is_whole else [True] * len(sound)
-    path, depth = (list(range(len(tokens))), list(range(len(sound)))) if proposal.is_chain else parts
-    return _Figures(
-        tokens[:count],
-        sum(present) - 1,
-        max(itertools.compress(depth, present)),
-        all(itertools.compress(sound, present)),
-        path[:count] == list(range(count)),
-    )
-
-
-def _split(row: list[int], widths: list[int]) -> list[list[int]]:
-    ends = list(itertools.accumulate(widths))
-    return [row[end - width : end] for end, width in zip(ends, widths, strict=True)]
 
 
 def _is_sound(proposal: Proposal, logits: Tensor) -> Tensor:

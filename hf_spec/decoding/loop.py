@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
@@ -194,7 +194,7 @@ class Call:
             return self._step(root, score, self.target.take_back_prompt)
         scores = self.target.prefill(input_ids, config, kwargs)
         if self.target.compiles:
-            self.compiler = Compiler(config.compile_config, self.pace.first, self.target.most_new_tokens)
+            self._compile_the_rest(config.compile_config)
         self.record.prompt(scores.hidden_states)
         last = scores.last()
         choice = self._choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
@@ -203,6 +203,13 @@ class Call:
         self.stats.prefilled([tokens[0] for tokens in choice.emitted])
         self.drafter, self.features = self._new_drafter(input_ids, mask, scores.features), last.features
         return choice
+
+    def _compile_the_rest(self, config: CompileConfig | None) -> None:
+        """Let proposals, and the choice among them, be graphs beside the target's."""
+        depth, nodes = self.pace.first, self.pace.most_nodes(self.config)
+        self.compiler = Compiler(config, depth, self.target.most_new_tokens)
+        if nodes is not None:
+            self.chooser.judge_compiled(Compiler(config, depth, begins_step=False), nodes)
 
     def step(self, choice: Choice) -> Choice:
         """Go on behind the last ``choice`` with the rows that still grow."""
@@ -252,9 +259,9 @@ class Call:
             self._align(proposal)
         with self.stats.timed("verify"):
             scores = score(proposal)
-        self._note_compilation()
         with self.stats.timed("choose"):
             choice = self._choose(proposal, scores)
+        self._note_compilation()
         if choice is None:
             usual, proposal = False, Proposal.nothing(proposal.root)
             with self.stats.timed("verify"):
@@ -285,6 +292,8 @@ class Call:
         self.stats.compiled(*self.target.compilation)
         if self.compiler is not None:
             self.stats.compiled(self.compiler.graphs.made, self.compiler.graphs.seconds, "propose")
+        if (judge := self.chooser.judge) is not None:
+            self.stats.compiled(judge.graphs.made, judge.graphs.seconds, "choose")
 
     def _choose(self, proposal: Proposal, scores: Scores) -> Choice | None:
         self.block = proposal, self.text.row_lengths

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ..counting import numbers
 from ..proposal import NO_PARENT, Proposal
-from ..sampling import draw, widest_float
+from ..sampling import Chance, coins, draw, widest_float
 from ..settings import SpeculationConfig
 
 TRACE = 1e-30  # far below what rounding changes
@@ -89,32 +89,34 @@ def _match_tree(proposal: Proposal, picks: Tensor) -> Verdict:
     return Verdict(path, picks.gather(1, path), accepted + 1)
 
 
-def reject(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
+def reject(proposal: Proposal, p: Tensor, source: Chance = None) -> Verdict:
     """Decide guess by guess from the root on: accept a child, or go on to its next sibling with what is left of ``p``.
 
     On chains this is speculative sampling (arXiv 2211.17192, 2302.01318); on trees, recursive rejection sampling of
     children drawn without replacement.
     """
     accept, distributions = _weigh(proposal, p, carry=False)
-    accepted = _coins(accept, generator) < accept
+    coin = coins(accept.shape, p.device, source)
+    accepted = coin < accept
     if proposal.is_chain:
-        return _verdict(proposal, accepted[:, 1:].cumprod(1).sum(1), distributions, generator)
-    return _walk(proposal, accepted, distributions, generator)
+        return _verdict(proposal, accepted[:, 1:].cumprod(1).sum(1), distributions, coin)
+    return _walk(proposal, accepted, distributions, coin)
 
 
-def traverse(proposal: Proposal, p: Tensor, generator: torch.Generator | None = None) -> Verdict:
+def traverse(proposal: Proposal, p: Tensor, source: Chance = None) -> Verdict:
     """Decide path by path from the leaves on: accept the path to a node as a whole, or try the next one.
 
     Traversal verification (arXiv 2505.12398); on chains it equals block verification (arXiv 2403.10444). It accepts
     longer paths than ``reject`` on average.
     """
     accept, distributions = _weigh(proposal, p, carry=True)
-    accepted = _coins(accept, generator) < accept
+    coin = coins(accept.shape, p.device, source)
+    accepted = coin < accept
     if proposal.is_chain:  # as far as the last one that is accepted
         node = (accepted * numbers(accepted.shape[1], p.device)).amax(1)
-        return _verdict(proposal, node, distributions, generator)
+        return _verdict(proposal, node, distributions, coin)
     leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
-    return _walk(proposal, leads_there, distributions, generator)
+    return _walk(proposal, leads_there, distributions, coin)
 
 
 def accept_typical(proposal: Proposal, p: Tensor, config: SpeculationConfig, sample: bool = True) -> Verdict:
@@ -183,7 +185,7 @@ class Rule:
     of plain ``generate``, and all rows advance together.
     """
 
-    weigh: Callable[[Proposal, Tensor], Verdict] | None = None
+    weigh: Callable[..., Verdict] | None = None  # of a proposal, p, and where coins come from
     accept: Callable[[Proposal, Tensor, SpeculationConfig, bool], Verdict] | None = None
     when_greedy: bool = False
 
@@ -234,7 +236,7 @@ def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[
     guess, behind = guess[row, child - 1].split(sizes, dim=-2), outcomes[row, child].split(sizes, dim=-2)
     token, probability = (x[row, child - 1].split(sizes, dim=-1) for x in (tokens, probability))
     rows = [row] * len(sizes) if row.dim() == 2 else row.split(sizes)
-    for turn, (at, over, under) in enumerate(zip(rows, parent.split(sizes), child.split(sizes), strict=True)):
+    for turn, (at, over, under) in enumerate(zip(rows, parent.split(sizes, dim=-1), child.split(sizes), strict=True)):
         weights = outcomes[at, over]
         own = _ratio(weights, token[turn], probability[turn]).clamp_(max=1)
         rest = _rest(weights, guess[turn])
@@ -263,12 +265,18 @@ def _turns(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor, list[int]]:
 
     A guess has its turn after its parent and its elder siblings, so that parents differ within one. There is a handful
     of turns where there are many nodes, and each operation on an accelerator takes its time, however little it does.
-    Rows are (batch, 1) where all have the same shape, which nobody has to ask the accelerator for.
+    Rows are (batch, 1) where all have the same shape, which nobody has to ask the accelerator for, and in a graph,
+    where parents are (batch, guesses).
     """
     device = proposal.tokens.device
     if proposal.shape is not None:
-        parent, child, sizes = _order(proposal.shape, device)
+        order = _order if torch.compiler.is_compiling() else _known_order
+        parent, child, sizes = order(proposal.shape, device)
         return numbers(len(proposal.tokens), device)[:, None], parent, child, sizes
+    if torch.compiler.is_compiling():  # a graph cannot ask how many turns there are: each guess has its own
+        parent = proposal.parents[:, 1:].clamp(min=0)  # an ABSENT guess, drawn from nothing, takes nothing out of p
+        count = parent.shape[1]
+        return numbers(len(parent), device)[:, None], parent, numbers(count, device, 1), [1] * count
     turns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for number, parents in enumerate(proposal.parents.tolist()):
         for turn, above, node in _in_turn(parents):
@@ -278,12 +286,14 @@ def _turns(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     return row, parent, child, [len(turns[turn]) for turn in sorted(turns)]
 
 
-@functools.lru_cache(maxsize=64)
 def _order(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
     order = sorted(_in_turn(shape), key=lambda one: one[0])
     together = torch.tensor([node for _, *node in order], device=device, dtype=torch.long).view(-1, 2)
     parent, child = together.unbind(1)
     return parent, child, list(Counter(turn for turn, _, _ in order).values())
+
+
+_known_order = functools.lru_cache(maxsize=64)(_order)
 
 
 def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -356,26 +366,22 @@ def _rest(weights: Tensor, guess: Tensor) -> Tensor:
     return torch.maximum(weights - guess, weights * TRACE)
 
 
-def _coins(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Throw a coin in [0, 1) per node: ``coin < 0`` never holds and ``coin < 1`` always, whatever the rounding."""
-    return torch.rand(like.shape, dtype=widest_float(like.device), device=like.device, generator=generator)
-
-
-def _walk(proposal: Proposal, allowed: Tensor, distributions: Tensor, generator: torch.Generator | None) -> Verdict:
+def _walk(proposal: Proposal, allowed: Tensor, distributions: Tensor, coin: Tensor) -> Verdict:
     """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; draw a token there."""
     parents = torch.where(allowed, proposal.parents, NO_PARENT)
     node = torch.zeros_like(proposal.root)
     for _ in range(proposal.max_depth):
-        found, child = (parents == node[:, None]).max(dim=1)
-        node = torch.where(found, child, node)
-    return _verdict(proposal, node, distributions, generator)
+        found, child = (parents == node[:, None]).int().max(dim=1)  # inductor compiles none of booleans
+        node = torch.where(found > 0, child, node)
+    return _verdict(proposal, node, distributions, coin)
 
 
-def _verdict(
-    proposal: Proposal, node: Tensor, distributions: Tensor, generator: torch.Generator | None = None
-) -> Verdict:
-    """Go to ``node`` (batch,) and draw a token from its distribution, of those (batch, nodes, vocabulary)."""
-    return _write_down(proposal, node, draw(distributions[numbers(len(node), node.device), node], generator))
+def _verdict(proposal: Proposal, node: Tensor, distributions: Tensor, coin: Tensor) -> Verdict:
+    """Go to ``node`` (batch,) and draw a token from its distribution, of those (batch, nodes, vocabulary).
+
+    Of each ``coin`` (batch, nodes) the root's is thrown for that: the root itself is text.
+    """
+    return _write_down(proposal, node, draw(distributions[numbers(len(node), node.device), node], coin[:, :1]))
 
 
 def _write_down(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verdict:

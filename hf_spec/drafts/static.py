@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..proposal import Proposal
-from ..scoring.graphs import Compiler
+from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import Block
 from ..scoring.rings import fewest_slots, power_of_two
 from .base import Drafter, News, Request
@@ -77,9 +77,9 @@ class StaticDrafter(Drafter):
         return device
 
     @property
-    def name(self) -> str:
-        """Return what messages call it."""
-        return type(self._draft).__name__
+    def draft(self) -> Any:
+        """Return what it guesses with."""
+        return self._draft
 
     @property
     @abstractmethod
@@ -292,8 +292,9 @@ class CompiledDrafter(Drafter):
             rest, news = _split(news, width)
             self._inner.read(self._told(rest, rest.tokens.shape[1]))
         told = self._told(news, width)
-        proposal = self._compiler(_guess, self._inner.name, self._inner, told, self._depth, self._ahead(limit))
-        return proposal.of_first(len(amounts)).shallower(limit).to(news.tokens.device)
+        proposal = self._compiler(_guess, self._inner.draft, self._inner, told, self._depth, self._ahead(limit))
+        proposal = proposal.each(lambda one: lasting(one[: len(amounts)]))
+        return proposal.shallower(limit).to(news.tokens.device)
 
     def _ahead(self, limit: int) -> Ahead:
         request, inner, rows = self._request, self._inner, len(self._lengths)

@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 from transformers.utils import logging
@@ -22,10 +23,18 @@ T = TypeVar("T")
 # Shapes are few and fixed: each has a graph, and none becomes a variable. Torch's own limit of 8 is too small for us.
 FIXED_SHAPES = {"dynamic": False, "recompile_limit": 256}
 
+NEW_MEMORY = ("cpu",)  # devices on which a graph gives new memory each time: no CUDA graphs, or what is like them
+
 logger = logging.get_logger(__name__)
 
 taking_turns = threading.Lock()  # a compiled forward sees the hooks of every thread that looks into it
+_failed: WeakSet[Any] = WeakSet()  # drafts and rules that no graph could be made for
 _compiled: list[tuple[Callable[..., Any], dict[str, Any], Callable[..., Any]]] = []
+
+
+def lasting(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in memory of its own where a graph that runs again writes over what it gave."""
+    return tensor if tensor.device.type in NEW_MEMORY else tensor.clone()
 
 
 class Graphs:
@@ -48,34 +57,38 @@ class Graphs:
 class Compiler:
     """Compile what guesses ``depth`` tokens deep for one call of ``generate``, with its ``config``.
 
-    No row gets more than ``most_new`` tokens behind the prompt.
+    No row gets more than ``most_new`` tokens behind the prompt. ``begins_step``: what graphs gave before is not needed
+    any more once this one runs.
     """
 
-    def __init__(self, config: CompileConfig | None, depth: int, most_new: int | None = None) -> None:
-        self.depth, self.most_new = depth, most_new
+    def __init__(
+        self, config: CompileConfig | None, depth: int, most_new: int | None = None, begins_step: bool = True
+    ) -> None:
+        self.depth, self.most_new, self._begins_step = depth, most_new, begins_step
         self.graphs = Graphs()
         options = (config or CompileConfig()).to_dict()
         self._options = options | FIXED_SHAPES | {"fullgraph": True}
-        self._works = True
 
-    def __call__(self, function: Callable[..., T], name: str, *args: Any) -> T:
-        """Return ``function(*args)``, compiled; as it is, after one warning, if that fails.
+    def __call__(self, function: Callable[..., T], owner: Any, *args: Any) -> T:
+        """Return ``function(*args)``, compiled; as it is, after one warning, if that fails for its ``owner``.
 
         ``args`` hold no number that changes often: a graph is made for each.
         """
-        if not self._works:
+        if owner in _failed:
             return function(*args)
         compiled = _compiled_with(function, self._options)
         try:
             with taking_turns, self.graphs.counted():
-                torch.compiler.cudagraph_mark_step_begin()
+                if self._begins_step:
+                    torch.compiler.cudagraph_mark_step_begin()
                 found: T = compiled(*args)
         except Exception as error:  # whatever torch.compile makes of an unforeseen draft
             found = function(*args)  # fails too if it is not the compiler that failed
-            self._works = False
+            _failed.add(owner)
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = " ".join([f"{type(error).__name__}:", *lines[:2]])
-            logger.warning_once(f"{name} is not compiled for guessing, but run as it is: {reason}.")
+            name = getattr(owner, "__name__", type(owner).__name__)
+            logger.warning(f"{name} is not compiled, but run as it is: {reason}.")
         return found
 
 
