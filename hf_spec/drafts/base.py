@@ -67,7 +67,7 @@ class Request:
 def guess_log_probs(draft: Any, request: Request, logits: Tensor) -> Tensor:
     """Turn logits (..., draft vocabulary) of ``draft`` into the log-probabilities of guesses over the target's."""
     whole: Tensor = draft.over_target(logits)
-    return request.log_probs(whole.to(request.input_ids.device)).to(draft.device)
+    return request.log_probs(whole.to(request.input_ids.device)).to(logits.device)
 
 
 @dataclass(frozen=True)

@@ -88,10 +88,11 @@ class StaticDrafter(Drafter):
 
     def told(self, tokens: Tensor, counts: Tensor, features: Tensor | None, amounts: list[int] | None = None) -> Told:
         """Take over what became text, with its ``amounts`` where slots grow."""
+        device = self.device
         if features is not None:
-            features = features.to(self.device, self._draft.dtype)
-        counts = counts.to(self.device)
-        return Told(tokens.to(self.device), counts, features, counts if amounts is None else amounts)
+            features = features.to(device, self._draft.dtype)
+        counts = counts.to(device)
+        return Told(tokens.to(device), counts, features, counts if amounts is None else amounts)
 
     @abstractmethod
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
