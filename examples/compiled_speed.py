@@ -4,16 +4,17 @@
     python examples/compiled_speed.py --device cuda --dtype bfloat16 --shape 1b 8b --batch 1 8 32
 
 Every method decodes the same prompts in turn, after two rounds that warm up and compile; the fastest of the others is
-shown, as tokens a second and relative to plain. Shapes other than "demo" are the demo target inflated: to 0.2 billion
-parameters, and to about the sizes of Llama 3.2 1B and Llama 3.1 8B, without their vocabulary. The text is the same, so
-is the demo target's acceptance. On CUDA, mode "reduce-overhead" uses CUDA graphs. Whether texts are plain
-`generate`'s is told; in 16 bits near-ties may flip, compiled or not. Beside the vanilla draft, assisted generation
-guesses with it, too.
+shown, as tokens a second and relative to plain, or with `--sample`, where each round draws another text, their mean.
+Shapes other than "demo" are the demo target inflated: to 0.2 billion parameters, and to about the sizes of Llama 3.2
+1B and Llama 3.1 8B, without their vocabulary. The text is the same, so is the demo target's acceptance. On CUDA, mode
+"reduce-overhead" uses CUDA graphs. Whether texts are plain `generate`'s is told; in 16 bits near-ties may flip,
+compiled or not. Beside the vanilla draft, assisted generation guesses with it, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,23 +59,25 @@ def models(shape: str, device: str, dtype: torch.dtype, draft: str) -> tuple[Any
         torch.set_default_dtype(before)
 
 
-def measure(methods: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, Any]]:
-    """Return the seconds of each method's fastest round, and what it returned."""
-    found: dict[str, tuple[float, Any]] = {}
+def measure(methods: dict[str, Callable[[], Any]], rounds: int, of_all: Callable[..., float]) -> Any:
+    """Return ``of_all`` the seconds of each method's rounds, and what the last one returned."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    returned: dict[str, Any] = {}
     for number in range(rounds + 2):
         for name, run in methods.items():
+            torch.manual_seed(number)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             start = time.perf_counter()
-            out = run()
+            returned[name] = run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
+            took = time.perf_counter() - start
             if number < 2:
-                print(f"    warming up: {name}, {seconds:.1f} s", flush=True)
-            elif name not in found or seconds < found[name][0]:
-                found[name] = seconds, out
-    return found
+                print(f"    warming up: {name}, {took:.1f} s", flush=True)
+            else:
+                seconds[name].append(took)
+    return {name: (of_all(seconds[name]), returned[name]) for name in methods}
 
 
 def table(shape: str, batch: int, args: argparse.Namespace) -> None:
@@ -87,8 +90,9 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
     inputs = tokenizer(texts, return_tensors="pt", padding=True).to(args.device)
     config = CompileConfig(fullgraph=True, backend=args.backend, mode=args.mode)
     config._compile_all_devices = True  # on a CPU, too
-    options = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None}
+    options = {"max_new_tokens": args.tokens, "do_sample": args.sample, "eos_token_id": None}
     options |= {"pad_token_id": tokenizer.pad_token_id, "return_dict_in_generate": True}
+    options |= {"temperature": 1.0, "top_k": 0} if args.sample else {}
     compiled = {"cache_implementation": "static", "compile_config": config}
     tree = args.tree or None
     depth = args.depth or None
@@ -104,16 +108,16 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
         draft.generation_config.num_assistant_tokens = args.depth or 5
         ways["assisted, eager"] = {"assistant_model": draft}
     methods = {name: lambda way=way: target.generate(**inputs, **options, **way) for name, way in ways.items()}
-    found = measure(methods, args.rounds)
+    found = measure(methods, args.rounds, statistics.mean if args.sample else min)
     plain, plain_compiled = found["plain, eager"], found["plain, compiled"]
     print(f"\n{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {args.device}")
     print("| | tokens/s | x plain eager | x plain compiled | tokens a step | same text |\n|---|---|---|---|---|---|")
     for name, (seconds, out) in found.items():
         stats = getattr(out, "speculation", None)
         accepted = f"{stats.mean_accepted_length:.2f}" if stats else "1"
-        same = torch.equal(out.sequences, plain[1].sequences)
+        same = "drawn" if args.sample else "yes" if torch.equal(out.sequences, plain[1].sequences) else "no"
         ratios = f"{plain[0] / seconds:.2f} | {plain_compiled[0] / seconds:.2f}"
-        print(f"| {name} | {batch * args.tokens / seconds:.0f} | {ratios} | {accepted} | {'yes' if same else 'no'} |")
+        print(f"| {name} | {batch * args.tokens / seconds:.0f} | {ratios} | {accepted} | {same} |")
 
 
 def main() -> None:
@@ -126,6 +130,7 @@ def main() -> None:
     parser.add_argument("--tree", choices=("", "dynamic", "sampled"), default="", help="of guesses; none for a chain")
     parser.add_argument("--nodes", type=int, default=12, help="of a tree")
     parser.add_argument("--depth", type=int, default=5, help="of the guesses; 0 leaves it to the clock, as by default")
+    parser.add_argument("--sample", action="store_true", help="sample at temperature 1 instead of greedy decoding")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="cores of a CPU")

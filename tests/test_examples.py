@@ -142,18 +142,19 @@ def test_drafts_of_the_demo_family_are_compared(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("sample", "same"), [([], "yes"), (["--sample"], "drawn")], ids=["greedy", "sampled"])
 def test_eager_and_compiled_speed_side_by_side(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sample: list[str], same: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
-    options = ["--tokens", "6", "--rounds", "1", "--batch", "1", "--backend", "eager"]
+    options = ["--tokens", "6", "--rounds", "1", "--batch", "1", "--backend", "eager", *sample]
     monkeypatch.setattr("sys.argv", ["compiled_speed", *options])
     runpy.run_path(str(ROOT / "examples" / "compiled_speed.py"), run_name="__main__")
     torch.set_num_threads(threads)
     table = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
     names = [cells[1].strip() for cells in table]
     assert names == ["plain, eager", "plain, compiled", "eagle3, eager", "eagle3, compiled"]
-    assert [cells[6].strip() for cells in table] == ["yes"] * 4
+    assert [cells[6].strip() for cells in table] == [same] * 4
 
 
 def run(script: str, options: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
