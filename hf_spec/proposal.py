@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,16 +28,17 @@ ABSENT = -2
 T = TypeVar("T")
 
 
-class _once(Generic[T]):  # a decorator, like ``cached_property``, whose lock no graph can hold
-    """Work a property out where it is first asked for."""
+class _once(cached_property[T]):
+    """Work a property out where it is first asked for, without the lock of Python 3.11, which no graph can hold."""
 
-    def __init__(self, function: Callable[[Any], T]) -> None:
-        self._function = function
+    if not TYPE_CHECKING:
 
-    def __get__(self, instance: Any, owner: Any = None) -> T:
-        value = self._function(instance)
-        object.__setattr__(instance, self._function.__name__, value)
-        return value
+        def __get__(self, instance, owner=None):
+            if instance is None:
+                return self
+            value = self.func(instance)
+            object.__setattr__(instance, self.func.__name__, value)
+            return value
 
 
 @dataclass(frozen=True)

@@ -88,9 +88,15 @@ def test_parts_keep_what_was_said_of_all(counts: torch.Tensor | None) -> None:
     proposal = Proposal.chain(torch.tensor([7, 8]), torch.tensor([[1, 2, 3], [4, 5, 6]]), counts=counts)
     chosen = torch.tensor([[True] * 4, [False] * 4])
     part = dataclasses.replace(proposal, chosen=chosen)
-    part = (part.whole() if counts is None else part).shallower(2).of_first(1)
+    part = (part.whole() if counts is None else part).shallower(2).each(lambda one: one[:1])
     assert part.tokens.tolist() == [[7, 1, 2]] and part.chosen is not None and part.chosen.shape == (1, 3)
     assert part.is_whole == (counts is None)
+
+
+def test_what_is_worked_out_is_kept() -> None:
+    proposal = Proposal.chain(torch.tensor([7]), torch.tensor([[1, 2, 3]]))
+    assert proposal.ancestors is proposal.ancestors and proposal.depth is proposal.depth
+    assert Proposal.depth.__doc__  # asked of the class, as help() does
 
 
 def test_nothing() -> None:

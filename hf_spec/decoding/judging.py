@@ -108,7 +108,9 @@ def _in_seats(states: Tensor) -> Tensor:
     rows = len(states)
     if (seats := power_of_two(rows)) > rows:
         return states.index_select(0, numbers(seats, states.device).clamp(max=rows - 1))
-    return states if states.is_contiguous() and rows > 1 else states.clone(memory_format=torch.contiguous_format)
+    if states.is_contiguous() and states.dim() > 2:
+        return states
+    return states.clone(memory_format=torch.contiguous_format)  # a graph is made for each layout, of one row, too
 
 
 def _judged(
