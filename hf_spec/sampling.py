@@ -56,8 +56,7 @@ def _at_in_parts(coin: Tensor, p: Tensor) -> Tensor:
 
     Memory for so many sums is new each time, and a CPU takes twenty times as long to get it as to add them up.
     """
-    missing = -p.shape[-1] % PART
-    parts = (functional.pad(p, (0, missing)) if missing else p).unflatten(-1, (-1, PART))  # (..., parts, part)
+    parts = _in_parts(p, missing=0.0)
     sums = parts.sum(-1, dtype=coin.dtype)
     below = sums.cumsum(-1)
     point = coin * below[..., -1:]
@@ -87,8 +86,38 @@ def likeliest(scores: Tensor) -> Tensor:
 
     ``argmax`` takes a CPU five times as long in half precision, and ``max`` takes it longer in float32.
     """
-    indices: Tensor = scores.argmax(-1) if scores.dtype == torch.float32 else scores.max(-1).indices
-    return indices
+    if scores.dtype != torch.float32 or _is_quick_in_parts(scores):
+        return largest(scores)[1]
+    token: Tensor = scores.argmax(-1)
+    return token
+
+
+def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of ``scores`` (..., vocabulary) and its token, the first if there are several: (...) each.
+
+    A nan is larger than all. In float32 it takes a CPU several times as long to keep track of tokens as to compare: so
+    of many scores the part with the largest one is found first, and then the token in it.
+    """
+    if not _is_quick_in_parts(scores):
+        value, token = scores.max(-1)
+        return value, token
+    parts = _in_parts(scores, missing=-torch.inf)
+    part = parts.amax(-1).argmax(-1, keepdim=True)
+    value, token = parts.gather(-2, part[..., None].expand(*part.shape, PART))[..., 0, :].max(-1)
+    return value, part[..., 0] * PART + token
+
+
+def _is_quick_in_parts(scores: Tensor) -> bool:
+    quick = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.numel() >= MANY
+    return quick and not torch.compiler.is_compiling()
+
+
+def _in_parts(scores: Tensor, missing: float) -> Tensor:
+    """See ``scores`` (..., vocabulary) as (..., parts, part), filled up with what is ``missing``."""
+    count = -scores.shape[-1] % PART
+    whole = functional.pad(scores, (0, count), value=missing) if count else scores
+    parts: Tensor = whole.unflatten(-1, (-1, PART))
+    return parts
 
 
 def best(log_probs: Tensor, count: int) -> Tensor:

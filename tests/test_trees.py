@@ -15,7 +15,7 @@ from hf_spec import SpeculationConfig, sampling
 from hf_spec.decoding.verification import traverse
 from hf_spec.drafts.trees import bushy, grow
 from hf_spec.proposal import ABSENT, Proposal
-from hf_spec.sampling import draw_distinct, likeliest
+from hf_spec.sampling import draw_distinct, largest, likeliest
 
 VOCABULARY = 6
 
@@ -242,6 +242,18 @@ def test_the_likeliest_token_is_the_first_of_equals(dtype: torch.dtype) -> None:
     assert torch.equal(likeliest(scores), scores.argmax(-1))
     first = (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(likeliest(scores), first)
+    value, token = largest(scores)
+    assert torch.equal(value, scores.amax(-1)) and torch.equal(token, first)
+
+
+def test_a_nan_is_larger_than_all_and_minus_infinity_than_none() -> None:
+    scores = torch.randn(4, 6, 3000)
+    scores[1, 2, 2999] = scores[3, 0, 0] = torch.nan
+    scores[2, 5], scores[0, 0, 70] = -torch.inf, torch.inf
+    value, token = largest(scores)
+    assert torch.equal(value.isnan().nonzero(), torch.tensor([[1, 2], [3, 0]]))
+    assert token[1, 2] == 2999 and token[3, 0] == 0 and token[2, 5] == 0 and token[0, 0] == 70
+    assert value[2, 5] == -torch.inf and value[0, 0] == torch.inf
 
 
 @pytest.mark.parametrize(("width", "nodes", "depth"), [(10, 60, 5), (2, 7, 3), (1, 9, 4), (3, 1, 1)])

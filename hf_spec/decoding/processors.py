@@ -25,6 +25,7 @@ from transformers.generation import logits_process
 
 from ..counting import numbers
 from ..proposal import Proposal
+from ..sampling import largest, likeliest
 from .prefixes import TOGETHER, Prefixes
 from .warpers import in_less_time
 
@@ -203,21 +204,19 @@ class NodeScores:
     def best(self) -> Tensor:
         """Return the token with the highest score at every node, (batch, nodes)."""
         if self._processors.is_empty:  # spare the copies
-            indices: Tensor = self._largest.indices
-            return indices
-        return self.every().argmax(-1)
+            return self._largest[1]
+        return likeliest(self.every())
 
     def are_sound(self) -> Tensor:
         """Tell at which nodes the logits hold no nan and no inf, (batch, nodes) bool.
 
         A guess whose forward overflows spoils the other nodes too: attention gives it no weight, but 0 * nan is nan.
         """
-        sound: Tensor = self._largest.values < torch.inf
-        return sound
+        return self._largest[0] < torch.inf
 
     @functools.cached_property
-    def _largest(self) -> Any:
-        return self._logits.max(-1)
+    def _largest(self) -> tuple[Tensor, Tensor]:
+        return largest(self._logits)
 
     def every(self) -> Tensor:
         """Return the scores at all nodes: (batch, nodes, vocab) float32.

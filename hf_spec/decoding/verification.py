@@ -33,6 +33,8 @@ from ..settings import SpeculationConfig
 
 TRACE = 1e-30  # far below what rounding changes
 
+Behind = Callable[[Tensor], Tensor]  # what tokens are drawn from behind nodes (batch,), (batch, vocabulary) of any sum
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -95,12 +97,12 @@ def reject(proposal: Proposal, p: Tensor, source: Chance = None) -> Verdict:
     On chains this is speculative sampling (arXiv 2211.17192, 2302.01318); on trees, recursive rejection sampling of
     children drawn without replacement.
     """
-    accept, distributions = _weigh(proposal, p, carry=False)
+    accept, behind = _weigh(proposal, p, carry=False)
     coin = coins(accept.shape, p.device, source)
     accepted = coin < accept
     if proposal.is_chain:
-        return _verdict(proposal, accepted[:, 1:].cumprod(1).sum(1), distributions, coin)
-    return _walk(proposal, accepted, distributions, coin)
+        return _verdict(proposal, accepted[:, 1:].cumprod(1).sum(1), behind, coin)
+    return _walk(proposal, accepted, behind, coin)
 
 
 def traverse(proposal: Proposal, p: Tensor, source: Chance = None) -> Verdict:
@@ -109,14 +111,14 @@ def traverse(proposal: Proposal, p: Tensor, source: Chance = None) -> Verdict:
     Traversal verification (arXiv 2505.12398); on chains it equals block verification (arXiv 2403.10444). It accepts
     longer paths than ``reject`` on average.
     """
-    accept, distributions = _weigh(proposal, p, carry=True)
+    accept, behind = _weigh(proposal, p, carry=True)
     coin = coins(accept.shape, p.device, source)
     accepted = coin < accept
     if proposal.is_chain:  # as far as the last one that is accepted
         node = (accepted * numbers(accepted.shape[1], p.device)).amax(1)
-        return _verdict(proposal, node, distributions, coin)
+        return _verdict(proposal, node, behind, coin)
     leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
-    return _walk(proposal, leads_there, distributions, coin)
+    return _walk(proposal, leads_there, behind, coin)
 
 
 def accept_typical(proposal: Proposal, p: Tensor, config: SpeculationConfig, sample: bool = True) -> Verdict:
@@ -209,7 +211,7 @@ def rule_for(config: SpeculationConfig) -> Rule:
     return RULES[name]
 
 
-def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
+def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Behind]:
     """Return how probably each node is accepted once it is its turn (batch, nodes), and what is drawn from behind it.
 
     ``carry`` makes it the whole path to the node (traversal) instead of the node alone. A guess that ``q`` gives no
@@ -220,14 +222,15 @@ def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
     return (_weigh_chain if proposal.is_chain else _weigh_tree)(proposal, p, proposal.q, carry)
 
 
-def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
+def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Behind]:
     """Take one turn after the other. What may happen behind a node are the tokens, and that it is not accepted itself.
 
     Of all these *outcomes*, vocabulary + 1 of them, a rejected child leaves max(w p - q, 0) and 1 - w as it was, to be
-    divided by their sum: see ``_take_out``.
+    divided by their sum. Source: arXiv 2505.12398.
     """
-    tokens, chosen = proposal.tokens[:, 1:], None if proposal.chosen is None else proposal.chosen[:, 1:]
-    guess, probability = _drawn(_without_elders(proposal, q), tokens, chosen, proposal.present[:, 1:])
+    tokens, guess = proposal.tokens[:, 1:], _with_points(proposal, _without_elders(proposal, q))
+    probability, passed = _drawn(guess, tokens, proposal.present[:, 1:])
+    guess = guess.masked_fill(passed[..., None], 0)
     outcomes, guess = functional.pad(p, (0, 1)), functional.pad(guess, (0, 1))  # (batch, nodes, vocabulary + 1)
     never = functional.pad(p.new_zeros(p.shape[-1]), (0, 1), value=1.0)  # the node is not accepted
     accept = torch.zeros_like(p[..., 0])  # (batch, nodes)
@@ -245,7 +248,8 @@ def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[
             outcomes[at, under] = torch.lerp(never, behind[turn], own[..., None])
         else:
             accept[at, under] = own
-    return (1 - outcomes[..., -1] if carry else accept), outcomes[..., :-1]
+    every = numbers(len(outcomes), p.device)
+    return (1 - outcomes[..., -1] if carry else accept), lambda node: outcomes[every, node, :-1]
 
 
 def _without_elders(proposal: Proposal, q: Tensor) -> Tensor:
@@ -305,19 +309,34 @@ def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield last[node], parent, node
 
 
-def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Tensor]:
-    """Do as ``_weigh_tree`` for all guesses at once: four times faster where the vocabulary is small."""
-    tokens, chosen = proposal.tokens[:, 1:], None if proposal.chosen is None else proposal.chosen[:, 1:]
-    guess, probability = _drawn(q, tokens, chosen, None if proposal.is_whole else proposal.present[:, 1:])
-    weights = p[:, :-1]
-    ratio = _ratio(weights, tokens, probability)  # (batch, guesses)
-    if not carry:
-        rest, _, _ = _take_out(weights, guess, torch.ones_like(ratio))
-        return functional.pad(ratio.clamp(max=1), (1, 0), value=1.0), torch.cat([rest, p[:, -1:]], dim=1)
-    accept = _least_products(ratio)
-    before = accept[:, :-1]
-    rest, mass, total = _take_out(weights * before[..., None], guess, before)
-    return torch.cat([mass / total, accept[:, -1:]], dim=1), torch.cat([rest, p[:, -1:]], dim=1)
+def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Behind]:
+    """Do as ``_weigh_tree`` for all guesses at once, with one new tensor as large as ``p``: new memory takes its time.
+
+    With w how probably the path to a node is accepted, mass / (mass + 1 - w) is the h of Algorithm 2 in arXiv
+    2403.10444. The mass is what a rejected guess leaves of w p.
+    """
+    tokens, q = proposal.tokens[:, 1:], _with_points(proposal, q)
+    probability, passed = _drawn(q, tokens, None if proposal.is_whole else proposal.present[:, 1:])
+    ratio = _ratio(p[:, :-1], tokens, probability)  # (batch, guesses)
+    if carry:
+        reach = _least_products(ratio)  # (batch, nodes)
+        before = reach[:, :-1]
+        mass = (p[:, :-1] * before[..., None]).sub_(q).clamp_(min=0).sum(-1).add_(before, alpha=TRACE)
+        mass = torch.where(passed, before, mass)
+        accept = torch.cat([mass / (mass + (1 - before)), reach[:, -1:]], dim=1)
+    else:
+        accept = functional.pad(ratio.clamp(max=1), (1, 0), value=1.0)
+        reach = torch.ones_like(accept)
+    passed = functional.pad(passed, (0, 1), value=True)  # behind the last node there is no guess
+
+    def behind(node: Tensor) -> Tensor:
+        row = numbers(len(node), node.device)
+        if q.shape[1] == 0:
+            return p[:, 0]
+        guess = q[row, node.clamp(max=q.shape[1] - 1)].masked_fill(passed[row, node, None], 0)
+        return _rest(p[row, node] * reach[row, node, None], guess)
+
+    return accept, behind
 
 
 def _least_products(ratios: Tensor) -> Tensor:
@@ -329,19 +348,24 @@ def _least_products(ratios: Tensor) -> Tensor:
     return (sums - sums.cummax(1).values).exp().to(ratios.dtype)
 
 
-def _drawn(q: Tensor, token: Tensor, chosen: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return what each ``token`` (...) was drawn from, (..., vocabulary), and how probable it was there, (...).
+def _with_points(proposal: Proposal, q: Tensor) -> Tensor:
+    """Return ``q`` (batch, guesses, vocabulary) of each guess, with a point mass for one that was chosen."""
+    if proposal.chosen is None:
+        return q
+    points = torch.zeros_like(q).scatter_(-1, proposal.tokens[:, 1:, None], 1)
+    return torch.where(proposal.chosen[:, 1:, None], points, q)
 
-    That is ``q``, and a point mass for one that was ``chosen``; all zeros, and a probability of infinity, for one that
-    was not drawn. ``present`` is None if all are.
+
+def _drawn(q: Tensor, token: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return how probable each ``token`` (...) was in what it was drawn from, ``q`` (..., vocabulary), (...).
+
+    Infinity for one that was not drawn; and whether it was not. ``present`` is None if all are.
     """
-    if chosen is not None:
-        q = torch.where(chosen[..., None], torch.zeros_like(q).scatter_(-1, token[..., None], 1), q)
-    probability = q.gather(-1, token[..., None])  # (..., 1)
+    probability = q.gather(-1, token[..., None])[..., 0]
     drawn = probability > torch.finfo(q.dtype).tiny  # p / q of anything smaller could overflow; a nan is none
     if present is not None:
-        drawn = drawn & present[..., None]
-    return q.masked_fill(~drawn, 0), probability.masked_fill_(~drawn, torch.inf)[..., 0]
+        drawn = drawn & present
+    return probability.masked_fill_(passed := ~drawn, torch.inf), passed
 
 
 def _ratio(weights: Tensor, token: Tensor, probability: Tensor) -> Tensor:
@@ -349,39 +373,28 @@ def _ratio(weights: Tensor, token: Tensor, probability: Tensor) -> Tensor:
     return weights.gather(-1, token[..., None])[..., 0] / probability
 
 
-def _take_out(weights: Tensor, guess: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Take a rejected child, drawn from ``guess`` (..., vocabulary), out of its parent's ``weights``.
-
-    The weights are w p, with w = ``reach`` (...) how probably the parent is accepted and p what follows it. Return
-    the rest, max(w p - q, 0), its mass, and what both are divided by then: mass + 1 - w. Source: arXiv 2505.12398; on
-    a chain mass / total is the h of Algorithm 2 in arXiv 2403.10444.
-    """
-    rest = _rest(weights, guess)
-    mass = rest.sum(-1)
-    return rest, mass, mass + (1 - reach)
-
-
 def _rest(weights: Tensor, guess: Tensor) -> Tensor:
+    """Take a rejected child, drawn from ``guess``, out of its parent's ``weights``, both (..., vocabulary)."""
     # Where p = q nothing is left, or what rounding leaves. The next token is drawn from p then: a trace of it stays.
     return torch.maximum(weights - guess, weights * TRACE)
 
 
-def _walk(proposal: Proposal, allowed: Tensor, distributions: Tensor, coin: Tensor) -> Verdict:
+def _walk(proposal: Proposal, allowed: Tensor, behind: Behind, coin: Tensor) -> Verdict:
     """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; draw a token there."""
     parents = torch.where(allowed, proposal.parents, NO_PARENT)
     node = torch.zeros_like(proposal.root)
     for _ in range(proposal.max_depth):
         found, child = (parents == node[:, None]).int().max(dim=1)  # inductor compiles none of booleans
         node = torch.where(found > 0, child, node)
-    return _verdict(proposal, node, distributions, coin)
+    return _verdict(proposal, node, behind, coin)
 
 
-def _verdict(proposal: Proposal, node: Tensor, distributions: Tensor, coin: Tensor) -> Verdict:
-    """Go to ``node`` (batch,) and draw a token from its distribution, of those (batch, nodes, vocabulary).
+def _verdict(proposal: Proposal, node: Tensor, behind: Behind, coin: Tensor) -> Verdict:
+    """Go to ``node`` (batch,) and draw a token from what is left behind it.
 
     Of each ``coin`` (batch, nodes) the root's is thrown for that: the root itself is text.
     """
-    return _write_down(proposal, node, draw(distributions[numbers(len(node), node.device), node], coin[:, :1]))
+    return _write_down(proposal, node, draw(behind(node), coin[:, :1]))
 
 
 def _write_down(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verdict:
