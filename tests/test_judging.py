@@ -50,6 +50,7 @@ def proposal_of(shape: str, rows: int, seed: int) -> tuple[Proposal, Tensor]:
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     torch._dynamo.reset()
     monkeypatch.setattr(graphs, "_compiled", [])
+    graphs._failed.clear()
     if request.param == "as it is":
         monkeypatch.setattr(Compiler, "__call__", lambda compiler, function, owner, *args: function(*args))
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -84,7 +85,8 @@ def test_the_same_coins_give_the_same_verdict(rule: Rule, shape: str, compiler: 
             assert torch.equal(verdict.tokens, plain.tokens) and torch.equal(verdict.path, plain.path)
             seen |= {len(figure.tokens) for figure in figures}
     assert seen > {1, 2} and others  # other coins, other verdicts
-    assert compiler.graphs.made in (0, 6)  # of 1, 4 and 8 seats, with and without processors
+    runs_as_it_is = torch.compiler.is_compiling()
+    assert compiler.graphs.made == (0 if runs_as_it_is else 6)  # of 1, 4 and 8 seats, with and without processors
 
 
 def test_inductor_weighs_a_drawn_tree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +192,7 @@ def reusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reusing]:
     monkeypatch.setattr(graphs, "NEW_MEMORY", ())
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", reusing.begin_step)
     yield reusing
+    reusing.given.clear()  # dynamo may keep the backend
     torch._dynamo.reset()
 
 

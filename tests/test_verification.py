@@ -204,8 +204,10 @@ def test_traverse_accepts_more(name: str) -> None:
     assert longer > simple + 0.03
 
 
+@pytest.mark.parametrize("many", [0, 10**9], ids=["large", "small"])
 @pytest.mark.parametrize("rule", [reject, traverse])
-def test_chain_equals_tree(rule: Rule) -> None:
+def test_chain_equals_tree(rule: Rule, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "MANY", many)
     proposal, p = propose("chain_v3_l3")
     ragged = proposal.parents.masked_fill(torch.arange(4) > torch.arange(ROUNDS)[:, None] % 4, ABSENT)
     for chain in (proposal, replace(proposal, parents=ragged)):

@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from ..counting import numbers
 from ..proposal import NO_PARENT, Proposal
-from ..sampling import Chance, coins, draw, widest_float
+from ..sampling import MANY, Chance, coins, draw, widest_float
 from ..settings import SpeculationConfig
 
 TRACE = 1e-30  # far below what rounding changes
@@ -219,7 +219,9 @@ def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Behind]:
     """
     if proposal.q is None:
         raise ValueError("these guesses were chosen, not drawn from a distribution q; verify them with follow()")
-    return (_weigh_chain if proposal.is_chain else _weigh_tree)(proposal, p, proposal.q, carry)
+    large = p.device.type == "cpu" and p.numel() >= MANY and not torch.compiler.is_compiling()
+    weigh_chain = _weigh_large_chain if large else _weigh_chain
+    return (weigh_chain if proposal.is_chain else _weigh_tree)(proposal, p, proposal.q, carry)
 
 
 def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Behind]:
@@ -310,10 +312,32 @@ def _in_turn(parents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def _weigh_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Behind]:
-    """Do as ``_weigh_tree`` for all guesses at once, with one new tensor as large as ``p``: new memory takes its time.
+    """Do as ``_weigh_tree`` for all guesses at once: four times faster where the vocabulary is small.
 
     With w how probably the path to a node is accepted, mass / (mass + 1 - w) is the h of Algorithm 2 in arXiv
     2403.10444. The mass is what a rejected guess leaves of w p.
+    """
+    tokens, q = proposal.tokens[:, 1:], _with_points(proposal, q)
+    probability, passed = _drawn(q, tokens, None if proposal.is_whole else proposal.present[:, 1:])
+    weights, guess = p[:, :-1], q.masked_fill(passed[..., None], 0)
+    ratio = _ratio(weights, tokens, probability)  # (batch, guesses)
+    if carry:
+        reach = _least_products(ratio)  # (batch, nodes)
+        before = reach[:, :-1]
+        rest = _rest(weights * before[..., None], guess)
+        mass = rest.sum(-1)
+        accept = torch.cat([mass / (mass + (1 - before)), reach[:, -1:]], dim=1)
+    else:
+        rest = _rest(weights, guess)
+        accept = functional.pad(ratio.clamp(max=1), (1, 0), value=1.0)
+    left, row = torch.cat([rest, p[:, -1:]], dim=1), numbers(len(p), p.device)
+    return accept, lambda node: left[row, node]
+
+
+def _weigh_large_chain(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[Tensor, Behind]:
+    """Do as ``_weigh_chain`` with one new tensor as large as ``p`` instead of six: a CPU takes its time to get memory.
+
+    What is left of p is worked out behind the last accepted node alone, in a dozen more operators.
     """
     tokens, q = proposal.tokens[:, 1:], _with_points(proposal, q)
     probability, passed = _drawn(q, tokens, None if proposal.is_whole else proposal.present[:, 1:])
