@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from openai import APIConnectionError, APIError, BadRequestError, OpenAI
 from servers import DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
 
 from hf_spec import SpeculationConfig, demo
@@ -190,7 +190,8 @@ def test_one_that_fails_takes_no_other_along(stream):
 
 async def _two_at_once(stream):
     model, tokenizer = target()
-    manager = Batched(Meter(), None)
+    small = ContinuousBatchingConfig(page_size=16, num_blocks=40, max_batch_tokens=128)  # not all free memory
+    manager = Batched(Meter(), small)
     manager.init_cb(model, GenerationConfig(max_new_tokens=6, do_sample=False))
     prompt = tokenizer(PROMPTS[0])
     settings = [GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=None) for _ in range(2)]
