@@ -19,7 +19,7 @@ from ..decoding.verification import Verdict, follow, match, rule_for
 from ..drafts.base import Drafter, News, Request, Speculator
 from ..metrics import Counts, Part, SpeculationStats
 from ..proposal import Proposal, tree_from_paths
-from ..sampling import draw
+from ..sampling import draw, likeliest
 from ..scoring.features import Features
 from ..settings import SpeculationConfig
 from .drafting import Drafters, Guess, Row, proposal_of
@@ -184,7 +184,7 @@ class Speculation:
         if self._rule.accept is not None and (self.sample or self._rule.when_greedy):
             return self._rule.accept(proposal, scores.softmax(-1), self.config, self.sample)
         if not self.sample:
-            return match(proposal, scores.argmax(-1))
+            return match(proposal, likeliest(scores))
         p = scores.softmax(-1)  # (rows, nodes, vocabulary)
         if self._rule.weigh is not None and proposal.q is not None:
             return self._rule.weigh(proposal, p)

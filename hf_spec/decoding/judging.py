@@ -7,7 +7,6 @@ Over a static cache that is one function of tensors of fixed shape, which torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +17,7 @@ from ..proposal import ABSENT, Proposal
 from ..sampling import coins
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.rings import power_of_two
-from .verification import Verdict
-
-Weigh = Callable[..., Verdict]  # see ``Rule.weigh``
+from .verification import Verdict, Weigh
 
 
 def table_of(proposal: Proposal, verdict: Verdict, sound: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ class Verdict:
     counts: Tensor
 
 
+Weigh = Callable[..., Verdict]  # of a proposal, p, and a source of coins
+
+
 def follow(proposal: Proposal, choose: Callable[[Tensor], Tensor]) -> Verdict:
     """Take the target's own token after each node for as long as it was guessed.
 
@@ -187,7 +190,7 @@ class Rule:
     of plain ``generate``, and all rows advance together.
     """
 
-    weigh: Callable[..., Verdict] | None = None  # of a proposal, p, and where coins come from
+    weigh: Weigh | None = None
     accept: Callable[[Proposal, Tensor, SpeculationConfig, bool], Verdict] | None = None
     when_greedy: bool = False
 
