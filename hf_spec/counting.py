@@ -24,7 +24,15 @@ def numbers(count: int, device: torch.device, start: int = 0) -> Tensor:
 
 def repeated(number: int, count: int, device: torch.device) -> Tensor:
     """Return ``count`` times the same ``number``, -2 or more, as a view (count,) like that of ``numbers``."""
-    return numbers(1, device, number).expand(count)
+    if torch.compiler.is_compiling():
+        return numbers(1, device, number).expand(count)
+    return _repeated(number, count, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _repeated(number: int, count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return numbers(1, device, number).expand(count)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ Chance = torch.Generator | Tensor | None  # where random numbers come from, or t
 NOTHING = -1  # where no token can be drawn
 SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
 LARGE = 1024  # words, from which on random numbers for all of them take a CPU longer than finding one
-MANY, PART = 1 << 16, 64  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
+MANY, PART = 1 << 16, 128  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
 
 
 def coins(like: Shape, device: torch.device, source: Chance = None) -> Tensor:
@@ -95,20 +95,20 @@ def likeliest(scores: Tensor) -> Tensor:
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of ``scores`` (..., vocabulary) and its token, the first if there are several: (...) each.
 
-    A nan is larger than all. In float32 it takes a CPU several times as long to keep track of tokens as to compare: so
-    of many scores the part with the largest one is found first, and then the token in it.
+    A nan is larger than all. It takes a CPU several times as long to keep track of tokens as to compare: so of many
+    scores the part with the largest one is found first, and then the token in it.
     """
     if not _is_quick_in_parts(scores):
         value, token = scores.max(-1)
         return value, token
     parts = _in_parts(scores, missing=-torch.inf)
-    part = parts.amax(-1).argmax(-1, keepdim=True)
-    value, token = parts.gather(-2, part[..., None].expand(*part.shape, PART))[..., 0, :].max(-1)
-    return value, part[..., 0] * PART + token
+    part = likeliest(parts.amax(-1))  # (...)
+    value, token = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, PART))[..., 0, :].max(-1)
+    return value, part * PART + token
 
 
 def _is_quick_in_parts(scores: Tensor) -> bool:
-    quick = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.numel() >= MANY
+    quick = scores.device.type == "cpu" and scores.dtype != torch.float16 and scores.numel() >= MANY
     return quick and not torch.compiler.is_compiling()
 
 

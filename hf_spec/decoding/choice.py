@@ -141,7 +141,7 @@ class Chooser:
             verdict, table = judge(proposal, logits, None if self.processors.is_empty else nodes.every())
         else:
             verdict = self._verdict(proposal, nodes)
-            table = table_of(proposal, verdict, nodes.are_sound())
+            table = table_of(proposal, verdict, nodes.are_sound() if proposal.max_depth else None)
         return verdict, figures_of(proposal, verdict, table)
 
     def _verdict(self, proposal: Proposal, nodes: NodeScores) -> Verdict:

@@ -20,12 +20,12 @@ from ..scoring.rings import power_of_two
 from .verification import Verdict, Weigh
 
 
-def table_of(proposal: Proposal, verdict: Verdict, sound: Tensor) -> Tensor:
+def table_of(proposal: Proposal, verdict: Verdict, sound: Tensor | None) -> Tensor:
     """Put what ``figures_of`` reads side by side, (batch, columns), so that the device is asked once.
 
-    ``sound`` (batch, nodes) tells where the logits hold no nan and no inf.
+    ``sound`` (batch, nodes) tells where the logits hold no nan and no inf; ``None`` where there is no guess to blame.
     """
-    if proposal.max_depth == 0:
+    if sound is None:
         return verdict.tokens
     parts = [verdict.counts[:, None], verdict.tokens, sound]
     if not proposal.is_whole:

@@ -102,6 +102,8 @@ class News:
     @property
     def root(self) -> Tensor:
         """Return the last token of each row, (batch,)."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
         return self.last(self.tokens[:, :, None])[:, 0, 0]
 
     def last(self, states: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,26 @@ from transformers.cache_utils import Cache
 from ..counting import numbers
 from .buffers import AHEAD
 from .masks import Block, showing
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Positions (..., batch, n) of what may follow the text, counted from ``first``.
+
+    They begin ``begin`` tokens behind the prompt where rows are equally long, whatever their length is by now
+    (``version`` is ``None``), or behind each row's text of one ``version`` of the lengths.
+    """
+
+    first: Tensor
+    version: object
+    begin: int
+    positions: Tensor
+
+    def holds(self, first: Tensor, version: object, rows: int, begin: int, end: int) -> bool:
+        """Tell whether those of ``rows`` rows from ``begin`` to ``end`` are among them."""
+        batch, count = self.positions.shape[-2:]
+        is_same = self.first is first and self.version is version and batch == rows
+        return is_same and self.begin <= begin and end <= self.begin + count
 
 
 class Slots:
@@ -36,7 +57,7 @@ class Slots:
             padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
         self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
-        self._ahead: tuple[Tensor, object, Tensor] | None = None  # see ``positions``
+        self._ahead: _Ahead | None = None  # see ``positions``
         self._open_depth: Tensor | None = None  # (batch, open nodes)
         self._shift: Tensor | None = None  # (batch, 1), how far the rows have been moved to the right
 
@@ -98,7 +119,7 @@ class Slots:
         """Return the positions of the new nodes, (..., batch, nodes).
 
         That of the first token behind the prompt is ``first`` (..., batch or 1, 1). Those of a chain are worked out
-        once for each length of the text.
+        once for each length of the text, and for many lengths at once where all rows are equally long.
         """
         rows = self.cache.rows
         if block.depth is not None or (self._end is not None and block.width > self._end):
@@ -106,17 +127,19 @@ class Slots:
             if self._shift is None or self._end is None:
                 return positions
             return torch.minimum(positions, first + self._shift + (self._end - 1 - self._prompt))
-        end = rows.open + block.count
-        if self._ahead is None or self._ahead[0] is not first or self._ahead[1] is not rows.version:
-            self._ahead = None
-        if self._ahead is None or self._ahead[2].shape[-1] < end:
-            count, advance = max(AHEAD, end), rows.longest - self._prompt
-            if rows.is_level and advance >= 0:
+        advance = rows.longest - self._prompt
+        is_level = rows.is_level and advance >= 0
+        begin, version = (advance, None) if is_level else (0, rows.version)
+        ahead, end = self._ahead, rows.open + block.count
+        if ahead is None or not ahead.holds(first, version, len(rows.cpu_lengths), begin, begin + end):
+            count = max(AHEAD, end)
+            if is_level:
                 behind = numbers(count, self.device, advance)
             else:
                 behind = rows.lengths[:, None] + numbers(count, self.device) - self._prompt
-            self._ahead = first, rows.version, first + behind.expand(len(rows.cpu_lengths), -1)
-        return self._ahead[2][..., rows.open : end]
+            ahead = self._ahead = _Ahead(first, version, begin, first + behind.expand(len(rows.cpu_lengths), -1))
+        begin -= ahead.begin
+        return ahead.positions[..., begin + rows.open : begin + end]
 
     def mask(self, block: Block) -> Tensor | None:
         """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any.
