@@ -41,19 +41,21 @@ class Choice:
     in_place: bool = False
     counts: Tensor | None = None
 
-    def news(self, features: Tensor | None, rows: list[int]) -> News:
-        """Tell the drafter about ``rows``: each emitted token beside the features of the node before it."""
+    def news(self, features: Tensor | None, rows: list[int], index: Tensor | None = None) -> News:
+        """Tell the drafter about ``rows``: each emitted token beside the features of the node before it.
+
+        ``index`` is the same on the device, ``None`` if these are all rows.
+        """
         amounts = [self.kept[row] for row in rows]
-        width, device, everyone = max(amounts), self.tokens.device, len(rows) == len(self.kept)
+        width, device = max(amounts), self.tokens.device
         emitted = [self.emitted[row] for row in rows]
-        counts = self.counts if everyone else None
+        counts = self.counts if index is None or self.counts is None else self.counts[index]
         if counts is None and len(set(amounts)) == 1:
             counts = repeated(width, len(rows), device)
         if counts is None:
             counts = torch.tensor(amounts, device=device)
         tokens, path = self.tokens[:, :width], self.path[:, :width]
-        if not everyone:
-            index = torch.tensor(rows, device=device)
+        if index is not None:
             tokens, path = tokens[index], path[index]
             features = None if features is None else features[index.to(features.device)]
         if features is not None and self.in_place:

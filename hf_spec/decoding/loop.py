@@ -215,13 +215,17 @@ class Call:
         """Go on behind the last ``choice`` with the rows that still grow."""
         growing = set(self.text.rows)
         going_on = [i for i, row in enumerate(self.rows) if row in growing]
+        index = None
         if len(going_on) < len(self.rows):
-            self._leave_behind(going_on, choice.tokens.device)
+            index = torch.tensor(going_on, device=choice.tokens.device)
+            self._leave_behind(going_on, index)
         self.rows = self.text.rows
-        return self._step(choice.news(self.features, going_on), self.target.score, self.target.drop)
+        return self._step(choice.news(self.features, going_on, index), self.target.score, self.target.drop)
 
-    def _leave_behind(self, going_on: list[int], device: torch.device) -> None:
+    def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
+
+        ``index`` is ``going_on`` where the text is.
 
         Plain ``generate`` pads a row that is done for as long as others grow, and so reads its last token, too. With
         ``max_length=9``, where only row 1 goes on::
@@ -232,11 +236,12 @@ class Call:
         """
         staying = sorted(going_on + self._ended_early()) if self._returns_cache else going_on
         if len(staying) < len(self.rows):
-            self.target.keep_rows(torch.tensor(staying, device=device), keep_finished=self._returns_cache)
+            kept = index if len(staying) == len(going_on) else torch.tensor(staying, device=index.device)
+            self.target.keep_rows(kept, keep_finished=self._returns_cache)
         if len(going_on) < len(staying):
             last_tokens = self.text.last_tokens([self.rows[i] for i in staying])
             self.target.close_rows([staying.index(i) for i in going_on], last_tokens)
-        self.drafter.keep_rows(torch.tensor(going_on, device=device))
+        self.drafter.keep_rows(index)
 
     def _ended_early(self) -> list[int]:
         """List the places in ``self.rows`` of rows that are done while others get longer: row 0 in the picture above.

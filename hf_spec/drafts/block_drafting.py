@@ -83,7 +83,7 @@ class BlockDrafter(StaticDrafter):
         context = self._draft.fuse(told.features)
         if self._keys is None:
             self._draft.remember(context, self._cache, self._padding)
-            self._cache.commit(self._cache.rows.lengths[:, None], told.amounts, in_place=True)
+            self._cache.commit(self._cache.rows.lengths[:, None], told.amounts, in_place=True, on_device=told.counts)
             return self._cache
         keys = self._keys.opened()
         rotary = self._draft.rotary_emb(context, keys.aim(context.shape[1]) - self._keys.before)

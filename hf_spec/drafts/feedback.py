@@ -84,7 +84,7 @@ class FeedbackDrafter(StaticDrafter):
         beside: dict[str, Any] = {"features": told.features}
         logits, behind = [], []
         for number, reader in enumerate(readers):
-            scores, hidden = reader.read(told.tokens, told.amounts, **beside)
+            scores, hidden = reader.read(told.tokens, told, **beside)
             logits.append(told.last(scores))
             if number + 1 < len(readers):
                 beside = {"hidden_states": torch.cat([self._behind[number], hidden[:, :-1]], dim=1)}

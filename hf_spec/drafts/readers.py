@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from ..scoring.cache import SlotCache
 from ..scoring.slots import Slots
 from .base import DraftOutput
-from .static import StaticKeys
+from .static import StaticKeys, Told
 
 
 class Reader:
@@ -21,7 +21,7 @@ class Reader:
         self._draft = draft
         self._which = {"reader": number} if draft.num_readers > 1 else {}
         self._slots: Slots
-        self._first_position: Tensor  # (batch, 1), of the first pair behind the prompt
+        self._origin: Tensor  # (batch, 1), the position that column 0 has or would have
 
     def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
         """Read pairs, padded where ``mask`` (batch, pairs) is 0, and return hidden states (batch, pairs, hidden).
@@ -46,22 +46,23 @@ class Reader:
         """Keep what was read of the prompt in slots."""
         padding = None if bool(mask.all()) else mask
         self._slots = Slots(SlotCache.adopt(cache, len(mask), mask.device), cache, padding)
-        self._first_position = mask.sum(1, keepdim=True)
+        self._origin = mask.sum(1, keepdim=True) - mask.shape[1]
 
     def opened(self) -> Any:
         """Return what reads the next news and the forest behind them: itself."""
         return self
 
     def read(
-        self, tokens: Tensor, counts: Any, ancestors: Tensor | None = None, **beside: Tensor
+        self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Forget the last forest and read what became text, ``counts[b]`` of ``tokens`` (batch, m).
+        """Forget the last forest and read what became text, of ``tokens`` (batch, m) as many as were ``told``.
 
         What stands behind them, if ``ancestors`` say so, is read with them and forgotten.
         """
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
         logits, hidden = self.run(tokens, ancestors, **beside)
-        self._slots.commit(tokens, counts, in_place=True)
+        assert told.amounts is not None
+        self._slots.commit(tokens, told.amounts, in_place=True, on_device=told.counts)
         return logits, hidden
 
     def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +70,7 @@ class Reader:
         with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config) as block:
             output: DraftOutput = self._draft(
                 tokens,
-                position_ids=self._slots.positions(self._first_position, block),
+                position_ids=self._slots.positions(self._origin, block),
                 attention_mask=self._slots.mask(block),
                 past_key_values=self._slots.cache,
                 **self._which,
@@ -81,15 +82,15 @@ class Reader:
 
     def join(self, other: Reader) -> bool:
         """Take over the rows of ``other`` behind one's own, and tell whether that is possible."""
-        if (shift := self._slots.join(other._slots)) is None:
+        if not self._slots.join(other._slots):
             return False
-        self._first_position = torch.cat([self._first_position, other._first_position + shift])
+        self._origin = torch.cat([self._origin, other._origin])
         return True
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         self._slots.keep_rows(rows)
-        self._first_position = self._first_position.index_select(0, rows)
+        self._origin = self._origin.index_select(0, rows)
 
 
 class StaticReader(Reader):
@@ -127,11 +128,11 @@ class OpenReader:
         self._keys = keys.opened()
 
     def read(
-        self, tokens: Tensor, counts: Tensor, ancestors: Tensor | None = None, **beside: Tensor
+        self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read what became text, ``counts`` (batch,) of ``tokens`` (batch, m), as ``Reader.read``."""
+        """Read what became text, as ``Reader.read``."""
         said = self.run(tokens, ancestors, **beside)
-        self._keys.commit(counts)
+        self._keys.commit(told.counts)
         return said
 
     def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,13 +38,13 @@ logger = logging.get_logger(__name__)
 class Told:
     """What became text, as ``News`` tell it: ``counts`` (batch,) of ``tokens`` (batch, m), beside ``features``.
 
-    ``amounts`` are the counts as slots take them: numbers, or a tensor in a graph.
+    ``amounts`` are the counts as numbers; ``None`` in a graph.
     """
 
     tokens: Tensor
     counts: Tensor
     features: Tensor | None
-    amounts: Any
+    amounts: list[int] | None
 
     @property
     def root(self) -> Tensor:
@@ -53,7 +53,7 @@ class Told:
 
     def last(self, states: Tensor) -> Tensor:
         """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
-        if isinstance(self.amounts, list) and len(set(self.amounts)) == 1:
+        if self.amounts is not None and len(set(self.amounts)) == 1:
             return states[:, self.amounts[0] - 1, None]
         place = (self.counts - 1).clamp(min=0)[:, None, None]
         return states.gather(1, place.expand(-1, -1, states.shape[-1]))
@@ -92,7 +92,7 @@ class StaticDrafter(Drafter):
         if features is not None:
             features = features.to(device, self._draft.dtype)
         counts = counts.to(device)
-        return Told(tokens.to(device), counts, features, counts if amounts is None else amounts)
+        return Told(tokens.to(device), counts, features, amounts)
 
     @abstractmethod
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:

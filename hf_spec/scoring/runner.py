@@ -121,7 +121,7 @@ class ModelRunner:
         self.slots: Slots  # from the prefill on
         self._cache_name = cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
-        self._first_position: Tensor | None = None  # (..., batch or 1, 1) of the first token behind the prompt
+        self._origin: Tensor | None = None  # (..., batch or 1, 1), the position that column 0 has or would have
         self._adapted = adapted_layers(model)  # layers with an adapter per row
         self._position_readers: list[nn.Module] = []  # where positions are put in if the model takes none
         self._step_kwargs: dict[str, Any] = {}  # arguments of ``generate`` that every forward is given
@@ -218,9 +218,9 @@ class ModelRunner:
         last_position: Tensor | None,
         open_nodes: int = 0,
     ) -> None:
-        self._first_position = None if last_position is None else last_position + 1
         self._position_readers = _position_readers(self.model) if last_position is None else []
         self.slots = self._slots_over(cache, batch, device, model_kwargs.get("attention_mask"), open_nodes)
+        self._origin = None if last_position is None else last_position + (1 - self.slots.prompt)
         skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 
@@ -341,8 +341,8 @@ class ModelRunner:
         inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache.shown}
         if (mask := self.slots.mask(block)) is not None:
             inputs["attention_mask"] = mask
-        if self._first_position is not None:
-            inputs["position_ids"] = self.slots.positions(self._first_position, block)
+        if self._origin is not None:
+            inputs["position_ids"] = self.slots.positions(self._origin, block)
         for name in TOKEN_TYPES:
             if (types := inputs.get(name)) is not None:  # new tokens are text, of the prompt's last type
                 last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
@@ -363,9 +363,9 @@ class ModelRunner:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
         batch = len(self.slots.cache.rows.cpu_lengths)
         self.slots.keep_rows(rows, keep_finished)
-        position = self._first_position
-        if position is not None and position.shape[-2] == batch:
-            self._first_position = position.index_select(-2, rows.to(position.device))
+        origin = self._origin
+        if origin is not None and origin.shape[-2] == batch:
+            self._origin = origin.index_select(-2, rows.to(origin.device))
         self._step_kwargs = {
             name: value.index_select(0, rows.to(value.device)) if _has_rows(value, batch) else value
             for name, value in self._step_kwargs.items()
@@ -373,9 +373,9 @@ class ModelRunner:
 
     def align(self) -> None:
         """Let all rows end in the same column, where all that is kept lies in slots and columns are not positions."""
-        first, cache = self._first_position, self.slots.cache
-        if type(self) is ModelRunner and cache.joins and first is not None and not cache.rows.is_level:
-            self._first_position = first - self.slots.align().to(first.device)
+        origin, cache = self._origin, self.slots.cache
+        if type(self) is ModelRunner and cache.joins and origin is not None and not cache.rows.is_level:
+            self._origin = origin - self.slots.align().to(origin.device)
 
     def join(self, other: ModelRunner) -> bool:
         """Take over the rows of ``other``, a runner of the same model, behind one's own, and tell whether that is
@@ -383,12 +383,11 @@ class ModelRunner:
         if type(self) is not ModelRunner or any(isinstance(value, Tensor) for value in self._step_kwargs.values()):
             return False
         sizes = [len(one.slots.cache.rows.cpu_lengths) for one in (self, other)]
-        if (shift := self.slots.join(other.slots)) is None:
+        if not self.slots.join(other.slots):
             return False
-        if self._first_position is not None and other._first_position is not None:
-            own, others = self._first_position, other._first_position + shift
-            both = [one.expand(*one.shape[:-2], size, 1) for one, size in zip((own, others), sizes, strict=True)]
-            self._first_position = torch.cat(both, dim=-2)
+        if self._origin is not None and other._origin is not None:
+            origins = zip((self._origin, other._origin), sizes, strict=True)
+            self._origin = torch.cat([one.expand(*one.shape[:-2], size, 1) for one, size in origins], dim=-2)
         return True
 
 

@@ -19,21 +19,21 @@ from .masks import Block, showing
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Positions (..., batch, n) of what may follow the text, counted from ``first``.
+    """Positions (..., batch, n) of columns behind the text, counted from ``origin``.
 
-    They begin ``begin`` tokens behind the prompt where rows are equally long, whatever their length is by now
-    (``version`` is ``None``), or behind each row's text of one ``version`` of the lengths.
+    They begin at column ``begin`` where rows are equally long, whatever their length is by now (``version`` is
+    ``None``), or behind each row's text of one ``version`` of the lengths.
     """
 
-    first: Tensor
+    origin: Tensor
     version: object
     begin: int
     positions: Tensor
 
-    def holds(self, first: Tensor, version: object, rows: int, begin: int, end: int) -> bool:
+    def holds(self, origin: Tensor, version: object, rows: int, begin: int, end: int) -> bool:
         """Tell whether those of ``rows`` rows from ``begin`` to ``end`` are among them."""
         batch, count = self.positions.shape[-2:]
-        is_same = self.first is first and self.version is version and batch == rows
+        is_same = self.origin is origin and self.version is version and batch == rows
         return is_same and self.begin <= begin and end <= self.begin + count
 
 
@@ -50,10 +50,10 @@ class Slots:
     ) -> None:
         self.cache = cache
         self._transformers_cache: Any = transformers_cache
-        self._prompt: int = cache.rows.longest + min(cache.rows.open, 1)
-        self._end = None if most_new is None else self._prompt + most_new
+        self.prompt: int = cache.rows.longest + min(cache.rows.open, 1)
+        self._end = None if most_new is None else self.prompt + most_new
         if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
-            before = max(0, self._prompt - padding.shape[1])
+            before = max(0, self.prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
         self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
@@ -115,29 +115,27 @@ class Slots:
             known = numbers(self.cache.rows.open, ancestors.device).expand(len(ancestors), -1)
         return torch.cat([known, depth], dim=1)
 
-    def positions(self, first: Tensor, block: Block) -> Tensor:
+    def positions(self, origin: Tensor, block: Block) -> Tensor:
         """Return the positions of the new nodes, (..., batch, nodes).
 
-        That of the first token behind the prompt is ``first`` (..., batch or 1, 1). Those of a chain are worked out
-        once for each length of the text, and for many lengths at once where all rows are equally long.
+        That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of a chain are
+        worked out once for each length of the text, and for many lengths at once where all rows are equally long.
         """
         rows = self.cache.rows
         if block.depth is not None or (self._end is not None and block.width > self._end):
-            positions = first + (block.query - self._prompt)
+            positions = origin + block.query
             if self._shift is None or self._end is None:
                 return positions
-            return torch.minimum(positions, first + self._shift + (self._end - 1 - self._prompt))
-        advance = rows.longest - self._prompt
-        is_level = rows.is_level and advance >= 0
-        begin, version = (advance, None) if is_level else (0, rows.version)
+            return torch.minimum(positions, origin + self._shift + (self._end - 1))
+        begin, version = (rows.longest, None) if rows.is_level else (0, rows.version)
         ahead, end = self._ahead, rows.open + block.count
-        if ahead is None or not ahead.holds(first, version, len(rows.cpu_lengths), begin, begin + end):
+        if ahead is None or not ahead.holds(origin, version, len(rows.cpu_lengths), begin, begin + end):
             count = max(AHEAD, end)
-            if is_level:
-                behind = numbers(count, self.device, advance)
+            if rows.is_level:
+                columns = numbers(count, self.device, rows.longest).expand(len(rows.cpu_lengths), -1)
             else:
-                behind = rows.lengths[:, None] + numbers(count, self.device) - self._prompt
-            ahead = self._ahead = _Ahead(first, version, begin, first + behind.expand(len(rows.cpu_lengths), -1))
+                columns = rows.lengths[:, None] + numbers(count, self.device)
+            ahead = self._ahead = _Ahead(origin, version, begin, origin + columns)
         begin -= ahead.begin
         return ahead.positions[..., begin + rows.open : begin + end]
 
@@ -178,19 +176,18 @@ class Slots:
         if self._shift is not None:
             self._shift = self._shift.index_select(0, rows.to(self.device))
 
-    def join(self, other: Slots) -> int | None:
+    def join(self, other: Slots) -> bool:
         """Take over the rows of ``other``, slots of the same model, behind one's own; open forests are dropped.
 
-        Return how much further those rows' first position behind the prompt is to be counted from; ``None`` where rows
-        cannot be joined: some are padded, or not all that is kept lies in slots.
+        Tell whether that is possible: not where some are padded, or where not all that is kept lies in slots.
         """
         if not self.cache.joins or any(
             one.padding is not None and not bool(one.padding.all()) for one in (self, other)
         ):
-            return None
+            return False
         self.cache.join(other.cache)
         self.padding = self._open_depth = None
-        return self._prompt - other._prompt
+        return True
 
     def align(self) -> Tensor:
         """Let all rows end in the same column, as in plain ``generate``: no node of an ordinary step needs a place or
@@ -216,7 +213,7 @@ class Slots:
     def committed(self) -> int | None:
         """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
         rows = self.cache.rows
-        return rows.shortest - self._prompt if rows.cpu_lengths else None
+        return rows.shortest - self.prompt if rows.cpu_lengths else None
 
     @property
     def cache_is_the_users(self) -> bool:
@@ -225,6 +222,6 @@ class Slots:
 
     def release(self, committed: int) -> Cache:
         """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
-        self.cache.release(self._transformers_cache, self._prompt + committed)
+        self.cache.release(self._transformers_cache, self.prompt + committed)
         cache: Cache = self._transformers_cache
         return cache

@@ -349,7 +349,7 @@ class StaticSlots(Slots):
         count = len(self.cache.rows.cpu_lengths)
         self.seats, self.row_in_seat = seats, None
         if free := sorted(set(range(count)) - set(seats)):
-            self.cache.empty(free, self._prompt)
+            self.cache.empty(free, self.prompt)
             row = {seat: i for i, seat in enumerate(seats)}
             self.row_in_seat = torch.tensor([row.get(seat, 0) for seat in range(count)], device=self.device)
             self.seat_of_row = torch.tensor(seats, device=self.device)
@@ -362,7 +362,7 @@ class StaticSlots(Slots):
     @property
     def committed(self) -> int | None:
         """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
-        return min(self.lengths) - self._prompt if self.seats else None
+        return min(self.lengths) - self.prompt if self.seats else None
 
     def _block(self, count: int, depth: Tensor | None, ancestors: Tensor | None) -> Block:
         rows, cache = self.cache.rows, self.cache
@@ -371,9 +371,9 @@ class StaticSlots(Slots):
         shape = (rows.lengths, rows.open, count, width, self.padding, depth, ancestors)
         return RingBlock(*shape, cache.window, end=self._end)
 
-    def positions(self, first: Tensor, block: Block) -> Tensor:
+    def positions(self, origin: Tensor, block: Block) -> Tensor:
         """Return the positions of the new nodes, (..., seats, nodes), in memory that is laid out alike every time."""
-        return first + (block.query - self._prompt)
+        return origin + block.query
 
     def mask(self, block: Block) -> Tensor:
         """Return the plain mask (seats, slots of the longest ring) for models that look at it: 0 at left padding."""

@@ -102,7 +102,7 @@ class PEagleDrafter(StaticDrafter):
         width, more, device = told.tokens.shape[1], max(0, limit - 1), self._draft.device
         tokens, given = self._draft.with_masks(told.tokens, told.features, more)
         seen = ancestors_behind(told.counts, width, more) if more else None
-        logits, _ = self._reader.opened().read(tokens, told.amounts, seen, features=given)
+        logits, _ = self._reader.opened().read(tokens, told, seen, features=given)
         later = torch.arange(width, width + more, device=device).expand(len(told.counts), -1)
         speaking = torch.cat([told.counts[:, None] - 1, later], dim=1)  # (batch, depths)
         logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
@@ -113,7 +113,7 @@ class PEagleDrafter(StaticDrafter):
 
     def read(self, told: Told) -> None:
         assert told.features is not None
-        self._reader.opened().read(told.tokens, told.amounts, features=told.features)
+        self._reader.opened().read(told.tokens, told, features=told.features)
 
     def make_room(self, columns: int) -> None:
         cast(StaticReader, self._reader).keys.make_room(columns)
