@@ -115,6 +115,12 @@ class Proposal:
         return ancestors_of(self.parents, self.max_depth)
 
     @_once
+    def elders(self) -> Tensor:
+        """Tell which nodes are siblings of a node and stand before it: (batch, node, elder) bool."""
+        number = numbers(self.tokens.shape[1], self.tokens.device)
+        return (self.parents[:, :, None] == self.parents[:, None]) & (number[:, None] > number)
+
+    @_once
     def depth(self) -> Tensor:
         """Count the guesses on the path to each node, (batch, nodes)."""
         return self.ancestors.sum(-1) - 1

@@ -311,6 +311,26 @@ def random_tree(nodes: int, vocabulary: int, generator: torch.Generator) -> tupl
     return tokens, parents
 
 
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+def test_the_first_allowed_child_is_taken_from_the_root_on(share: float) -> None:
+    generator, rows, widest = seeded(5), 200, 9
+    trees = [random_tree(1 + row % widest, 5, generator)[1] for row in range(rows)]
+    parents = torch.tensor([tree + [ABSENT] * (widest - len(tree)) for tree in trees])
+    allowed = torch.rand(rows, widest, generator=generator) < share
+    ends = []
+    for tree, may in zip(trees, allowed.tolist(), strict=True):
+        node: int | None = 0
+        while node is not None:
+            last = node
+            node = next((child for child, above in enumerate(tree) if above == last and may[child]), None)
+        ends.append(last)
+    proposal = Proposal(torch.zeros_like(parents), parents, widest - 1)
+    p = torch.full((rows, widest, 1), 1.0)
+    verdict = verification._walk(proposal, allowed, lambda node: p[range(rows), node], torch.zeros(rows, widest))
+    assert verdict.path.gather(1, verdict.counts[:, None] - 1)[:, 0].tolist() == ends
+    assert len(set(ends)) > 4
+
+
 @pytest.mark.parametrize("rule", [reject, traverse])
 def test_another_tree_in_every_row(rule: Rule) -> None:
     generator, vocabulary, widest, copies = seeded(3), 5, 9, 20_000

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..counting import numbers
-from ..proposal import NO_PARENT, Proposal
+from ..proposal import Proposal
 from ..sampling import MANY, Chance, coins, draw, widest_float
 from ..settings import SpeculationConfig
 
@@ -88,10 +88,14 @@ def _match_tree(proposal: Proposal, picks: Tensor) -> Verdict:
     wrong = proposal.tokens != picks.gather(1, proposal.parents.clamp(min=0))
     if not proposal.is_whole:
         wrong = wrong | ~proposal.present
-    blocked = (proposal.ancestors[:, :, 1:] & wrong[:, None, 1:]).any(2)  # the root is never wrong
-    node = proposal.depth.masked_fill(blocked, -1).argmax(1)
-    path, accepted = _path(proposal, node)
+    path, accepted = _path(proposal, _deepest(proposal, wrong))
     return Verdict(path, picks.gather(1, path), accepted + 1)
+
+
+def _deepest(proposal: Proposal, wrong: Tensor) -> Tensor:
+    """Return the deepest node (batch,) with no ``wrong`` (batch, nodes) one on its path; the root is never wrong."""
+    blocked = (proposal.ancestors[:, :, 1:] & wrong[:, None, 1:]).any(2)
+    return proposal.depth.masked_fill(blocked, -1).argmax(1)
 
 
 def reject(proposal: Proposal, p: Tensor, source: Chance = None) -> Verdict:
@@ -260,9 +264,9 @@ def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[
 def _without_elders(proposal: Proposal, q: Tensor) -> Tensor:
     """Return what each guess was drawn from, (batch, nodes - 1, vocabulary): ``q`` without its elder siblings."""
     parents, tokens = proposal.parents[:, 1:], proposal.tokens[:, 1:]
-    row, number = numbers(len(parents), q.device), numbers(parents.shape[1], q.device)
+    row = numbers(len(parents), q.device)
     left = q[row[:, None], parents.clamp(min=0)]
-    stays = (parents[:, :, None] != parents[:, None]) | (number[:, None] <= number)  # (batch, guess, other guess)
+    stays = ~proposal.elders[:, 1:, 1:]  # (batch, guess, other guess)
     if proposal.chosen is not None:
         stays = stays | proposal.chosen[:, None, 1:]
     left.scatter_reduce_(2, tokens[:, None].expand(stays.shape), stays.to(q.dtype), "prod")
@@ -408,12 +412,8 @@ def _rest(weights: Tensor, guess: Tensor) -> Tensor:
 
 def _walk(proposal: Proposal, allowed: Tensor, behind: Behind, coin: Tensor) -> Verdict:
     """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; draw a token there."""
-    parents = torch.where(allowed, proposal.parents, NO_PARENT)
-    node = torch.zeros_like(proposal.root)
-    for _ in range(proposal.max_depth):
-        found, child = (parents == node[:, None]).int().max(dim=1)  # inductor compiles none of booleans
-        node = torch.where(found > 0, child, node)
-    return _verdict(proposal, node, behind, coin)
+    passed = ~allowed | (proposal.elders & allowed[:, None]).any(2)  # by this one, or an elder sibling is taken
+    return _verdict(proposal, _deepest(proposal, passed), behind, coin)
 
 
 def _verdict(proposal: Proposal, node: Tensor, behind: Behind, coin: Tensor) -> Verdict:
