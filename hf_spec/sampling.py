@@ -86,10 +86,12 @@ def likeliest(scores: Tensor) -> Tensor:
 
     ``argmax`` takes a CPU five times as long in half precision, and ``max`` takes it longer in float32.
     """
-    if scores.dtype != torch.float32 or _is_quick_in_parts(scores):
-        return largest(scores)[1]
-    token: Tensor = scores.argmax(-1)
-    return token
+    return largest(scores)[1] if _is_quick_in_parts(scores) else _place_of_largest(scores)
+
+
+def _place_of_largest(scores: Tensor) -> Tensor:
+    place: Tensor = scores.argmax(-1) if scores.dtype == torch.float32 else scores.max(-1).indices
+    return place
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +104,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
         value, token = scores.max(-1)
         return value, token
     parts = _in_parts(scores, missing=-torch.inf)
-    part = likeliest(parts.amax(-1))  # (...)
+    part = _place_of_largest(parts.amax(-1))  # (...)
     value, token = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, PART))[..., 0, :].max(-1)
     return value, part * PART + token
 

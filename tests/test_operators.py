@@ -130,12 +130,12 @@ def per_step(
 
 
 CEILINGS = {  # operators outside the forwards of 1 and of 8 rows, and waits
-    ("n-gram", False, False): (30, 40, 3.3),
-    ("vanilla", False, False): (30, 45, 2.2),
-    ("eagle3", False, False): (25, 40, 1.5),
-    ("eagle3", False, True): (92, 115, 3),
-    ("eagle3", True, False): (155, 165, 2),
-    ("eagle3", True, True): (475, 510, 5.2),
+    ("n-gram", False, False): (10, 30, 3.0),
+    ("vanilla", False, False): (20, 25, 1.5),
+    ("eagle3", False, False): (20, 25, 1.5),
+    ("eagle3", False, True): (92, 108, 2.3),
+    ("eagle3", True, False): (152, 165, 1.8),
+    ("eagle3", True, True): (410, 455, 4.2),
 }
 
 
