@@ -50,7 +50,7 @@ class Slots:
     ) -> None:
         self.cache = cache
         self._transformers_cache: Any = transformers_cache
-        self.prompt: int = cache.rows.longest + min(cache.rows.open, 1)
+        self.prompt: int = cache.rows.longest + min(cache.rows.open, 1)  # columns
         self._end = None if most_new is None else self.prompt + most_new
         if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
             before = max(0, self.prompt - padding.shape[1])
