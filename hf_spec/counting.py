@@ -1,4 +1,4 @@
-"""Whole numbers on a device that are made once, because every operator costs a step the time to dispatch it."""
+"""Whole numbers and marks on a device, made once, because every operator costs a step the time to dispatch it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def repeated(number: int, count: int, device: torch.device) -> Tensor:
 def _repeated(number: int, count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return numbers(1, device, number).expand(count)
+
+
+def alone(count: int, device: torch.device) -> Tensor:
+    """Return who sees itself alone among ``count`` nodes, (count, count) bool, which must not be written to."""
+    if torch.compiler.is_compiling():
+        return torch.eye(count, dtype=torch.bool, device=device)
+    return _alone(count, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.eye(count, dtype=torch.bool, device=device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -34,7 +34,7 @@ def proposal_of(shape: str, rows: int, seed: int) -> tuple[Proposal, Tensor]:
     tables[torch.rand(tables.shape) < 0.3] = -torch.inf
     tables = tables.log_softmax(-1)
     root = torch.randint(VOCABULARY, (rows,))
-    step = lambda tokens, parents, ancestors: tables[tokens % 4]  # noqa: E731
+    step = lambda tokens, *_: tables[tokens % 4]  # noqa: E731
     config = SHAPES["dynamic" if shape == "mixed" else shape]
     proposal = grow(root, tables[root % 4], step, config, DEPTH, sample=True)
     if shape == "mixed":  # of what was drawn and what was chosen

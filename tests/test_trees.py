@@ -27,6 +27,7 @@ class TableDraft:
         self.rows, self.seed = rows, seed
         self.root = torch.arange(rows) % VOCABULARY
         self.paths: list[list[tuple[int, ...]]] = [[] for _ in range(rows)]  # of each node of the forest
+        self.asked = 0  # nodes that were asked last
 
     def log_probs(self, row: int, path: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, row, path)) % (1 << 31))
@@ -35,17 +36,22 @@ class TableDraft:
     def first(self) -> Tensor:
         return torch.stack([self.log_probs(row, ()) for row in range(self.rows)])
 
-    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         if ancestors is None:  # a chain
+            assert parents is None
+            parents = None if depth == 1 else torch.zeros_like(tokens)
             ancestors = torch.ones(self.rows, 1, len(self.paths[0]) + 1, dtype=torch.bool)
+        assert (parents is None) == (depth == 1)
         for row in range(self.rows):
-            known = list(self.paths[row])
-            for token, parent, seen in zip(tokens[row].tolist(), parents[row].tolist(), ancestors[row], strict=True):
-                self.paths[row].append((*(known[parent] if parent >= 0 else ()), token))
+            last = self.paths[row][len(self.paths[row]) - self.asked :]
+            above = [()] * tokens.shape[1] if parents is None else [last[place] for place in parents[row].tolist()]
+            for token, path, seen in zip(tokens[row].tolist(), above, ancestors[row], strict=True):
+                self.paths[row].append((*path, token))
+                assert len(path) + 1 == depth
                 mine = [i for i, above in enumerate(seen.tolist()) if above]
                 # The ancestors a drafter is told are the nodes of the path, in order, and the node itself.
                 assert [self.paths[row][i][-1] for i in mine[:-1]] == list(self.paths[row][-1][:-1])
-        new = tokens.shape[1]
+        self.asked = new = tokens.shape[1]
         return torch.stack(
             [torch.stack([self.log_probs(row, p) for p in self.paths[row][-new:]]) for row in range(self.rows)]
         )

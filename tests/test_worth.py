@@ -212,8 +212,8 @@ def test_a_chain_is_the_beginning_of_the_one_that_was_not_ended(sample: bool) ->
     """How long a chain gets must not change what is in it, nor the distributions that its guesses are drawn from."""
     tables, told = torch.randn(9, 2, 40), []
 
-    def step(tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        return tables[int(parents[0, 0]) + 2].log_softmax(-1)[:, None]
+    def step(tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
+        return tables[depth].log_softmax(-1)[:, None]
 
     def goes_on(sure: Tensor) -> bool:
         told.append(sure)

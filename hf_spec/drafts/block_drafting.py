@@ -27,9 +27,9 @@ class BlockGrowth:
         """Return the log-probabilities (batch, vocabulary) behind the root."""
         return self._by_depth[:, 0]
 
-    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         """Return the log-probabilities behind new nodes, as a ``Step`` does."""
-        return at_depth(self._by_depth, tokens, parents, ancestors)
+        return at_depth(self._by_depth, tokens, depth)
 
     @property
     def confidence(self) -> Callable[[], Tensor] | None:

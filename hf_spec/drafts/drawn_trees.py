@@ -96,7 +96,7 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
     ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``; ``noise`` is what levels are drawn
     with, see ``draw_distinct``.
     """
-    tree, forest = _DrawnTree(root, plan.nodes), Forest.empty(step, root)
+    tree, forest = _DrawnTree(root, plan.nodes), Forest(step)
     log_probs = log_probs[:, None]
     node, promise = torch.zeros_like(root)[:, None], log_probs.new_ones((len(root), 1))  # of the level looked behind
     for level, below in itertools.zip_longest(plan.levels, plan.levels[1:]):
@@ -110,8 +110,7 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
             break
         promises = promise[:, :, None] * _after(own, plan) * taken
         promise, pick = promises.flatten(1).topk(below.width)
-        parent = pick // level.children
-        above = parent + (forest.size - level.width) if forest.size else torch.full_like(pick, NO_PARENT)
+        above = pick // level.children if forest.depth else None  # in the level before, behind the root nowhere
         node = places.gather(1, pick)
         log_probs = forest.look_behind(drawn.flatten(1).gather(1, pick), above)
     return tree.proposal(len(plan.levels))

@@ -129,53 +129,45 @@ class _Growth:
 
     def __init__(self, draft: Any, request: Request, readers: list[Any], behind: list[Tensor]) -> None:
         self._draft, self._request, self._readers = draft, request, readers
-        self._hidden = list(behind)  # per reader (batch, 1 + open nodes, hidden)
-        self._depth = 0  # of the nodes that were read last
+        self._hidden = list(behind)  # per reader (batch, nodes that were read last, hidden)
 
-    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-        """Read new nodes, one level deeper than the last ones: log-probabilities (batch, new, vocabulary)."""
-        self._depth += 1
-        several = self._depth < len(self._readers)
-        above = self._of_parents(parents, ancestors)
-        logits, new = (self._read_by_several if several else self._read_by_last)(tokens, above, ancestors)
-        if ancestors is None:  # nobody asks for any node of a chain but the last one
-            self._hidden = new
-        else:
-            self._hidden = [torch.cat([old, hidden], dim=1) for old, hidden in zip(self._hidden, new, strict=True)]
+    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
+        """Read new nodes, as a ``Step`` does: log-probabilities (batch, new, vocabulary)."""
+        read = self._read_by_several if depth < len(self._readers) else self._read_by_last
+        logits, self._hidden = read(tokens, depth, self._of_parents(parents, tokens.shape[1]), ancestors)
         return guess_log_probs(self._draft, self._request, logits)
 
-    def _of_parents(self, parents: Tensor, ancestors: Tensor | None) -> Callable[[int], Tensor]:
-        """Return the function from the number of a reader to what it made of ``parents`` (batch, new)."""
-        if ancestors is None:
-            return lambda number: self._hidden[number]
-        place = (parents + 1)[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])  # the root's state stands first
+    def _of_parents(self, parents: Tensor | None, count: int) -> Callable[[int], Tensor]:
+        """Return the function from the number of a reader to what it made of ``parents`` (batch, ``count``)."""
+        if parents is None:
+            return lambda number: self._hidden[number].expand(-1, count, -1)
+        place = parents[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])
         return lambda number: self._hidden[number].gather(1, place)
 
     def _read_by_last(
-        self, tokens: Tensor, above: Callable[[int], Tensor], ancestors: Tensor | None
+        self, tokens: Tensor, depth: int, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Let the last reader, which may be the only one, read nodes beside what it made of their parents itself.
 
         Return logits (batch, new, draft vocabulary) and for each reader hidden states (batch, new, hidden).
         """
-        logits, hidden = self._readers[-1].run(tokens, ancestors, hidden_states=above(-1))
-        return logits, [hidden] * len(self._readers)  # the others are not asked again, but nodes keep their numbers
+        logits, hidden = self._readers[-1].run(tokens, ancestors, depth - 1, hidden_states=above(-1))
+        return logits, [hidden] * len(self._readers)  # the others are not asked again
 
     def _read_by_several(
-        self, tokens: Tensor, above: Callable[[int], Tensor], ancestors: Tensor | None
+        self, tokens: Tensor, depth: int, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Let reader ``depth`` and all later ones read nodes, each beside what the reader before made of the parents.
 
         The first of them says what follows; the later ones will be asked at the next depths. Return as
         ``_read_by_last`` does.
         """
-        first = self._depth
         said = [
-            reader.run(tokens, ancestors, hidden_states=above(number - 1))
-            for number, reader in enumerate(self._readers[first:], start=first)
+            reader.run(tokens, ancestors, depth - 1, hidden_states=above(number - 1))
+            for number, reader in enumerate(self._readers[depth:], start=depth)
         ]
         logits, hidden = said[0]
-        return logits, [hidden] * first + [states for _, states in said]  # those before are not asked again
+        return logits, [hidden] * depth + [states for _, states in said]  # those before are not asked again
 
 
 def pairs_of_prompt(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

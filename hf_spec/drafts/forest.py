@@ -7,40 +7,34 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..counting import numbers
+from ..counting import alone
 
-# (tokens, parents, ancestors) of new nodes of the draft's own forest, (batch, new), (batch, new) and
-# (batch, new, forest), to their log-probabilities, (batch, new, vocabulary). Parents are forest numbers, -1 follows
-# the text. No ancestors: the nodes continue a chain.
-Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (tokens, depth, parents, ancestors) of the nodes of one level, (batch, new) tokens and their number of guesses up to
+# the root, to their log-probabilities, (batch, new, vocabulary). Parents (batch, new) are places in the level before,
+# None behind the root and in chains. Ancestors (batch, new, forest) are among all nodes so far, None in chains.
+Step = Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass
 class Forest:
-    """The nodes that a draft was asked to look behind, in the order it was asked."""
+    """The nodes that a draft was asked to look behind, one level of them after the other."""
 
     step: Step
-    ancestors: Tensor  # (batch, forest, forest) bool
-    size: int = 0
+    depth: int = 0  # of the last level
+    ancestors: Tensor | None = None  # (batch, nodes of the last level, forest) bool
 
-    @classmethod
-    def empty(cls, step: Step, like: Tensor) -> Forest:
-        """Start with no nodes, for as many rows as ``like`` has."""
-        return cls(step, torch.zeros((like.shape[0], 0, 0), dtype=torch.bool, device=like.device))
+    def look_behind(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+        """Add a level of nodes (batch, new) and return their log-probabilities (batch, new, vocabulary).
 
-    def look_behind(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Add nodes (batch, new) and return their log-probabilities (batch, new, vocabulary)."""
+        ``parents`` (batch, new) are places in the level before, None for the first one.
+        """
         batch, new = tokens.shape
-        step = numbers(new, tokens.device)
-        own = (step[:, None] == step).expand(batch, new, new)
-        if self.size:
-            index = parents.clamp(min=0)[:, :, None].expand(batch, new, self.size)
-            above = self.ancestors.gather(1, index) & (parents >= 0)[:, :, None]
-        else:
-            above = own[:, :, :0]
-        rows = torch.cat([above, own], dim=2)  # (batch, new, forest)
-        self.ancestors = torch.cat([functional.pad(self.ancestors, (0, new)), rows], dim=1)
-        self.size += new
-        return self.step(tokens, parents, rows)
+        ancestors = alone(new, tokens.device).expand(batch, new, new)
+        if self.ancestors is not None:
+            assert parents is not None
+            above = self.ancestors.gather(1, parents[:, :, None].expand(batch, new, self.ancestors.shape[2]))
+            ancestors = torch.cat([above, ancestors], dim=2)
+        self.ancestors = ancestors
+        self.depth += 1
+        return self.step(tokens, self.depth, parents, ancestors)

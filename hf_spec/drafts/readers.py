@@ -60,14 +60,19 @@ class Reader:
         What stands behind them, if ``ancestors`` say so, is read with them and forgotten.
         """
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
-        logits, hidden = self.run(tokens, ancestors, **beside)
+        logits, hidden = self.run(tokens, ancestors, None, **beside)
         assert told.amounts is not None
         self._slots.commit(tokens, told.amounts, in_place=True, on_device=told.counts)
         return logits, hidden
 
-    def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
-        """Take one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden)."""
-        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config) as block:
+    def run(
+        self, tokens: Tensor, ancestors: Tensor | None, level: int | None, **beside: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden).
+
+        ``level`` and ``ancestors`` are those of ``Slots.scoring``.
+        """
+        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config, level) as block:
             output: DraftOutput = self._draft(
                 tokens,
                 position_ids=self._slots.positions(self._origin, block),
@@ -131,13 +136,16 @@ class OpenReader:
         self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Read what became text, as ``Reader.read``."""
-        said = self.run(tokens, ancestors, **beside)
+        said = self.run(tokens, ancestors, None, **beside)
         self._keys.commit(told.counts)
         return said
 
-    def run(self, tokens: Tensor, ancestors: Tensor | None, **beside: Tensor) -> tuple[Tensor, Tensor]:
+    def run(
+        self, tokens: Tensor, ancestors: Tensor | None, level: int | None, **beside: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Take one step, as ``Reader.run``."""
-        positions, masks = self._keys.begin(tokens.shape[1], ancestors, self._draft.layer_config, self._draft.dtype)
+        draft = self._draft
+        positions, masks = self._keys.begin(tokens.shape[1], ancestors, level, draft.layer_config, draft.dtype)
         output: DraftOutput = self._draft(
             tokens,
             position_ids=positions,

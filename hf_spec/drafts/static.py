@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from ..proposal import Proposal
 from ..scoring.graphs import Compiler, lasting
-from ..scoring.masks import Block
+from ..scoring.masks import Block, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
 from .base import Drafter, News, Request
 from .trees import Ahead, most_looked_behind
@@ -169,7 +169,7 @@ class OpenKeys:
         self._keys = keys
         self.lengths = keys.lengths  # (seats,) columns that are text
         self._open = 0  # nodes behind the text
-        self._depth: Tensor | None = None  # (seats, open nodes), of a tree
+        self._depths: tuple[Tensor, ...] | None = None  # (seats, nodes) each, of the open nodes if they are a tree
         self._row: Tensor
         self._column: Tensor
 
@@ -177,23 +177,25 @@ class OpenKeys:
         self,
         count: int,
         ancestors: Tensor | None,
+        level: int | None,
         config: PreTrainedConfig,
         dtype: torch.dtype,
         kinds: dict[str, int | None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Aim at ``count`` new nodes, and return their positions (seats, nodes) and the masks by kind of layer.
 
-        ``ancestors`` are those of ``Slots.scoring``; ``kinds`` what ``windows`` finds, where ``config`` does not say.
+        ``ancestors`` and ``level`` are those of ``Slots.scoring``; ``kinds`` what ``windows`` finds, where ``config``
+        does not say.
         """
         keys, lengths, slots = self._keys, self.lengths, self._keys.known.shape[1]
-        depth = None if ancestors is None else self._with_depth_of(ancestors)
+        depths = None if ancestors is None else depths_with(self._depths, ancestors, level, self._open)
         masks, column = {}, torch.zeros(0)
         for kind, window in (kinds or windows(config)).items():
-            block = Block(lengths, self._open, count, slots, keys.known, depth, ancestors, window)
+            block = Block(lengths, self._open, count, slots, keys.known, depths, ancestors, window, level)
             column = block.columns_of_nodes()
             masks[kind] = as_mask(block.seen_from(column), config, dtype)
         self.aim(count)
-        self._depth = depth
+        self._depths = depths
         return column - keys.before, masks
 
     def aim(self, count: int) -> Tensor:
@@ -203,12 +205,6 @@ class OpenKeys:
         self._column = self.lengths[:, None] + (self._open + torch.arange(count, device=device))
         self._open += count
         return self._column
-
-    def _with_depth_of(self, ancestors: Tensor) -> Tensor:
-        known = self._depth
-        if known is None:
-            known = torch.arange(self._open, device=ancestors.device).expand(len(ancestors), -1)
-        return torch.cat([known, ancestors.sum(-1) - 1], dim=1)
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of the new nodes and return all slots."""
@@ -220,7 +216,7 @@ class OpenKeys:
     def commit(self, counts: Tensor) -> None:
         """Make the first ``counts`` (seats,) of the nodes that stand there text, and forget the others."""
         self.lengths = self._keys.lengths.add_(counts)
-        self._open, self._depth = 0, None
+        self._open, self._depths = 0, None
 
 
 def windows(config: Any) -> dict[str, int | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -91,13 +90,12 @@ def _paths(config: SpeculationConfig, limit: int, sample: bool) -> tuple[tuple[i
     return tuple(_without_gaps(paths) if sample else paths)
 
 
-def at_depth(by_depth: Tensor, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-    """Pick from ``by_depth`` (batch, depths, ...) what stands at the depth of each new node, as a ``Step`` does.
+def at_depth(by_depth: Tensor, tokens: Tensor, depth: int, *_: object) -> Tensor:
+    """Pick from ``by_depth`` (batch, depths, width) what stands at the depth of the new nodes, as a ``Step`` does.
 
-    For drafts that say at once what follows at each depth, whatever the guesses before: (batch, new, ...).
+    For drafts that say at once what follows at each depth, whatever the guesses before: (batch, new, width).
     """
-    depth = parents + 2 if ancestors is None else ancestors.sum(-1)  # (batch, new), of a chain or a tree
-    return by_depth[torch.arange(len(depth), device=depth.device)[:, None], depth]
+    return by_depth[:, depth : depth + 1].expand(-1, tokens.shape[1], -1)
 
 
 def grow(
@@ -152,8 +150,7 @@ def _chain(
     going = counts == 0 if least is not None else counts
     for depth in range(limit):
         if depth:
-            parents = repeated(depth - 2, len(root), root.device)[:, None]
-            log_probs = step(guesses[-1][:, None], parents, None)[:, 0]
+            log_probs = step(guesses[-1][:, None], depth, None, None)[:, 0]
         if least is not None and confidence is not None:  # asked before the guess is in, of which it knows nothing
             going = going & (confidence() >= min_confidence)
             if not in_graph and not bool(going.any()):
@@ -190,8 +187,7 @@ def _chain_while(
         by_depth.append(log_probs)
         if len(guesses) == limit or not goes_on(_peak(log_probs)):
             break
-        parents = repeated(len(guesses) - 2, len(root), root.device)[:, None]
-        log_probs = step(guesses[-1][:, None], parents, None)[:, 0]
+        log_probs = step(guesses[-1][:, None], len(guesses), None, None)[:, 0]
     q = torch.stack(by_depth, dim=1).exp_() if sample else None  # (batch, k, vocabulary)
     return Proposal.path(torch.stack([root, *guesses], dim=1), None, q)
 
@@ -207,7 +203,7 @@ class _Level:
     """The nodes of one depth of a static tree that have children, and these children."""
 
     nodes: Tensor  # (n,)
-    above: Tensor  # (n,) their parents in the forest
+    above: Tensor | None  # (n,) of each one's parent among the nodes of the level before; None for the root
     children: Tensor  # (m,)
     place: Tensor  # (m,) of each child's parent among ``nodes``
     rank: Tensor  # (m,)
@@ -221,20 +217,15 @@ def _lay_out(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[
     children: dict[int, list[int]] = defaultdict(list)
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
-    # Only nodes with children are looked behind: they are numbered 0, 1, 2, ... in the forest as they come. The root
-    # is text, so that its children have no parent there.
-    forest_number = {NO_PARENT: NO_PARENT, 0: NO_PARENT}
-    next_number = itertools.count()
-    level, levels = [0], []
+    level, above, levels = [0], None, []  # only nodes with children are looked behind
     put = functools.partial(torch.tensor, device=device)
     while level:
         below = [(place, child) for place, node in enumerate(level) for child in children[node]]
         place, child, rank = zip(*((place, child, ranks[child]) for place, child in below), strict=True)
-        above = [forest_number[parents[node]] for node in level]
-        levels.append(_Level(put(level), put(above), put(child), put(place), put(rank), max(rank) + 1))
+        levels.append(_Level(put(level), above, put(child), put(place), put(rank), max(rank) + 1))
         level = [child for _, child in below if child in children]
-        for node in level:
-            forest_number[node] = next(next_number)
+        # The root is text, so that its children have no parent among the nodes that are looked behind.
+        above = put([place for place, child in below if child in children]) if len(levels) > 1 else None
     return parents, levels
 
 
@@ -247,14 +238,15 @@ def _static(
 ) -> Proposal:
     """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
     parents, levels = layout
-    forest = Forest.empty(step, root)
+    forest = Forest(step)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
     above = torch.full_like(tokens, NO_PARENT)
     q = log_probs.new_zeros((len(root), max(parents) + 1, log_probs.shape[-1])) if noise else None
     log_probs = log_probs[:, None]
     for depth, level in enumerate(levels):
         if depth:
-            log_probs = forest.look_behind(tokens[:, level.nodes], level.above.expand(len(root), -1))
+            places = None if level.above is None else level.above.expand(len(root), -1)
+            log_probs = forest.look_behind(tokens[:, level.nodes], places)
         if q is not None:
             q[:, level.nodes] = log_probs.exp()
         drawn = draw_distinct(log_probs, level.most, noise[depth]) if noise else None
@@ -274,10 +266,10 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
     ``nodes`` on the most probable paths are kept, in the order in which they were made.
     """
     top_k = min(top_k, log_probs.shape[-1])
-    forest = Forest.empty(step, root)
+    forest = Forest(step)
     score, token = log_probs.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
     frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its numbers among all guesses
-    above = torch.full_like(token, NO_PARENT)  # its parents in the forest
+    above: Tensor | None = None  # places of its parents in the frontier before
     all_tokens, all_scores, all_parents = [token], [score], [torch.full_like(token, NO_PARENT)]
     for depth in range(1, limit):
         log_probs = forest.look_behind(token, above)  # (batch, k, vocabulary)
@@ -289,7 +281,7 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
         score, pick = scores.flatten(1).topk(top_k)
         token = best_tokens.flatten(1).gather(1, pick)
         frontier = top_k + (depth - 1) * top_k**2 + pick
-        above = forest.size - top_k + pick // top_k
+        above = pick // top_k
     tokens, scores, parents = (torch.cat(part, dim=1) for part in (all_tokens, all_scores, all_parents))
     return _keep_best(root, tokens, scores, parents, nodes, limit)
 

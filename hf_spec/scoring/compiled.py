@@ -129,7 +129,7 @@ class StaticRunner(ModelRunner):
 
     # -- the forest ---------------------------------------------------------------------------------------------------
 
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
         """Score ``tokens`` (rows, nodes) behind the text, in a forward that other rows and nodes fill up."""
         count = tokens.shape[1]
         width = self._widest if 1 < count <= self._widest else power_of_two(count)
@@ -139,7 +139,7 @@ class StaticRunner(ModelRunner):
             tokens = tokens.index_select(0, seats)
             ancestors = None if ancestors is None else ancestors.to(seats.device).index_select(0, seats)
         with self._turn():
-            scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors)
+            scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors, level)
         if count < width:
             scores = scores.each(lambda states: states[:, :count])
         return scores if seats is None else scores.of(self.slots.seat_of_row)

@@ -29,9 +29,10 @@ class Block:
 
     ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. The new nodes continue the
     forest as one chain, behind ``open`` nodes, where ``ancestors`` is ``None``. Otherwise ``ancestors`` (batch, nodes,
-    forest) is the forest as they see it, and ``depth`` (batch, forest) the depth of every open node, the new ones
-    last. ``window`` is what a query sees at most in every layer. ``asked`` counts how often the model asked for a
-    mask: one that never asks would ignore the forest silently.
+    forest) is the forest as they see it, and ``depths``, (batch, nodes) of each forward, say how deep the open nodes
+    are, the new ones last; these are all ``level`` deep where that is known. ``window`` is what a query sees at most
+    in every layer. ``asked`` counts how often the model asked for a mask: one that never asks would ignore the forest
+    silently.
     """
 
     lengths: Tensor
@@ -39,9 +40,10 @@ class Block:
     count: int
     width: int
     padding: Tensor | None
-    depth: Tensor | None = None
+    depths: tuple[Tensor, ...] | None = None
     ancestors: Tensor | None = None
     window: int | None = None
+    level: int | None = None
     is_level: bool = False  # the rows are equally long
     end: int | None = None  # no text reaches this column
     asked: int = 0
@@ -74,8 +76,11 @@ class Block:
         Where a row's text is longer than others', it has nodes that only pad it, some of which may stand behind all
         text. There the model need not have a position, so they share the last column that text may reach.
         """
-        if self.depth is not None:
-            column = self.lengths[:, None] + self.depth[:, -self.count :]
+        if self.is_level and self.level is not None:
+            text = self.width - self.count - self.open
+            column = numbers(1, self.lengths.device, text + self.level).expand(len(self.lengths), self.count)
+        elif self.depths is not None:
+            column = self.lengths[:, None] + self.depths[-1]
         elif self.is_level:
             column = numbers(self.count, self.lengths.device, self.width - self.count).expand(len(self.lengths), -1)
         else:
@@ -85,10 +90,11 @@ class Block:
     def columns_of_slots(self) -> Tensor:
         """Return the logical column of each slot: itself in text and chain, the depth behind the text in a tree."""
         slot = numbers(self.width, self.lengths.device)[None]
-        if self.depth is None:
+        if self.depths is None:
             return slot.expand(len(self.lengths), -1)
         node = slot - self.lengths[:, None]  # negative in the text
-        depth = self.depth.gather(1, node.clamp(0, self.depth.shape[1] - 1))
+        depth = torch.cat(self.depths, dim=1)  # (batch, forest)
+        depth = depth.gather(1, node.clamp(0, depth.shape[1] - 1))
         return torch.where(node < 0, node, depth) + self.lengths[:, None]
 
     def seen_from(self, query: Tensor) -> Tensor:
@@ -134,6 +140,18 @@ class Block:
             return visible[:, None] & inner(batch, head, self.query[:, None, :, None], column[:, None, None])
 
         return function
+
+
+def depths_with(
+    known: tuple[Tensor, ...] | None, ancestors: Tensor, level: int | None, opened: int
+) -> tuple[Tensor, ...]:
+    """Add the depths of new nodes with these ``ancestors`` to those ``known`` of ``opened`` nodes, or of a chain."""
+    rows, count, device = len(ancestors), ancestors.shape[1], ancestors.device
+    if known is None:
+        known = (numbers(opened, device).expand(rows, -1),) if opened else ()
+    if level is None:
+        return *known, ancestors.sum(-1) - 1
+    return *known, numbers(1, device, level).expand(rows, count)
 
 
 _block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)

@@ -172,7 +172,7 @@ class StepRunner(RecurrentRunner):
         self._mixers = _mixers(self.model)
         self._states = NodeStates(self.slots.cache, batch)
 
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``ModelRunner.extend`` does."""
         if ancestors is None:
             first = self.slots.cache.rows.open - 1
@@ -182,7 +182,7 @@ class StepRunner(RecurrentRunner):
         with contextlib.ExitStack() as stack:
             for mixer in self._mixers:
                 stack.enter_context(_reading_by_token(mixer, self._states, parents))
-            return super().extend(tokens, ancestors)
+            return super().extend(tokens, ancestors, level)
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None

@@ -63,7 +63,7 @@ class RingBlock(Block):
 
     def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Return what the nodes see of a ring of ``length`` slots, (seats, nodes, slots), and its logical columns."""
-        if self.window is None and self.depth is None and self.width <= length:  # column c stands in slot c
+        if self.window is None and self.depths is None and self.width <= length:  # column c stands in slot c
             slot = numbers(length, self.lengths.device)
             seen = slot <= self.query[:, :, None]
             if self.padding is not None:
@@ -73,11 +73,12 @@ class RingBlock(Block):
         column = Ring(length).columns(self.lengths + self.open + self.count)  # (seats, slots)
         node = column - self.lengths[:, None]  # negative in the text
         logical = column
-        if self.depth is None or self.ancestors is None:
+        if self.depths is None or self.ancestors is None:
             seen = column[:, None] <= self.query[:, :, None]
         else:
-            known = node.clamp(0, self.depth.shape[1] - 1)
-            logical = torch.where(node < 0, column, self.depth.gather(1, known) + self.lengths[:, None])
+            depth = torch.cat(self.depths, dim=1)  # (seats, forest)
+            known = node.clamp(0, depth.shape[1] - 1)
+            logical = torch.where(node < 0, column, depth.gather(1, known) + self.lengths[:, None])
             forest = self.ancestors.gather(2, known[:, None].expand(-1, self.count, -1))
             seen = (node < 0)[:, None] | forest
         seen = seen & (column >= 0)[:, None]

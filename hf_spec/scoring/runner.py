@@ -301,18 +301,19 @@ class ModelRunner:
         in_slots = self.slots.committed
         self.release(committed if in_slots is None else min(committed, in_slots))
 
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None) -> Scores:
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.
 
         ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, these new ones last, lie on the path
-        to each new node, itself included. A node without ancestors but itself follows the committed text. ``None``:
-        the tokens continue the forest, a chain so far, one after the other.
+        to each new node, itself included; ``level`` of them each node has beside itself, if that is known. A node
+        without ancestors but itself follows the committed text. ``None``: the tokens continue the forest, a chain so
+        far, one after the other.
         """
         device, config = self.slots.device, self._text_config
         tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
         with (
             self.features.watching() as caught,
-            self.slots.scoring(tokens.shape[1], ancestors, config) as block,
+            self.slots.scoring(tokens.shape[1], ancestors, config, level) as block,
             _reading_at(block, self._position_readers),
             with_adapters(self._adapted, self._of_these_rows),
         ):

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from ..counting import numbers
 from .buffers import AHEAD
-from .masks import Block, showing
+from .masks import Block, depths_with, showing
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Slots:
         self.padding = padding
         self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
         self._ahead: _Ahead | None = None  # see ``positions``
-        self._open_depth: Tensor | None = None  # (batch, open nodes)
+        self._depths: tuple[Tensor, ...] | None = None  # (batch, nodes) each, of the open nodes if they are a tree
         self._shift: Tensor | None = None  # (batch, 1), how far the rows have been moved to the right
 
     @property
@@ -68,18 +68,21 @@ class Slots:
         return device
 
     @contextlib.contextmanager
-    def scoring(self, count: int, ancestors: Tensor | None, config: PreTrainedConfig) -> Iterator[Block]:
+    def scoring(
+        self, count: int, ancestors: Tensor | None, config: PreTrainedConfig, level: int | None = None
+    ) -> Iterator[Block]:
         """Open the forest for ``count`` new nodes per row during one forward of the model with ``config``.
 
         ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, the new ones last, lie on the path
-        to each new node, itself included; a node without ancestors but itself follows the committed text. ``None``:
-        the new nodes continue the forest, a chain so far, one after the other.
+        to each new node, itself included; a node without ancestors but itself follows the committed text. ``level`` of
+        them each new node has beside itself, if that is known. ``None``: the new nodes continue the forest, a chain so
+        far, one after the other.
 
         Errors: a ValueError if the model never asked for a mask.
         """
         rows = self.cache.rows
-        depth = None if ancestors is None else self._with_depth_of(ancestors)
-        block = self._block(count, depth, ancestors)
+        depths = None if ancestors is None else depths_with(self._depths, ancestors, level, rows.open)
+        block = self._block(count, depths, ancestors, level)
         with showing(block, config._attn_implementation):
             yield block
         if not block.asked and self.cache.attends:
@@ -87,10 +90,12 @@ class Slots:
                 f"a model of type {config.model_type} builds its attention masks without transformers.masking_utils, "
                 "so it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
             )
-        self._open_depth = depth
+        self._depths = depths
         rows.open += count
 
-    def _block(self, count: int, depth: Tensor | None, ancestors: Tensor | None) -> Block:
+    def _block(
+        self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, level: int | None
+    ) -> Block:
         rows = self.cache.rows
         return Block(
             rows.lengths,
@@ -98,46 +103,41 @@ class Slots:
             count,
             rows.longest + rows.open + count,
             self.padding,
-            depth,
+            depths,
             ancestors,
             self.cache.window,
+            level,
             is_level=rows.is_level,
             end=self._end if self._shift is None else None,
         )
 
-    def _with_depth_of(self, ancestors: Tensor) -> Tensor:
-        """Return the depth of every open node, the new ones last: (batch, forest)."""
-        depth = ancestors.sum(-1) - 1
-        if not self.cache.rows.open:
-            return depth
-        known = self._open_depth
-        if known is None:  # a chain so far
-            known = numbers(self.cache.rows.open, ancestors.device).expand(len(ancestors), -1)
-        return torch.cat([known, depth], dim=1)
-
     def positions(self, origin: Tensor, block: Block) -> Tensor:
         """Return the positions of the new nodes, (..., batch, nodes).
 
-        That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of a chain are
-        worked out once for each length of the text, and for many lengths at once where all rows are equally long.
+        That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of chains and of
+        levels are worked out once for each length of the text, and for many lengths at once where all rows are equally
+        long.
         """
         rows = self.cache.rows
-        if block.depth is not None or (self._end is not None and block.width > self._end):
+        scattered = block.depths is not None and block.level is None
+        if scattered or (self._end is not None and block.width > self._end):
             positions = origin + block.query
             if self._shift is None or self._end is None:
                 return positions
             return torch.minimum(positions, origin + self._shift + (self._end - 1))
+        first, count = (rows.open, block.count) if block.level is None else (block.level, 1)
         begin, version = (rows.longest, None) if rows.is_level else (0, rows.version)
-        ahead, end = self._ahead, rows.open + block.count
+        ahead, end = self._ahead, first + count
         if ahead is None or not ahead.holds(origin, version, len(rows.cpu_lengths), begin, begin + end):
-            count = max(AHEAD, end)
+            many = max(AHEAD, end)
             if rows.is_level:
-                columns = numbers(count, self.device, rows.longest).expand(len(rows.cpu_lengths), -1)
+                columns = numbers(many, self.device, rows.longest).expand(len(rows.cpu_lengths), -1)
             else:
-                columns = rows.lengths[:, None] + numbers(count, self.device)
+                columns = rows.lengths[:, None] + numbers(many, self.device)
             ahead = self._ahead = _Ahead(origin, version, begin, origin + columns)
         begin -= ahead.begin
-        return ahead.positions[..., begin + rows.open : begin + end]
+        positions = ahead.positions[..., begin + first : begin + end]
+        return positions.expand(*positions.shape[:-1], block.count)
 
     def mask(self, block: Block) -> Tensor | None:
         """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any.
@@ -160,12 +160,12 @@ class Slots:
         """
         on_device = None if on_device is None else on_device.to(self.device)
         self.cache.commit(path.to(self.device), counts, in_place, on_device)
-        self._open_depth = None
+        self._depths = None
 
     def drop(self) -> None:
         """Forget the open forest, and clear what its forward has written."""
         self.cache.drop()
-        self._open_depth = None
+        self._depths = None
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for ``release``."""
@@ -186,7 +186,7 @@ class Slots:
         ):
             return False
         self.cache.join(other.cache)
-        self.padding = self._open_depth = None
+        self.padding = self._depths = None
         return True
 
     def align(self) -> Tensor:

@@ -364,12 +364,14 @@ class StaticSlots(Slots):
         """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
         return min(self.lengths) - self.prompt if self.seats else None
 
-    def _block(self, count: int, depth: Tensor | None, ancestors: Tensor | None) -> Block:
+    def _block(
+        self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, level: int | None
+    ) -> Block:
         rows, cache = self.cache.rows, self.cache
         cache.aim(count)
         width = rows.longest + rows.open + count
-        shape = (rows.lengths, rows.open, count, width, self.padding, depth, ancestors)
-        return RingBlock(*shape, cache.window, end=self._end)
+        shape = (rows.lengths, rows.open, count, width, self.padding, depths, ancestors)
+        return RingBlock(*shape, cache.window, level, end=self._end)
 
     def positions(self, origin: Tensor, block: Block) -> Tensor:
         """Return the positions of the new nodes, (..., seats, nodes), in memory that is laid out alike every time."""

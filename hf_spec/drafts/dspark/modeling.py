@@ -177,7 +177,7 @@ class MarkovGrowth(BlockGrowth):
         unused = output.hidden_states.shape[1] - output.logits.shape[1]
         self._logits = output.logits  # (batch, guesses, draft vocabulary)
         self._hidden = output.hidden_states[:, unused:]  # (batch, guesses, hidden)
-        self._states: list[Tensor] = []  # (batch, new, rank) of the Markov head behind the root, then each node
+        self._state: Tensor | None = None  # (batch, new, rank) of the Markov head behind the root, or the last nodes
         state: Tensor | None = None
         if unused:  # training steps through the slot that guesses nothing, too
             reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
@@ -188,20 +188,21 @@ class MarkovGrowth(BlockGrowth):
     def first(self) -> Tensor:
         return self._first
 
-    def step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         """Return the corrected log-probabilities behind new nodes."""
-        logits, hidden = (at_depth(one, tokens, parents, ancestors) for one in (self._logits, self._hidden))
-        state: Tensor | None = None
-        if self._states:
-            known = torch.cat(self._states, dim=1)
-            state = known.gather(1, (parents + 1)[:, :, None].expand(-1, -1, known.shape[-1]))
+        logits, hidden = (at_depth(one, tokens, depth) for one in (self._logits, self._hidden))
+        state = self._state
+        if state is not None and parents is None:
+            state = state.expand(-1, tokens.shape[1], -1)
+        elif state is not None and parents is not None:
+            state = state.gather(1, parents[:, :, None].expand(-1, -1, state.shape[-1]))
         return self._behind(tokens, logits, hidden, state)
 
     def _behind(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
         """Return the log-probabilities (batch, new, vocabulary) behind ``tokens`` (batch, new)."""
         reading, confidence = self._draft.read(tokens, hidden, state)
         if reading is not None:
-            self._states.append(reading.state)
+            self._state = reading.state
         if confidence is not None:
             self._trust = confidence[:, 0].float().sigmoid()  # (batch,), asked of chains only
         return guess_log_probs(self._draft, self._request, self._draft.correct(logits, reading))

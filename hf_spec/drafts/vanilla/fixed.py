@@ -45,9 +45,9 @@ class FixedReader:
             kind: getattr(layer, "sliding_window", None) for kind, layer in zip(kinds, cache.layers, strict=True)
         }
 
-    def run(self, keys: OpenKeys, tokens: Tensor, ancestors: Tensor | None) -> Tensor:
+    def run(self, keys: OpenKeys, tokens: Tensor, ancestors: Tensor | None, level: int | None = None) -> Tensor:
         """Read new nodes (batch, nodes) in the slots ``keys``: logits (batch, nodes, vocabulary)."""
-        given = tokens.shape[1], ancestors, self.config, self.model.dtype, self.windows
+        given = tokens.shape[1], ancestors, level, self.config, self.model.dtype, self.windows
         positions, masks = keys.begin(*given)
         mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
         said = self.model(
@@ -115,8 +115,9 @@ class FixedVanillaDrafter(StaticDrafter):
         keys, logits = self._read(told)
         request, words = self._request, self._words
 
-        def step(tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
-            return words.log_probs(self._reader.run(keys, words.readable(tokens), ancestors), self.device)
+        def step(tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
+            logits = self._reader.run(keys, words.readable(tokens), ancestors, depth - 1)
+            return words.log_probs(logits, self.device)
 
         behind = words.log_probs(told.last(logits)[:, 0], self.device)  # (batch, vocabulary), the root
         return grow(told.root, behind, step, request.config, limit, request.sample, ahead=ahead)

@@ -89,7 +89,7 @@ class VanillaDrafter(Drafter):
         self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = input_device(model)
-        self._open: list[tuple[Tensor, Tensor]] = []  # tokens and parents of the nodes in the runner's forest
+        self._open: list[tuple[Tensor, Tensor | None]] = []  # tokens and parents of a forest, level by level
         mask = request.attention_mask.to(self._device)
         self._limit = position_limit(model)
         self._lengths = mask.sum(1)  # (batch,) of the text
@@ -119,10 +119,10 @@ class VanillaDrafter(Drafter):
         """Count the positions that the longest text leaves; ``None`` if there is no end to them."""
         return None if self._limit is None else self._limit - int(self._lengths.max())
 
-    def _step(self, tokens: Tensor, parents: Tensor, ancestors: Tensor | None) -> Tensor:
+    def _step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         tokens = self._words.readable(tokens)
         self._open.append((tokens, parents))
-        return self._words.log_probs(self._runner.extend(tokens, ancestors).logits, self._device)
+        return self._words.log_probs(self._runner.extend(tokens, ancestors, depth - 1).logits, self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
@@ -162,21 +162,21 @@ class VanillaDrafter(Drafter):
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
         whose logits are needed again."""
-        guesses, parents = (torch.cat(part, dim=1) for part in zip(*self._open, strict=True))
         if self._is_chain:
-            known = guesses[:, : tokens.shape[1] - 1]
+            known = torch.cat([guesses for guesses, _ in self._open], dim=1)[:, : tokens.shape[1] - 1]
             steps = numbers(known.shape[1], tokens.device)
             same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
             return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
-        node = torch.full_like(counts, -1)
         matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
-        path = []
-        for column in range(tokens.shape[1] - 1):
-            found, child = ((parents == node[:, None]) & (guesses == tokens[:, column, None])).max(dim=1)
+        path: list[Tensor] = []
+        place, before = torch.zeros_like(counts), 0  # of the last node in its level, and how many stand before that
+        for column, (guesses, parents) in zip(range(tokens.shape[1] - 1), self._open, strict=False):
+            same = guesses == tokens[:, column, None]
+            found, place = (same if parents is None else same & (parents == place[:, None])).max(dim=1)
             going = going & found & (column < counts - 1)
-            node = torch.where(going, child, node)
             matched += going
-            path.append(node.clamp(min=0))
+            path.append(place + before)
+            before += guesses.shape[1]
         return torch.stack(path, dim=1), matched
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -186,7 +186,7 @@ class VanillaDrafter(Drafter):
         if not self._reads:
             return
         self._runner.keep_rows(rows)
-        self._open = [(tokens[rows], parents[rows]) for tokens, parents in self._open]
+        self._open = [(tokens[rows], None if above is None else above[rows]) for tokens, above in self._open]
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, unless a draft keeps states or has no positions for a long text.
