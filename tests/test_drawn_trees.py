@@ -178,8 +178,24 @@ def test_a_sure_draft_guesses_deeper_and_an_unsure_one_wider() -> None:
     assert int((sure.depth <= 2).sum()) < int((unsure.depth <= 2).sum())
 
 
+def test_promises_are_what_siblings_promise_in_turn() -> None:
+    """Of the first two exactly; of later ones nearly, for they are taken to be rejected as often as on average."""
+    plan = drawn_trees.plan_drawn(4, 12, 5, 50, torch.device("cpu"))
+    torch.manual_seed(0)
+    q = (2 * torch.randn(300, 1, 50)).softmax(-1)
+    own = q.gather(2, trees.draw_distinct(q.log(), 4))  # (300, 1, siblings)
+    share, least = (torch.tensor(table) for table in (drawn_trees.SHARE, drawn_trees.LEAST))
+    accepted = least + (1 - least) * share * own / (1 - own.cumsum(-1) + own)  # drawn ones leave the distribution
+    expected = torch.cat([torch.ones_like(own[..., :1]), (1 - accepted)[..., :-1].cumprod(-1)], -1) * accepted
+    parent = torch.rand(300, 1)
+    promised = drawn_trees._after(parent, parent[..., None] * own, plan) / parent[..., None]
+    torch.testing.assert_close(promised[..., :2], expected[..., :2])
+    assert (promised - expected).abs().mean() < 0.1 * expected[..., 2:].mean()
+    assert (promised >= -1e-6).all() and (promised.sum(-1) <= 1 + 1e-6).all()
+
+
 def test_the_imagined_tree_is_the_best_of_its_kind() -> None:
-    shares = [drawn_trees._in_turn(torch.tensor(drawn_trees.AVERAGE[:3]))[rank].item() for rank in range(3)]
+    shares = drawn_trees._in_turn(drawn_trees.AVERAGE[:3])
     paths = [path for depth in range(1, 4) for path in itertools.product(range(3), repeat=depth)]
     worth = sorted((float(torch.tensor([shares[rank] for rank in path]).prod()) for path in paths), reverse=True)
     found = [shares[first] * below for first, below in _imagined(3, 10, 3)]

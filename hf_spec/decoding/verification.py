@@ -242,11 +242,12 @@ def _weigh_tree(proposal: Proposal, p: Tensor, q: Tensor, carry: bool) -> tuple[
     guess = guess.masked_fill(passed[..., None], 0)
     outcomes, guess = functional.pad(p, (0, 1)), functional.pad(guess, (0, 1))  # (batch, nodes, vocabulary + 1)
     never = functional.pad(p.new_zeros(p.shape[-1]), (0, 1), value=1.0)  # the node is not accepted
-    accept = torch.zeros_like(p[..., 0])  # (batch, nodes)
+    accept = p.new_zeros(p.shape[:2])  # (batch, nodes)
     row, parent, child, sizes = _turns(proposal)
     # All that a turn reads is put into the order of turns at once, (..., guesses) or (..., guesses, vocabulary + 1).
-    guess, behind = guess[row, child - 1].split(sizes, dim=-2), outcomes[row, child].split(sizes, dim=-2)
-    token, probability = (x[row, child - 1].split(sizes, dim=-1) for x in (tokens, probability))
+    number = child - 1  # among the guesses
+    guess, behind = guess[row, number].split(sizes, dim=-2), outcomes[row, child].split(sizes, dim=-2)
+    token, probability = (x[row, number].split(sizes, dim=-1) for x in (tokens, probability))
     rows = [row] * len(sizes) if row.dim() == 2 else row.split(sizes)
     for turn, (at, over, under) in enumerate(zip(rows, parent.split(sizes, dim=-1), child.split(sizes), strict=True)):
         weights = outcomes[at, over]

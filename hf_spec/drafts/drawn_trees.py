@@ -20,14 +20,14 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ..counting import numbers
+from ..counting import numbers, repeated
 from ..proposal import ABSENT, NO_PARENT, Proposal
 from ..sampling import draw_distinct
 from .forest import Forest, Step
@@ -40,8 +40,7 @@ AVERAGE = (0.56, 0.23, 0.16, 0.13)
 SHARE = (1.0, 0.6, 0.6, 0.6)
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """What is known of one level of drawn trees before any of them is drawn.
 
     ``width`` nodes are looked behind, and each gets at most ``children``. Below each of them a tree is imagined; a
@@ -55,17 +54,21 @@ class Level:
     more: Tensor
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What is known of drawn trees of at most ``nodes`` guesses before any of them is drawn.
 
-    A sibling is accepted in its turn with a probability of ``least`` + ``more`` * its own share, both (siblings,).
+    A child's promise is its parent's, ``base`` (siblings,) times, and what ``mix`` (siblings, siblings) makes of the
+    probabilities of all siblings. The nodes looked behind come after the root; each but that is a guess of the level
+    before, whose first one is ``first`` (nodes looked behind - 1,) of all guesses. Guesses stand behind the nodes
+    ``above`` (guesses,).
     """
 
     nodes: int
     levels: tuple[Level, ...]
-    least: Tensor
-    more: Tensor
+    base: Tensor
+    mix: Tensor
+    first: Tensor
+    above: Tensor
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,17 +80,38 @@ def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torc
     siblings = min(top_k, vocabulary, len(LEAST))
     most = [(1 - LEAST[rank]) * SHARE[rank] for rank in range(siblings)]
     # What is drawn from q has itself a probability of sum(q^2) on average; it decides about all siblings.
-    later = _in_turn(torch.tensor((0.0, *AVERAGE[1:siblings]))).tolist()
+    later = _in_turn((0.0, *AVERAGE[1:siblings]))
     least = [LEAST[0], *((1 - LEAST[0]) * share for share in later[1:])]
     more = [most[0], *(-most[0] * share for share in later[1:])]
     put, levels, width = functools.partial(torch.tensor, device=device), [], 1
+    first: list[int] = []
+    above: list[int] = []
     for depth in range(limit):
         rank, below = zip(*_imagined(siblings, nodes, limit - depth), strict=True)
         children = below.count(1.0)
-        parts = ([table[first] * share for first, share in zip(rank, below, strict=True)] for table in (least, more))
+        parts = ([table[child] * share for child, share in zip(rank, below, strict=True)] for table in (least, more))
         levels.append(Level(width, children, *map(put, parts)))
+        begin = len(first) + 1 - width  # of the level's nodes among all that are looked behind
+        above += [begin + node for node in range(width) for _ in range(children)]
         width = min(top_k, width * children, nodes)
-    return Plan(nodes, tuple(levels), put(LEAST[:siblings]), put(most))
+        first += [len(above) - levels[-1].width * children] * (width if depth + 1 < limit else 0)
+    return Plan(nodes, tuple(levels), *_promised(siblings, device), put(first), put(above))
+
+
+def _promised(siblings: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return ``base`` and ``mix`` of a ``Plan``.
+
+    The first sibling is rejected with (1 - LEAST) (1 - its probability), so that what is left of q for the next ones
+    cancels out: drawn ones leave the distribution. The others are rejected as often as on average.
+    """
+    passed = [1 - LEAST[0]]
+    for rank in range(1, siblings):
+        passed.append(passed[-1] * (1 - AVERAGE[rank]))
+    passed = [1.0, *passed[:-1]]
+    base = torch.tensor([passed[rank] * LEAST[rank] for rank in range(siblings)])
+    mix = torch.diag(torch.tensor([passed[rank] * (1 - LEAST[rank]) * SHARE[rank] for rank in range(siblings)]))
+    mix[0, 1:] = -base[1:]
+    return base.to(device), mix.to(device)
 
 
 def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: Iterator[Tensor]) -> Proposal:
@@ -96,67 +120,65 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
     ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``; ``noise`` is what levels are drawn
     with, see ``draw_distinct``.
     """
-    tree, forest = _DrawnTree(root, plan.nodes), Forest(step)
+    forest, grown = Forest(step), _Grown([], [], [], [])
     log_probs = log_probs[:, None]
-    node, promise = torch.zeros_like(root)[:, None], log_probs.new_ones((len(root), 1))  # of the level looked behind
+    promise = log_probs.new_ones((len(root), 1))  # of the nodes looked behind, (batch, n)
+    left = repeated(plan.nodes, len(root), root.device)[:, None]  # guesses that may still be drawn
     for level, below in itertools.zip_longest(plan.levels, plan.levels[1:]):
         q = log_probs.exp()
-        wanted = _wanted(promise, q, plan.nodes - tree.used, level)  # (batch, n, children)
-        drawn = draw_distinct(log_probs, level.children, next(noise))
-        own = q.gather(2, drawn)
-        taken = wanted & (own > 0)
-        places = tree.add(node, q, drawn, taken)
+        drawn = draw_distinct(log_probs, level.children, next(noise))  # (batch, n, children)
+        own = promise[:, :, None] * q.gather(2, drawn)  # 0 where there is nothing to draw, or no node
+        taken = _wanted(promise, q, left, level) & (own > 0)
+        grown.add(q, drawn.flatten(1), taken.flatten(1))
         if below is None:
             break
-        promises = promise[:, :, None] * _after(own, plan) * taken
-        promise, pick = promises.flatten(1).topk(below.width)
-        above = pick // level.children if forest.depth else None  # in the level before, behind the root nowhere
-        node = places.gather(1, pick)
+        left = left - taken.flatten(1).sum(1, keepdim=True)
+        promise, pick = (_after(promise, own, plan) * taken).flatten(1).topk(below.width)
+        grown.picked.append(pick)
+        above = pick // level.children if forest.depth else None
         log_probs = forest.look_behind(drawn.flatten(1).gather(1, pick), above)
-    return tree.proposal(len(plan.levels))
+    return grown.tree(root, plan)
 
 
-class _DrawnTree:
-    """Collect the guesses of a batch, another number of them in every row."""
+class _Grown(NamedTuple):
+    """Hold the guesses of a batch, level by level, of which only those ``taken`` are in the tree."""
 
-    def __init__(self, root: Tensor, nodes: int) -> None:
-        self.used = torch.zeros_like(root)  # guesses of each row
-        self._root, self._nodes = root, nodes
-        self._spill = numbers(1, root.device, nodes + 1)  # one place more than a tree has, for what is in none
-        self._levels: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+    q: list[Tensor]  # (batch, n, vocabulary) what the children of a level's nodes were drawn from
+    drawn: list[Tensor]  # (batch, n * children)
+    taken: list[Tensor]  # (batch, n * children)
+    picked: list[Tensor]  # (batch, n) which guesses of a level were looked behind
 
-    def add(self, node: Tensor, q: Tensor, drawn: Tensor, taken: Tensor) -> Tensor:
-        """Give ``node`` (batch, n) those of the children ``drawn`` (batch, n, children) that are ``taken``.
+    def add(self, q: Tensor, drawn: Tensor, taken: Tensor) -> None:
+        """Add a level."""
+        self.q.append(q)
+        self.drawn.append(drawn)
+        self.taken.append(taken)
 
-        They were drawn from ``q`` (batch, n, vocabulary). Return their places (batch, n * children).
-        """
-        number = self.used[:, None] + taken.flatten(1).cumsum(1)
-        places = torch.where(taken.flatten(1), number, self._spill)
-        parents = node[:, :, None].expand_as(drawn).flatten(1)
-        self._levels.append((places, drawn.flatten(1), parents, node, q))
-        self.used = number[:, -1]
-        return places
-
-    def proposal(self, depth: int) -> Proposal:
-        """Return what was collected, at most ``depth`` deep."""
-        places, drawn, above, node, q = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
-        tokens = self._root[:, None].repeat(1, self._nodes + 2).scatter_(1, places, drawn)
-        parents = torch.full_like(tokens, ABSENT).scatter_(1, places, above)
+    def tree(self, root: Tensor, plan: Plan) -> Proposal:
+        """Return the tree, with another number of guesses in every row."""
+        q, drawn, taken = (torch.cat(part, dim=1) for part in (self.q, self.drawn, self.taken))
+        spill = numbers(1, root.device, plan.nodes + 1)  # one place more than a tree has, for what is in none
+        places = torch.where(taken, taken.cumsum(1), spill)  # (batch, guesses)
+        node = repeated(0, len(root), root.device)[:, None]  # (batch, nodes looked behind), the root first
+        if self.picked:
+            node = torch.cat([node, places.gather(1, torch.cat(self.picked, dim=1) + plan.first)], dim=1)
+        tokens = root[:, None].repeat(1, plan.nodes + 2).scatter_(1, places, drawn)
+        parents = torch.full_like(tokens, ABSENT).scatter_(1, places, node.index_select(1, plan.above))
         parents[:, 0] = NO_PARENT
         by_node = q.new_zeros((*tokens.shape, q.shape[-1])).scatter_(1, node[:, :, None].expand_as(q), q)
-        return Proposal(tokens[:, :-1], parents[:, :-1], depth, by_node[:, :-1])
+        return Proposal(tokens[:, :-1], parents[:, :-1], len(plan.levels), by_node[:, :-1])
 
 
 def _wanted(promise: Tensor, q: Tensor, left: Tensor, level: Level) -> Tensor:
-    """Say which children the nodes of a level get, (batch, n, children), while ``left`` (batch,) guesses may be drawn.
+    """Say which children (batch, n, children) a level gets where ``left`` (batch, 1) guesses may be drawn.
 
     Of all guesses in the trees imagined below the nodes the best ones fill up what is left; those among them that are
     children of the level's own nodes are to be drawn now. ``promise`` (batch, n) is that of the nodes.
     """
-    worth = promise[:, :, None] * torch.addcmul(level.least, q.square().sum(-1, keepdim=True), level.more)
+    sure = (q[:, :, None] @ q[..., None])[..., 0]  # (batch, n, 1), sum(q^2)
+    worth = torch.addcmul(level.least, sure, level.more) * promise[:, :, None]  # (batch, n, imagined)
     place = worth.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    wanted = (place < left[:, None]).view(worth.shape) & (worth > 0)
-    return wanted[:, :, : level.children]
+    return (place < left).view(worth.shape)[:, :, : level.children]
 
 
 @functools.lru_cache(maxsize=64)
@@ -166,7 +188,7 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
     Of each: the rank among its siblings of the child of the root that it stands behind, or is, and how much of that
     child's promise is left there; 1 for the child itself. The children of the root come first.
     """
-    share = _in_turn(torch.tensor(AVERAGE[:siblings])).tolist()
+    share = _in_turn(AVERAGE[:siblings])
     best: list[tuple[float, tuple[int, ...]]] = [(-share[0], (0,))]
     found: list[tuple[int, float]] = []
     while best and len(found) < nodes:
@@ -179,15 +201,16 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
     return tuple(sorted(found, key=lambda one: one[1] < 1.0))
 
 
-def _after(drawn: Tensor, plan: Plan) -> Tensor:
-    """Promise children whose probabilities ``drawn`` (..., children) are known, if their parent is accepted."""
-    count = drawn.shape[-1]
-    left = 1 - (drawn.cumsum(-1) - drawn)  # for drawn ones leave the distribution
-    own = (drawn / left.clamp_(min=1e-6)).clamp_(max=1)
-    return _in_turn(torch.addcmul(plan.least[:count], own, plan.more[:count]))
+def _after(promise: Tensor, own: Tensor, plan: Plan) -> Tensor:
+    """Promise children (batch, n, children) when it is known which ones were drawn.
+
+    ``own`` (batch, n, children) is how probable they were, times the ``promise`` (batch, n) of their parents.
+    """
+    count = own.shape[-1]
+    return torch.addcmul(own @ plan.mix[:count, :count], promise[:, :, None], plan.base[:count])
 
 
-def _in_turn(accepted: Tensor) -> Tensor:
-    """Turn how probably each sibling (..., siblings) is accepted in its turn into how probably it is the one."""
-    passed = (1 - accepted).cumprod(-1)
-    return functional.pad(passed[..., :-1], (1, 0), value=1.0) * accepted
+def _in_turn(accepted: Sequence[float]) -> list[float]:
+    """Turn how probably each sibling is accepted in its turn into how probably it is the one."""
+    passed = itertools.accumulate((1 - one for one in accepted), operator.mul, initial=1.0)
+    return [one * before for one, before in zip(accepted, passed, strict=False)]
