@@ -178,20 +178,18 @@ def test_a_sure_draft_guesses_deeper_and_an_unsure_one_wider() -> None:
     assert int((sure.depth <= 2).sum()) < int((unsure.depth <= 2).sum())
 
 
-def test_promises_are_what_siblings_promise_in_turn() -> None:
-    """Of the first two exactly; of later ones nearly, for they are taken to be rejected as often as on average."""
+def test_siblings_are_promised_one_by_one() -> None:
     plan = drawn_trees.plan_drawn(4, 12, 5, 50, torch.device("cpu"))
     torch.manual_seed(0)
-    q = (2 * torch.randn(300, 1, 50)).softmax(-1)
-    own = q.gather(2, trees.draw_distinct(q.log(), 4))  # (300, 1, siblings)
-    share, least = (torch.tensor(table) for table in (drawn_trees.SHARE, drawn_trees.LEAST))
-    accepted = least + (1 - least) * share * own / (1 - own.cumsum(-1) + own)  # drawn ones leave the distribution
-    expected = torch.cat([torch.ones_like(own[..., :1]), (1 - accepted)[..., :-1].cumprod(-1)], -1) * accepted
-    parent = torch.rand(300, 1)
-    promised = drawn_trees._after(parent, parent[..., None] * own, plan) / parent[..., None]
-    torch.testing.assert_close(promised[..., :2], expected[..., :2])
-    assert (promised - expected).abs().mean() < 0.1 * expected[..., 2:].mean()
-    assert (promised >= -1e-6).all() and (promised.sum(-1) <= 1 + 1e-6).all()
+    q = (3 * torch.randn(20, 2, 50)).softmax(-1)
+    own, parent = q.gather(2, trees.draw_distinct(q.log(), 4)), torch.rand(20, 2)  # (20, 2, siblings), (20, 2)
+    promised = drawn_trees._after(parent, parent[..., None] * own, plan)
+    for row, node in itertools.product(range(20), range(2)):
+        first = own[row, node, 0]
+        for rank, (base, share) in enumerate(zip(drawn_trees.BASE, drawn_trees.OWN, strict=True)):
+            expected = parent[row, node] * (base * (1 - first if rank else 1) + share * own[row, node, rank])
+            torch.testing.assert_close(promised[row, node, rank], expected)
+        assert promised[row, node].min() >= 0 and promised[row, node].sum() <= parent[row, node]
 
 
 def test_the_imagined_tree_is_the_best_of_its_kind() -> None:
