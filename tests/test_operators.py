@@ -134,8 +134,8 @@ CEILINGS = {  # operators outside the forwards of 1 and of 8 rows, and waits
     ("vanilla", False, False): (20, 25, 1.5),
     ("eagle3", False, False): (20, 25, 1.5),
     ("eagle3", False, True): (92, 108, 2.3),
-    ("eagle3", True, False): (152, 165, 1.8),
-    ("eagle3", True, True): (410, 455, 4.2),
+    ("eagle3", True, False): (102, 116, 1.8),
+    ("eagle3", True, True): (300, 340, 4.2),
 }
 
 
