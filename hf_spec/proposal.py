@@ -28,7 +28,7 @@ ABSENT = -2
 T = TypeVar("T")
 
 
-class _once(cached_property[T]):
+class once(cached_property[T]):
     """Work a property out where it is first asked for, without the lock of Python 3.11, which no graph can hold."""
 
     if not TYPE_CHECKING:
@@ -100,12 +100,12 @@ class Proposal:
         """Return the last token of the text, (batch,)."""
         return self.tokens[:, 0]
 
-    @_once
+    @once
     def present(self) -> Tensor:
         """Tell which nodes exist, (batch, nodes) bool."""
         return self.parents != ABSENT
 
-    @_once
+    @once
     def ancestors(self) -> Tensor:
         """Tell which nodes lie on the path from the root to a node, itself included: (batch, node, ancestor) bool."""
         if self.is_chain:
@@ -114,15 +114,17 @@ class Proposal:
             return lower.expand(self.tokens.shape[0], nodes, nodes)
         return ancestors_of(self.parents, self.max_depth)
 
-    @_once
+    @once
     def elders(self) -> Tensor:
         """Tell which nodes are siblings of a node and stand before it: (batch, node, elder) bool."""
         number = numbers(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None]) & (number[:, None] > number)
 
-    @_once
+    @once
     def depth(self) -> Tensor:
         """Count the guesses on the path to each node, (batch, nodes)."""
+        if self.is_chain:
+            return numbers(self.tokens.shape[1], self.tokens.device).expand_as(self.tokens)
         return self.ancestors.sum(-1) - 1
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:

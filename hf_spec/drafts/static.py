@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from ..proposal import Proposal
+from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import Block, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
@@ -55,8 +55,15 @@ class Told:
         """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
         if self.amounts is not None and len(set(self.amounts)) == 1:
             return states[:, self.amounts[0] - 1, None]
-        place = (self.counts - 1).clamp(min=0)[:, None, None]
+        place = self._place if self.amounts is not None else self._last_place()  # a graph changes nothing it is given
         return states.gather(1, place.expand(-1, -1, states.shape[-1]))
+
+    @once
+    def _place(self) -> Tensor:
+        return self._last_place()
+
+    def _last_place(self) -> Tensor:
+        return (self.counts - 1).clamp(min=0)[:, None, None]  # (batch, 1, 1)
 
 
 class StaticDrafter(Drafter):

@@ -32,7 +32,7 @@ class Rows:
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
         self.is_level = self.shortest == self.longest
         self.version = object()  # of the lengths
-        self._behind: Tensor | None = None
+        self._columns: Tensor | None = None
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -59,16 +59,20 @@ class Rows:
                 on_device = torch.tensor(list(counts), device=self.device)
             self.set(self.lengths + on_device, cpu_lengths)
 
-    def behind(self, count: int) -> Tensor:
-        """Return the columns of the next ``count`` nodes of a chain, (batch, count): worked out once per length."""
-        end = self.open + count
-        if self._behind is None or self._behind.shape[1] < end:
-            count = max(AHEAD, end)
+    def columns(self, count: int) -> Tensor:
+        """Return the columns behind the text, (batch, ``count`` or more): worked out once per length."""
+        if self._columns is None or self._columns.shape[1] < count:
+            count = max(AHEAD, count)
             if self.is_level:
-                self._behind = numbers(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
+                self._columns = numbers(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
             else:
-                self._behind = self.lengths[:, None] + numbers(count, self.device)
-        return self._behind[:, self.open : end]
+                self._columns = self.lengths[:, None] + numbers(count, self.device)
+        return self._columns
+
+    def behind(self, count: int) -> Tensor:
+        """Return the columns of the next ``count`` nodes of a chain, (batch, count)."""
+        end = self.open + count
+        return self.columns(end)[:, self.open : end]
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
         """Return rows (batch, 1) and columns (batch, count) of the next nodes: worked out once for all layers."""

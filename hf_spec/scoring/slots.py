@@ -129,12 +129,7 @@ class Slots:
         begin, version = (rows.longest, None) if rows.is_level else (0, rows.version)
         ahead, end = self._ahead, first + count
         if ahead is None or not ahead.holds(origin, version, len(rows.cpu_lengths), begin, begin + end):
-            many = max(AHEAD, end)
-            if rows.is_level:
-                columns = numbers(many, self.device, rows.longest).expand(len(rows.cpu_lengths), -1)
-            else:
-                columns = rows.lengths[:, None] + numbers(many, self.device)
-            ahead = self._ahead = _Ahead(origin, version, begin, origin + columns)
+            ahead = self._ahead = _Ahead(origin, version, begin, origin + rows.columns(end))
         begin -= ahead.begin
         positions = ahead.positions[..., begin + first : begin + end]
         return positions.expand(*positions.shape[:-1], block.count)
