@@ -59,9 +59,9 @@ class Plan(NamedTuple):
     """What is known of drawn trees of at most ``nodes`` guesses before any of them is drawn.
 
     A child's promise is its parent's, ``base`` (siblings,) times, and what ``mix`` (siblings, siblings) makes of the
-    probabilities of all siblings. The nodes looked behind come after the root; each but that is a guess of the level
-    before, whose first one is ``first`` (nodes looked behind - 1,) of all guesses. Guesses stand behind the nodes
-    ``above`` (guesses,).
+    probabilities of all siblings. Of the nodes looked behind the first one is the root, and any other one a guess:
+    ``first`` (nodes looked behind - 1,) is the number of the first guess of its level among all guesses. Guesses stand
+    behind the nodes ``above`` (guesses,), numbered as they are looked behind.
     """
 
     nodes: int
