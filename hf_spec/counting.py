@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +35,12 @@ def repeated(number: int, count: int, device: torch.device) -> Tensor:
 def _repeated(number: int, count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return numbers(1, device, number).expand(count)
+
+
+def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
+    """Put numbers, lists of them or lists of lists on ``device``; a CUDA device is not waited for."""
+    here = torch.tensor(values)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def alone(count: int, device: torch.device) -> Tensor:

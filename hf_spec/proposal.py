@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .counting import numbers, repeated
+from .counting import numbers, repeated, uploaded
 
 NO_PARENT = -1
 ABSENT = -2
@@ -140,7 +140,7 @@ class Proposal:
         """
         if min(room) >= self.max_depth:
             return self
-        beyond = self.depth > torch.tensor(room, device=self.tokens.device)[:, None]
+        beyond = self.depth > uploaded(room, self.tokens.device)[:, None]
         return replace(self, parents=self.parents.masked_fill(beyond, ABSENT))
 
     def shallower(self, depth: int) -> Proposal:

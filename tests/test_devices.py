@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from twins import SHAPES, noisy, target
 
 from hf_spec import SpeculationConfig
+from hf_spec.counting import uploaded
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
@@ -46,6 +47,14 @@ CONFIGS: dict[str, Any] = {
 def draft_of(kind: str, model: PreTrainedModel) -> Any:
     torch.manual_seed(1)
     return noisy(model) if kind == "vanilla" else new_draft(CONFIGS[kind](model.config), model).eval()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("values", [[3, -1], [[1, 2], [3, 4]], [[True], [False]], [], [5_000_000_000]], ids=str)
+def test_numbers_arrive_as_they_are(values: list[Any], device: str) -> None:
+    for _ in range(20):  # the memory they are sent from is used again
+        put = [uploaded(values, torch.device(device)) for _ in range(20)]
+        assert all(one.device.type == device and torch.equal(one.cpu(), torch.tensor(values)) for one in put)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..counting import uploaded
 from ..drafts.base import Drafter, News
 from ..metrics import SpeculationStats
 from ..proposal import ABSENT, Proposal
@@ -135,7 +136,7 @@ def news_of(rows: Sequence[Row], device: torch.device) -> News:
     """Put side by side what ``rows`` have not told their drafter, the shorter ones filled up on the right."""
     width = max(len(row.unread) for row in rows)
     counted = [[len(row.unread), *row.unread, *[0] * (width - len(row.unread))] for row in rows]
-    both = torch.tensor(counted, device=device)  # (rows, 1 + tokens), in one transfer
+    both = uploaded(counted, device)  # (rows, 1 + tokens), in one transfer
     features = None
     if rows[0].unread_features:
         each = [torch.cat(row.unread_features) for row in rows]
@@ -179,7 +180,7 @@ def _stacked_chosen(guesses: Sequence[Guess], width: int, device: torch.device) 
     if all(guess.chosen is None for guess in guesses):
         return None
     rows = [guess.chosen or [False] * width for guess in guesses]
-    return torch.tensor([row + [False] * (width - len(row)) for row in rows], device=device)
+    return uploaded([row + [False] * (width - len(row)) for row in rows], device)
 
 
 def _stacked_q(guesses: Sequence[Guess], width: int) -> Tensor | None:

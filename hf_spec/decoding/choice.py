@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..counting import numbers, repeated
+from ..counting import numbers, repeated, uploaded
 from ..drafts.base import News
 from ..proposal import Proposal
 from ..sampling import draw, likeliest
@@ -53,7 +53,7 @@ class Choice:
         if counts is None and len(set(amounts)) == 1:
             counts = repeated(width, len(rows), device)
         if counts is None:
-            counts = torch.tensor(amounts, device=device)
+            counts = uploaded(amounts, device)
         tokens, path = self.tokens[:, :width], self.path[:, :width]
         if index is not None:
             tokens, path = tokens[index], path[index]

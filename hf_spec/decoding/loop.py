@@ -14,6 +14,7 @@ from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
+from ..counting import uploaded
 from ..drafts.base import News, Request, Speculator, network_of
 from ..drafts.late import LateDrafter
 from ..metrics import SpeculationStats
@@ -217,7 +218,7 @@ class Call:
         going_on = [i for i, row in enumerate(self.rows) if row in growing]
         index = None
         if len(going_on) < len(self.rows):
-            index = torch.tensor(going_on, device=choice.tokens.device)
+            index = uploaded(going_on, choice.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.text.rows
         return self._step(choice.news(self.features, going_on, index), self.target.score, self.target.drop)
@@ -236,7 +237,7 @@ class Call:
         """
         staying = sorted(going_on + self._ended_early()) if self._returns_cache else going_on
         if len(staying) < len(self.rows):
-            kept = index if len(staying) == len(going_on) else torch.tensor(staying, device=index.device)
+            kept = index if len(staying) == len(going_on) else uploaded(staying, index.device)
             self.target.keep_rows(kept, keep_finished=self._returns_cache)
         if len(going_on) < len(staying):
             last_tokens = self.text.last_tokens([self.rows[i] for i in staying])

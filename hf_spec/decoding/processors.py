@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from ..counting import numbers
+from ..counting import numbers, uploaded
 from ..proposal import Proposal
 from ..sampling import largest, likeliest
 from .prefixes import TOGETHER, Prefixes
@@ -150,7 +150,7 @@ class Processors:
             groups[length].append(pair)
         scores = torch.empty_like(logits)
         for length, pairs in groups.items():
-            index = torch.tensor(pairs, device=logits.device)
+            index = uploaded(pairs, logits.device)
             bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
             scores[index] = _call(bound, tokens[index, :length], logits[index])
         return scores
@@ -266,7 +266,7 @@ class NodeScores:
     def _rows_on_device(self) -> Tensor:
         if self._rows == list(range(len(self._rows))):
             return numbers(len(self._rows), self._logits.device)
-        return torch.tensor(self._rows, device=self._logits.device)
+        return uploaded(self._rows, self._logits.device)
 
     @property
     def _text_so_far(self) -> Tensor:
@@ -278,7 +278,7 @@ class NodeScores:
         device = self._logits.device
         if len(set(self._lengths)) == 1:
             return numbers(1, device, self._lengths[0]).expand(len(self._lengths))
-        return torch.tensor(self._lengths, device=device)
+        return uploaded(self._lengths, device)
 
     @functools.cached_property
     def _ends(self) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+from ..counting import uploaded
 from .ranks import Ranks
 
 BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
@@ -81,7 +82,7 @@ def _first_stop_string(
             windows[min(length, criterion.maximum_token_len)].append((row, length))
     first = [0] * len(before)
     for width, prefixes in windows.items():
-        row, length = torch.tensor(prefixes, device=text.device).T  # (prefixes,) each
+        row, length = uploaded(prefixes, text.device).T  # (prefixes,) each
         column = length[:, None] - width + torch.arange(width, device=text.device)
         done = criterion(text[row[:, None], column], None).tolist()
         for (index, end), complete in zip(prefixes, done, strict=True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..counting import uploaded
 from .stopping import Stops
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Text:
             missing = width - len(new)
             tokens.append([*new, *[0] * missing])
             columns.append([*range(start, start + len(new)), *[spare] * missing])
-        both = torch.tensor([tokens, columns], device=self._ids.device)  # (2, batch, width)
+        both = uploaded([tokens, columns], self._ids.device)  # (2, batch, width)
         self._ids.scatter_(1, both[1], both[0])
         self._pending = [[] for _ in self._pending]
 
@@ -157,7 +158,7 @@ class Text:
         """Return all rows, padded behind their end: (batch, length of the longest row)."""
         self._write()
         ids = self._ids[:, : self.length].clone()
-        ends = torch.tensor(self.lengths, device=ids.device)
+        ends = uploaded(self.lengths, ids.device)
         behind = torch.arange(self.length, device=ids.device) >= ends[:, None]
         return ids.masked_fill_(behind, self._pad)
 

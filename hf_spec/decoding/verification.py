@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..counting import numbers
+from ..counting import numbers, uploaded
 from ..proposal import Proposal
 from ..sampling import MANY, Chance, coins, draw, widest_float
 from ..settings import SpeculationConfig
@@ -295,7 +295,7 @@ def _turns(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     for number, parents in enumerate(proposal.parents.tolist()):
         for turn, above, node in _in_turn(parents):
             turns[turn].append((number, above, node))
-    together = torch.tensor([one for turn in sorted(turns) for one in turns[turn]], device=device)  # one upload
+    together = uploaded([one for turn in sorted(turns) for one in turns[turn]], device)  # one upload
     row, parent, child = together.long().view(-1, 3).unbind(1)
     return row, parent, child, [len(turns[turn]) for turn in sorted(turns)]
 

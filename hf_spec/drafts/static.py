@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
+from ..counting import uploaded
 from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import Block, depths_with
@@ -280,11 +281,11 @@ class CompiledDrafter(Drafter):
         device = self._request.input_ids.device
         filled = rows + rows[:1] * (seats - len(rows))
         if filled != list(range(len(filled))) or seats != len(self._lengths):
-            self._inner.keep_rows(torch.tensor(filled, device=device))
+            self._inner.keep_rows(uploaded(filled, device))
         self._lengths = [self._lengths[row] for row in rows]
         self._row_in_seat = None
         if seats > len(rows):
-            self._row_in_seat = torch.tensor([*range(len(rows))] + [0] * (seats - len(rows)), device=device)
+            self._row_in_seat = uploaded([*range(len(rows))] + [0] * (seats - len(rows)), device)
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Read what became text and guess: as deep as ever, of which ``limit`` is kept."""

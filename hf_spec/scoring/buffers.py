@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..counting import numbers, repeated
+from ..counting import numbers, repeated, uploaded
 
 GROWTH = 256  # slots added at least when a buffer is full
 AHEAD = 64  # columns behind the text that are numbered at once
@@ -56,7 +56,7 @@ class Rows:
             self.set(self.lengths + counts[0], cpu_lengths)
         else:
             if on_device is None:
-                on_device = torch.tensor(list(counts), device=self.device)
+                on_device = uploaded(list(counts), self.device)
             self.set(self.lengths + on_device, cpu_lengths)
 
     def columns(self, count: int) -> Tensor:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
+from ..counting import uploaded
 from .graphs import Graphs, compiled_model, taking_turns
 from .rings import power_of_two
 from .runner import ModelRunner, Scores
@@ -83,7 +84,7 @@ class StaticRunner(ModelRunner):
         slots, here = self.slots, len(self.slots.cache.rows.cpu_lengths)
         seats = power_of_two(len(rows))
         if seats != here:
-            super().keep_rows(torch.tensor(rows + rows[:1] * (seats - len(rows)), device=slots.device))
+            super().keep_rows(uploaded(rows + rows[:1] * (seats - len(rows)), slots.device))
             rows = list(range(len(rows)))
         slots.sit(rows)
 

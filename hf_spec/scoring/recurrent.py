@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..counting import uploaded
 from ..proposal import ABSENT, NO_PARENT, Proposal
 from .cache import SlotCache
 from .hooks import hooked
@@ -50,7 +51,7 @@ class RecurrentRunner(ModelRunner):
 
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
         """Go on with some rows: several get no cache back."""
-        self.keep_rows(torch.tensor(going_on, device=last_tokens.device))
+        self.keep_rows(uploaded(going_on, last_tokens.device))
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Do nothing: several rows get no cache back."""
@@ -96,7 +97,7 @@ class LazyRunner(RecurrentRunner):
         room = [width - 1 - len(carried) for carried in self._carried]
         longest = min(max(room), proposal.max_depth)
         steps = torch.arange(1 + longest, device=proposal.tokens.device)
-        beyond = steps > torch.tensor(room, device=steps.device)[:, None]
+        beyond = steps > uploaded(room, steps.device)[:, None]
         parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, ABSENT)
         q = None if proposal.q is None else proposal.q[:, :longest]
         chosen = None if proposal.chosen is None else proposal.chosen[:, : 1 + longest]
@@ -108,7 +109,7 @@ class LazyRunner(RecurrentRunner):
         rows = zip(self._carried, proposal.tokens.tolist(), lengths, strict=True)
         self._block = [carried + tokens[:length] for carried, tokens, length in rows]
         scores = self._read(self._block)
-        skip = torch.tensor([len(carried) for carried in self._carried], device=self.slots.device)[:, None]
+        skip = uploaded([len(carried) for carried in self._carried], self.slots.device)[:, None]
         columns = skip + torch.arange(proposal.tokens.shape[1], device=self.slots.device)
         return scores.at(columns.clamp(max=max(map(len, self._block)) - 1))
 
@@ -116,14 +117,14 @@ class LazyRunner(RecurrentRunner):
         """Build the arguments of a forward; padding stands where its row ends, not beyond what the text may reach."""
         inputs = super()._inputs(tokens, block)
         if (positions := inputs.get("position_ids")) is not None:  # (..., batch, nodes)
-            last = torch.tensor([len(row) - 1 for row in self._block], device=positions.device)
+            last = uploaded([len(row) - 1 for row in self._block], positions.device)
             column = torch.arange(tokens.shape[1], device=positions.device).minimum(last[:, None])
             inputs["position_ids"] = positions.gather(-1, column.expand_as(positions))
         return inputs
 
     def _read(self, rows: list[list[int]]) -> Scores:
         width = max(map(len, rows))
-        tokens = torch.tensor([row + row[-1:] * (width - len(row)) for row in rows], device=self.slots.device)
+        tokens = uploaded([row + row[-1:] * (width - len(row)) for row in rows], self.slots.device)
         return self.extend(tokens)
 
     def commit(

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
+from ..counting import uploaded
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
 from .architectures import CACHES, cache_name
@@ -84,7 +85,7 @@ class _Closing:
     def __init__(self, going_on: list[int], last_tokens: Tensor) -> None:
         self._going_on = going_on
         self._last_tokens = last_tokens  # (batch,)
-        self.rows = torch.tensor(going_on, device=last_tokens.device)  # (rows that go on,)
+        self.rows = uploaded(going_on, last_tokens.device)  # (rows that go on,)
 
     def widen(self, tokens: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Add rows of the last token to ``tokens`` (rows, nodes), and nodes that see themselves to ``ancestors``."""
@@ -322,7 +323,7 @@ class ModelRunner:
 
     def read(self, tokens: Tensor, columns: Sequence[int]) -> Tensor:
         """Do as ``extend`` with a chain, and return its logits at ``columns`` alone: (batch, columns, vocabulary)."""
-        place = torch.tensor(columns, device=self.slots.device)
+        place = uploaded(columns, self.slots.device)
         if not self.model._supports_logits_to_keep():
             return self.extend(tokens).logits.index_select(1, place)
         self._step_kwargs["logits_to_keep"] = place

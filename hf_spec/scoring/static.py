@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..counting import numbers
+from ..counting import numbers, uploaded
 from .buffers import Rows
 from .masks import Block
 from .rings import Ring, RingBlock, fewest_slots, ring_size
@@ -189,7 +189,7 @@ class StaticSlotCache(Cache):
                     moved = by_slot[row.to(device), (source % size).to(device)]
                     by_slot[row.to(device), (target % size).to(device)] = moved
         cpu_lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
-        taken = torch.tensor(list(counts), device=lengths.device) if on_device is None else on_device
+        taken = uploaded(list(counts), lengths.device) if on_device is None else on_device
         self.rows.set(lengths + taken, cpu_lengths)
 
     def drop(self) -> None:
@@ -215,7 +215,7 @@ class StaticSlotCache(Cache):
     def empty(self, seats: Sequence[int], length: int) -> None:
         """Let ``seats`` stand behind their first ``length`` columns."""
         lengths = [length if seat in seats else old for seat, old in enumerate(self.rows.cpu_lengths)]
-        self.rows.set(torch.tensor(lengths, device=self.rows.lengths.device), lengths)
+        self.rows.set(uploaded(lengths, self.rows.lengths.device), lengths)
 
     def save(self, seat: int, row: int) -> None:
         """Keep the text of the row in ``seat`` for ``release``, as number ``row`` of the batch."""
@@ -351,8 +351,8 @@ class StaticSlots(Slots):
         if free := sorted(set(range(count)) - set(seats)):
             self.cache.empty(free, self.prompt)
             row = {seat: i for i, seat in enumerate(seats)}
-            self.row_in_seat = torch.tensor([row.get(seat, 0) for seat in range(count)], device=self.device)
-            self.seat_of_row = torch.tensor(seats, device=self.device)
+            self.row_in_seat = uploaded([row.get(seat, 0) for seat in range(count)], self.device)
+            self.seat_of_row = uploaded(seats, self.device)
 
     @property
     def lengths(self) -> list[int]:

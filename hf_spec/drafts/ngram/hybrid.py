@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ...counting import uploaded
 from ...proposal import ABSENT, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
@@ -265,7 +266,7 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
         return proposal
     width, before = max(proposal.max_depth, *lengths), proposal.tokens.shape[1] - 1
     rows = [[n, *(chain or ()), *[0] * (width - n)] for n, chain in zip(lengths, chains, strict=True)]
-    table = torch.tensor(rows, device=proposal.tokens.device)  # (batch, 1 + width)
+    table = uploaded(rows, proposal.tokens.device)  # (batch, 1 + width)
     taken, steps = table[:, :1] > 0, torch.arange(1 + width, device=table.device)
     parents = torch.where(steps > table[:, :1], ABSENT, steps - 1)
     guesses = torch.where(taken, table[:, 1:], functional.pad(proposal.tokens[:, 1:], (0, width - before)))
@@ -288,7 +289,7 @@ def with_branches(proposal: Proposal, found: Sequence[Guesses]) -> Proposal:
         [[*tokens, *[0] * (nodes - len(tokens))], [*parents, *[ABSENT] * (nodes - len(parents))]]
         for tokens, parents in trees
     ]
-    tokens, parents = torch.tensor(table, device=proposal.tokens.device).unbind(1)  # (batch, nodes)
+    tokens, parents = uploaded(table, proposal.tokens.device).unbind(1)  # (batch, nodes)
     depth = max(proposal.max_depth, *(len(path) for paths in found for path in paths))
     if proposal.q is None:
         return Proposal(tokens, parents, depth)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, cycle, islice
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...counting import uploaded
 from ...proposal import ABSENT, NO_PARENT, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
@@ -332,7 +332,7 @@ def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Pr
         absent = nodes - len(tree)
         above = [NO_PARENT, *(index[path[:-1]] for path in tree), *[ABSENT] * absent]
         rows.append([[0, *(path[-1] for path in tree), *[0] * absent], above])
-    tokens, parents = torch.tensor(rows, device=root.device).unbind(1)  # (batch, 1 + nodes)
+    tokens, parents = uploaded(rows, root.device).unbind(1)  # (batch, 1 + nodes)
     tokens[:, 0] = root
     depth = max(len(path) for tree in trees for path in tree)
     proposal = Proposal(tokens, parents, depth, is_chain=is_chain)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...counting import numbers
+from ...counting import numbers, uploaded
 from ...proposal import Proposal
 from ...scoring.architectures import drops_cache, why_unsupported
 from ...scoring.factory import runner_for
@@ -157,7 +157,7 @@ class VanillaDrafter(Drafter):
         ends = sorted(set(amounts))
         logits = self._runner.read(tokens, [end - 1 for end in ends])  # (batch, ends, vocabulary)
         self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
-        place = torch.tensor([ends.index(amount) for amount in amounts], device=tokens.device)
+        place = uploaded([ends.index(amount) for amount in amounts], tokens.device)
         return logits[numbers(len(tokens), tokens.device), place]
 
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
