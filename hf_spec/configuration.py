@@ -369,10 +369,15 @@ def max_positions(target: PreTrainedConfig) -> int:
     return getattr(target.get_text_config(), "max_position_embeddings", None) or 0
 
 
+def one_layer(text: PreTrainedConfig) -> Any:
+    """Return what ``text`` says of its first layer: some models have heads of several sizes."""
+    return text.per_layer_config[0] if text.is_heterogeneous else text
+
+
 def layers_for_target(target: PreTrainedConfig, **replace: Any) -> PreTrainedConfig:
     """Return a config for one decoder layer of the shape of ``target``'s, with some fields replaced."""
     text = target.get_text_config()
-    layer = text.per_layer_config[0] if text.is_heterogeneous else text  # some models have heads of several sizes
+    layer = one_layer(text)
     shape: dict[str, Any] = {
         name: value
         for name in ("hidden_act", "max_position_embeddings", "rms_norm_eps", *LAYER_SIZES)

@@ -217,6 +217,25 @@ def test_planted_mistakes_are_caught(name: str, mistake: Any, monkeypatch: pytes
     assert "vanilla tree, batch 8" in mistakes(model, [8], "tree", self_check=False)
 
 
+@pytest.mark.parametrize("alike", ["one word", "no spread"])
+def test_a_target_whose_words_are_all_alike_is_trusted(alike: str) -> None:
+    model = build("llama", vocab_size=1) if alike == "one word" else build("llama")
+    model.get_output_embeddings().weight.data.zero_()
+    check_target(model, trees=True)
+
+
+def test_an_error_of_a_compiler_is_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("g++ failed\n" + "int x;\n" * 100)
+
+    model = build("llama")
+    model.config._attn_implementation = "flex_attention"
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(ValueError, match=r"\(RuntimeError: g\+\+ failed\); .* attn_implementation='sdpa'") as caught:
+        check_target(model, trees=False)
+    assert len(str(caught.value)) < 300
+
+
 @pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
 def test_columns_beyond_a_window_are_hidden_where_the_models_own_mask_shows_them(config: SpeculationConfig) -> None:
     """Moshi's layers keep a window, but its mask is a causal one: columns kept for other rows must not be seen."""

@@ -237,6 +237,13 @@ def target_for() -> Any:
     return build("gemma4_text", vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=4).eval()
 
 
+@pytest.mark.parametrize("kind", [hf_spec.DFlashSpeculatorConfig, hf_spec.DSparkSpeculatorConfig])
+def test_a_new_block_draft_has_heads_as_the_targets_first_layer(kind: Any) -> None:
+    target = target_for().config
+    assert target.is_heterogeneous
+    assert kind.for_target(target, mask_token_id=3).layers.head_dim == target.per_layer_config[0].head_dim
+
+
 @pytest.mark.parametrize("kind", list(CONFIGS))
 @pytest.mark.parametrize("tree", [None, "dynamic"])
 def test_greedy_text_is_that_of_plain_generate(kind: str, tree: Any, tmp_path: Path) -> None:

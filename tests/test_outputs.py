@@ -77,6 +77,19 @@ def test_scores_logits_and_hidden_states(batch: str, shape: str, options: dict[s
             assert close(mine[rows], theirs[rows])
 
 
+@pytest.mark.parametrize("static", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_several_residual_streams_stand_in_front(batch: int, static: dict[str, Any]) -> None:
+    inputs = prompts(batch)
+    plain = generate(inputs, "gemma3n_text", **EVERYTHING)
+    assert plain.hidden_states[1][0].shape[1] == batch and plain.hidden_states[1][0].ndim == 4
+    oracle = Oracle(plain.sequences, wrong=3)
+    out = generate(inputs, "gemma3n_text", speculator=oracle, **EVERYTHING, **static)
+    assert out.speculation.accepted > 0 and len(out.hidden_states) == len(plain.hidden_states)
+    for mine, theirs in zip(out.hidden_states, plain.hidden_states, strict=True):
+        assert all(close(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.parametrize(
     ("name", "options", "together"),
     [

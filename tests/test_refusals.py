@@ -101,6 +101,8 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "several processes": ("synced_gpus", "without `speculator`", {"synced_gpus": True}),
     "prompt lookup": ("prompt_lookup_num_tokens", "drop", {"prompt_lookup_num_tokens": 3}),
     "contrastive search": ("penalty_alpha", "drop", {"penalty_alpha": 0.6, "top_k": 4}),
+    "words that must occur": ("force_words_ids", "drop", {"force_words_ids": [[5]]}),
+    "constraints": ("constraints", "drop", {"constraints": [object()]}),
     "layers as drafts": ("assistant_early_exit", "drop", {"assistant_early_exit": 1}),
     "attention weights": ("output_attentions", "False", {"output_attentions": True, "return_dict_in_generate": True}),
     "healing": ("token_healing", "heal_tokens", {"token_healing": True}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import queue
 import threading
 from typing import Any
@@ -101,6 +102,23 @@ def test_max_new_tokens_at_every_offset(offset: int) -> None:
         assert check(batch, {"max_new_tokens": offset}).shape[1] == offset
     check("ragged", {"max_new_tokens": offset}, wrong=3)
     assert check("one", {"max_length": 13 + offset, "max_new_tokens": None}).shape[1] == offset
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_transformers_reminds_of_the_length_that_a_model_is_made_for(
+    more: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in plain ``generate``: not of the last token, after which nothing is read."""
+    inputs, reminders = prompts(1), []
+    monkeypatch.setattr(target().config, "max_position_embeddings", inputs["input_ids"].shape[1] + 4)
+    for speculator in ({}, {"speculator": "ngram"}):
+        logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # another test may have been warned
+        logging.getLogger("transformers").propagate = True
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            target().generate(**inputs, max_new_tokens=4 + more, do_sample=False, **speculator)
+        reminders.append(caplog.text.count("friendly reminder"))
+    assert reminders == [more - 1, more - 1]
 
 
 @pytest.mark.parametrize("offset", OFFSETS)

@@ -17,7 +17,7 @@ from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Specula
 CHAIN = SpeculationConfig(num_speculative_tokens=4)
 TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=6)
 SHAPES = {"chain": CHAIN, "tree": TREE}
-DEPTHS = {"gemma2": 4}  # two layers of each kind
+DEPTHS = {"gemma3n_text": 4, "gemma2": 4}  # two layers of each kind
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}
 
 

@@ -308,7 +308,8 @@ class Call:
     def abandon(self) -> None:
         """Leave in a cache that the user handed in the text that was shown, but for its last token, and no guess.
 
-        That is what plain ``generate`` leaves. Nothing was shown: the cache is as it was handed in.
+        That is what plain ``generate`` leaves if a streamer or a criterion raises; if a processor does, plain has read
+        one token more. Nothing was shown: the cache is as it was handed in.
         """
         emitted = self.text.shown - self.text.prompt_length
         if emitted == 0:

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..checkpoints.resolve import base_model
 from ..metrics import SpeculationStats
+from ..scoring.features import streams_first
 
 
 @dataclass
@@ -64,8 +65,8 @@ class Record:
         self._stacked: list[Tensor] = []
 
     def prompt(self, states: tuple[Tensor, ...]) -> None:
-        """Keep the hidden states of the prompt, one (batch, prompt, hidden) per layer."""
-        self._prompt_states = states
+        """Keep the hidden states of the prompt, one (batch, prompt, ...) per layer."""
+        self._prompt_states = tuple(map(streams_first, states))
 
     def add(
         self,
@@ -117,7 +118,7 @@ class Record:
     def outputs(self, length: int) -> dict[str, Any]:
         """Return ``scores``, ``logits`` and ``hidden_states`` of the first ``length`` emitted tokens."""
         states = self._columns("states")[:length] if self.hidden_states else ()
-        steps = [tuple(layer[:, None] for layer in step.unbind(1)) for step in states[1:]]
+        steps = [tuple(streams_first(layer[:, None]) for layer in step.unbind(1)) for step in states[1:]]
         return {
             "scores": self._columns("scores")[:length] if self._scores else None,
             "logits": self._columns("logits")[:length] if self._logits else None,

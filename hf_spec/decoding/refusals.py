@@ -14,6 +14,16 @@ from ..scoring.cache import has_states
 from ..settings import SpeculationConfig
 from .text import Text
 
+OTHER_WAYS = (  # of decoding, by what asks transformers for them
+    "penalty_alpha",
+    "dola_layers",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+    "constraints",
+    "force_words_ids",
+)
+
 
 class Refusal(ValueError):
     """Say why a call cannot be decoded speculatively; nothing of it has run yet."""
@@ -59,7 +69,7 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
         raise _refusal(
             f"num_beams={generation_config.num_beams}: guesses are verified for one text per row; use num_beams=1"
         )
-    for name in ("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"):
+    for name in OTHER_WAYS:
         if getattr(generation_config, name, None):
             raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`")
     if generation_config.output_attentions:

@@ -38,6 +38,7 @@ class Stops:
         self.last_tokens = frozenset(chain.from_iterable(eos))
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
+        self._reminded = False
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
         """Call the whole list as plain ``generate`` does: (batch, length) -> batch times bool."""
@@ -58,6 +59,7 @@ class Stops:
                 found = [next((i for i, token in enumerate(new, 1) if token in last), 0) for new in emitted]
             elif isinstance(one, MaxLengthCriteria):
                 found = [max(1, one.max_length - old) for old in before]
+                self._remind(one, max(old + len(new) for old, new in zip(before, emitted, strict=True)))
             elif isinstance(one, MaxTimeCriteria):
                 found = [int(self._ranks.agree(bool(one(torch.zeros(1, 1), None))))] * len(before)
             elif isinstance(one, StopStringCriteria):
@@ -66,6 +68,13 @@ class Stops:
                 if 1 <= found[row] <= len(new):
                     ends[row].append(before[row] + found[row])
         return [min(found, default=None) for found in ends]
+
+    def _remind(self, criterion: MaxLengthCriteria, length: int) -> None:
+        """Let the ``criterion`` warn, as in plain ``generate``, if a ``length`` is more than the model is made for."""
+        length, most = min(length, criterion.max_length - 1), criterion.max_position_embeddings
+        if most is not None and length > most and not self._reminded:
+            criterion(torch.zeros((1, length), dtype=torch.long), None)
+            self._reminded = True
 
 
 def _first_stop_string(

@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from ..configuration import GEMMA, default_speculators_config
+from ..configuration import GEMMA, default_speculators_config, one_layer
 from ..scoring.cache import SlotCache
 from ..settings import is_int
 from .base import Drafter, DraftOutput, Request
@@ -98,9 +98,10 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
     @classmethod
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
         text = target.get_text_config()
-        heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+        layer = one_layer(text)
+        heads = getattr(layer, "num_attention_heads", None) or max(1, text.hidden_size // 64)
         shape: dict[str, Any] = {"model_type": "qwen3", "num_hidden_layers": 5}
-        if not getattr(text, "head_dim", None):
+        if not getattr(layer, "head_dim", None):
             shape["head_dim"] = text.hidden_size // heads
         shape |= layers or {}
         if shape.get("hidden_size", text.hidden_size) == text.hidden_size:  # train between the target's own ends

@@ -55,8 +55,17 @@ class Features:
         return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
 
     def all_hidden(self, outputs: Any) -> tuple[Tensor, ...]:
-        """Return all hidden states as transformers does, (batch, length, hidden) each, if they were asked for."""
-        return tuple(outputs.hidden_states) if self.every else ()
+        """Return all hidden states, (batch, length, ...) each, if they were asked for; see ``streams_first``."""
+        return tuple(map(_rows_first, outputs.hidden_states)) if self.every else ()
+
+
+def _rows_first(states: Tensor) -> Tensor:
+    return states.movedim(0, 2) if states.ndim == 4 else states  # several residual streams stand in front (Gemma 3n)
+
+
+def streams_first(states: Tensor) -> Tensor:
+    """Return states (batch, length, hidden), or (batch, length, streams, hidden), in the layout of transformers."""
+    return states.movedim(2, 0) if states.ndim == 4 else states
 
 
 def decoder_of(model: Any) -> Any:

@@ -81,6 +81,7 @@ def difference(logits: Tensor, expected: Tensor) -> Tensor:
 
     It is a share of the spread (standard deviation) of the tokens that the model's head does not mask: neither by -inf
     or a huge negative number, which has to stand in both, nor by some number that is the lowest of several tokens.
+    What is the same differs by 0, whatever the spread.
     """
     logits, expected = logits.float(), expected.float()
     huge = expected <= MASKED
@@ -89,5 +90,5 @@ def difference(logits: Tensor, expected: Tensor) -> Tensor:
     count = free.sum(-1, keepdim=True)
     mean = expected.where(free, 0).sum(-1, keepdim=True) / count
     spread = ((expected - mean).where(free, 0).square().sum(-1) / (count[..., 0] - 1)).sqrt()
-    apart = (logits - expected).abs().masked_fill(huge & (logits <= MASKED), 0)
-    return apart.amax(-1) / spread
+    most = (logits - expected).abs().masked_fill(huge & (logits <= MASKED), 0).amax(-1)
+    return torch.where(most == 0, most, most / spread)

@@ -17,7 +17,7 @@ from .architectures import why_one_row
 from .factory import runner_for
 from .plain import difference, input_device, new_cache, new_static_cache, plain_logits, prompt_kwargs
 from .runner import ModelRunner
-from .trials import tried_once
+from .trials import in_short, tried_once
 
 PROMPT = 7
 CACHE_LENGTH = 64  # more than all that is read
@@ -51,10 +51,13 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool) -> None:
     cure = "use a chain (tree=None)" if name == "tree" else "generate without `speculator`"
     if static:
         cure += ", or leave the cache dynamic"
+    if model.config.get_text_config(decoder=True)._attn_implementation not in ("sdpa", "eager"):
+        cure += ", or load it with attn_implementation='sdpa'"
     try:
         apart = difference_from_plain(model, TREE if name == "tree" else CHAIN, static)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
-        raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({error}); {cure}.") from error
+        why = in_short(error)
+        raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({why}); {cure}.") from error
     if not apart <= _tolerance(model):  # nan is refused too
         raise ValueError(
             f"{type(model).__name__} scores a {name} of guesses differently from single steps "

@@ -17,6 +17,12 @@ Options = ParamSpec("Options")
 Found = TypeVar("Found")
 
 
+def in_short(error: Exception) -> str:
+    """Say what an error is in one line: a compiler's may fill pages."""
+    first = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {first}"[:300]
+
+
 def tried_once(
     trial: Callable[Concatenate[PreTrainedModel, Options], Found],
 ) -> Callable[Concatenate[PreTrainedModel, Options], Found]:

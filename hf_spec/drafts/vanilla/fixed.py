@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ...proposal import Proposal
 from ...scoring.factory import TOLERANCE
 from ...scoring.plain import difference, input_device, new_cache, plain_logits, position_limit, prompt_kwargs
-from ...scoring.trials import tried_once
+from ...scoring.trials import in_short, tried_once
 from ..base import News, Request
 from ..static import OpenKeys, StaticDrafter, StaticKeys, Told, why_not_static
 from ..trees import Ahead, grow
@@ -82,7 +82,7 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
         reader = FixedReader(model, prompt, mask)
         logits = reader.run(reader.keys.opened(), rest, None)
     except Exception as error:  # whatever a model makes of slots that are no cache of transformers
-        return f"it takes no fixed slots ({type(error).__name__}: {str(error).splitlines()[0]})"
+        return f"it takes no fixed slots ({in_short(error)})"
     if not bool((difference(logits, expected) <= TOLERANCE.get(model.dtype, 1e-3)).all()):
         return "it reads fixed slots differently"
     return None
