@@ -361,16 +361,24 @@ def decode(speculator: Speculator, pace: Pace, answer: dict[str, Any], costs: li
     return clock
 
 
-def took(kind: str, costs: list[float], weighs: bool = True) -> dict[str, float]:
-    """Return the time of the answers of each category, one conversation after another."""
+def took(kind: str, costs: list[float], weighs: bool = True, fixed: int | None = None) -> dict[str, float]:
+    """Return the time of the answers of each category, one conversation after another.
+
+    ``fixed`` is how deep to guess, instead of what the clock says.
+    """
     known, memory = Known(), NgramSpeculator(remember=100_000)
-    speculator = {"draft": known, "memory": memory, "hybrid": HybridSpeculator(known, memory)}[kind]
+    speculator = {
+        "draft": known,
+        "n-gram": NgramSpeculator(),
+        "memory": memory,
+        "hybrid": HybridSpeculator(known, memory),
+    }[kind]
     experiences: dict[str, Experience] = defaultdict(Experience)
     times: dict[str, float] = defaultdict(float)
     for number, answer in enumerate(REAL["answers"]):
         known.answer = answer
-        weighing = Worth(experiences.__getitem__) if weighs and speculator.knows_chances else None
-        pace = Pace(experiences["all"], 5, worth=weighing)
+        weighing = Worth(experiences.__getitem__) if weighs and speculator.knows_chances(1) else None
+        pace = Pace(experiences["all"], fixed or 5, adapts=fixed is None, worth=weighing)
         times[answer["category"]] += decode(speculator, pace, answer, costs, number)
     return times
 
@@ -392,6 +400,17 @@ def test_a_hybrid_is_as_fast_as_the_better_of_its_two(machine: str) -> None:
     assert all(memory[name] < seconds / 0.97 for name, seconds in plain(costs).items())
 
 
+@pytest.mark.parametrize("machine", REAL["milliseconds"])
+def test_ngrams_without_a_memory_are_as_fast_as_with_the_best_fixed_number(machine: str) -> None:
+    costs = REAL["milliseconds"][machine]
+    weighed, by_depth = (took("n-gram", costs, weighs) for weighs in (True, False))
+    fixed = [took("n-gram", costs, weighs=False, fixed=count) for count in (2, 3, 4, 5, 8)]
+    assert sum(weighed.values()) < min(sum(times.values()) for times in [*fixed, by_depth])
+    for name, seconds in plain(costs).items():
+        assert weighed[name] < min(times[name] for times in fixed) / 0.93  # two answers each
+        assert weighed[name] < seconds / 0.97
+
+
 def test_one_acceptance_for_both_is_slower() -> None:
     """What a draft gets accepted says nothing of what the memory will: with a slow draft it costs most."""
     for machine, gain in (("bfloat16", 1.0), ("a slow draft", 1.25)):
@@ -403,7 +422,7 @@ def test_one_acceptance_for_both_is_slower() -> None:
 # --- In generate -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["memory", "hybrid"])
+@pytest.mark.parametrize("kind", ["n-gram", "memory", "hybrid"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_whatever_is_worth_it_the_text_is_plain_generates(
     kind: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -416,7 +435,7 @@ def test_whatever_is_worth_it_the_text_is_plain_generates(
 
     monkeypatch.setattr(Worth, "__call__", any_worth)
     memory = NgramSpeculator(remember=1000)
-    speculator = memory if kind == "memory" else HybridSpeculator(draft(), memory)
+    speculator = {"n-gram": NgramSpeculator(), "memory": memory, "hybrid": HybridSpeculator(draft(), memory)}[kind]
     inputs = prompts(rows, (9, 6, 3)[:rows], vocab_size=60)
     options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
     ends = [int(target().generate(**inputs, **options)[0, 14])]
@@ -426,7 +445,8 @@ def test_whatever_is_worth_it_the_text_is_plain_generates(
             **inputs, **options, eos_token_id=ends, speculator=speculator, return_dict_in_generate=True
         )
         assert torch.equal(out.sequences, expected)
-    assert asked == {"recalled"} if kind == "memory" else {"recalled", "drafted"}
+    alone = {"recalled"} if kind == "memory" or rows == 1 else set()  # n-grams of a batch are not weighed
+    assert asked == ({"recalled", "drafted"} if kind == "hybrid" else alone)
 
 
 def who_weighs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -470,12 +490,19 @@ def _plain(change: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("dtype", "weighs"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_only_half_precision_is_weighed(dtype: torch.dtype, weighs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_of_weights_are_weighed_in_half_precision_alone(
+    dtype: torch.dtype, weighs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     seen = who_weighs(monkeypatch)
-    model = copy.deepcopy(target()).to(dtype)
-    model.generate(**prompts(1, (5,)), max_new_tokens=4, do_sample=False, speculator=NgramSpeculator(remember=99))
-    assert seen == [weighs]
+    model, small = (copy.deepcopy(one).to(dtype) for one in (target(), draft()))
+    options = {**prompts(1, (5,)), "max_new_tokens": 4, "do_sample": False}
+    for speculator in (small, HybridSpeculator(small), NgramSpeculator(), NgramSpeculator(remember=99)):
+        model.generate(**options, speculator=speculator)
+    assert seen == [weighs, weighs, True, True]
+    model.generate(**options | prompts(3, (9, 6, 3)), speculator=NgramSpeculator())
+    model.generate(**options | prompts(3, (9, 6, 3)), speculator=NgramSpeculator(remember=99))
+    assert seen[4:] == [False, weighs]
 
 
 def test_a_request_without_a_clock_takes_what_is_found() -> None:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-# Where guesses are weighed place by place: in float32 a step's time jumps with its width, and that lost.
+# Where guesses are weighed place by place, besides lookups for one row: in float32 a step's time jumps with its width,
+# and that lost.
 WEIGHED = (torch.bfloat16, torch.float16)
 NEVER_RIGHT = 20  # steps with guesses, counted per row, of which none was accepted
 
@@ -102,10 +103,11 @@ class SpeculativeDecoding:
         if samples:
             ranks.share_random_numbers(input_ids.device)
         config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
-        weighs = ranks.is_alone and model.dtype in WEIGHED
-        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static, weighs=weighs)
+        rows = len(text.rows)
+        weighs = ranks.is_alone and (model.dtype in WEIGHED or (rows == 1 and network_of(speculator) is None))
+        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static, weighs=weighs, rows=rows)
         if is_static and adapts and config.tree is None:
-            pace.first = ranks.agree(pace.settle(len(text.rows), functools.partial(costs_of_widths, model)))
+            pace.first = ranks.agree(pace.settle(rows, functools.partial(costs_of_widths, model)))
         call = Call(
             model,
             speculator,

@@ -126,10 +126,11 @@ class Pace:
         compiled: bool = False,
         waits: bool = True,
         weighs: bool = False,
+        rows: int = 1,
     ) -> Pace:
         """Begin a call with what earlier ones of this ``target`` and draft found, decoded the same ``way``.
 
-        ``weighs``: the drafter of the call may decide itself, by the chances of its guesses.
+        ``weighs``: the drafter of the call, of ``rows`` rows, may decide itself, by the chances of its guesses.
         """
         paths = [] if config.tree is None or isinstance(config.tree, str) else [len(path) for path in config.tree]
         asked, own = config.num_speculative_tokens, speculator.defaults().num_speculative_tokens
@@ -138,7 +139,7 @@ class Pace:
         way = (*way, "compiled") if compiled else way
         experience = experience_of(target, speculator, config, *way)
         worth = None
-        by_chances = speculator.knows_chances or (speculator.heeds_foresight and config.min_confidence == 0)
+        by_chances = speculator.knows_chances(rows) or (speculator.heeds_foresight and config.min_confidence == 0)
         if weighs and adapts and not compiled and config.tree is None and by_chances:
             worth = Worth(functools.partial(experience_of, target, speculator, config, *way), waits)
         return cls(experience, first, max(paths, default=DEEPEST), adapts, compiled, waits, worth)
@@ -162,7 +163,7 @@ class Pace:
 
     def foresight(self, speculator: Speculator) -> Foresight | None:
         """Make what decides guess by guess, for a ``speculator`` that does not weigh its guesses itself."""
-        if self.worth is None or speculator.knows_chances:
+        if self.worth is None or not speculator.heeds_foresight:
             return None
         return Foresight(self.worth, self._experience.record, self.first)
 

@@ -189,9 +189,8 @@ class Drafter(ABC):
 class Speculator(ABC):
     """Start a ``Drafter`` per call. Draft models and rules alike implement these methods."""
 
-    @property
-    def knows_chances(self) -> bool:
-        """Tell whether drafters ask ``Request.worth`` how deep to guess, if it is there. By default they do not."""
+    def knows_chances(self, rows: int) -> bool:
+        """Tell whether drafters of ``rows`` rows ask ``Request.worth`` how deep to guess. By default they do not."""
         return False
 
     @property

@@ -60,8 +60,7 @@ class HybridSpeculator(Speculator):
         other.record = self.record
         return other
 
-    @property
-    def knows_chances(self) -> bool:
+    def knows_chances(self, rows: int) -> bool:
         """Return True: the memory says how likely its guesses are."""
         return True
 

@@ -7,7 +7,7 @@ as prompt lookup decoding; with a corpus to look in besides the text it becomes 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, cycle, islice
 from typing import Any, Literal, get_args
@@ -19,8 +19,9 @@ from ...counting import uploaded
 from ...proposal import ABSENT, NO_PARENT, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
-from ..trust import Trust, mean_chances
-from .memory import BREAK, LOOK_BACK, Memory
+from ..trust import TrackRecord, Trust, mean_chances
+from .lookups import Lookups, Records
+from .memory import BREAK, LOOK_BACK, Memory, agreement
 from .recall import RECALLED, Guesses, Path, Texts, chances_of, judge, shortened
 from .remembered import Remembered, read_remembered, write_remembered
 
@@ -82,6 +83,7 @@ class NgramSpeculator(Speculator):
         self.match, self.min_chance = match, min_chance
         self.memory = None if remember is None else Memory(remember)
         self.trust = Trust()
+        self.records: Records = defaultdict(TrackRecord)
         self.corpus = TextIndex(self.sizes)
         sequences = [_token_ids(sequence) for sequence in corpus]
         self._largest = max(chain.from_iterable(sequences), default=BREAK)
@@ -93,10 +95,9 @@ class NgramSpeculator(Speculator):
             else:
                 self.corpus.extend([*sequence, BREAK])
 
-    @property
-    def knows_chances(self) -> bool:
-        """Tell whether there is a memory: it says how likely its guesses are."""
-        return self.memory is not None
+    def knows_chances(self, rows: int) -> bool:
+        """Tell whether there is a memory, which says how likely guesses are; of one row the length of a match does."""
+        return self.memory is not None or rows == 1  # in a batch, now and then a guess costs more than it saves
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
@@ -187,9 +188,13 @@ class TextIndex:
                     self._followers.setdefault(tuple(self.tokens[end - size :]), []).append(end)
             self.tokens.append(token)
 
+    def places(self, ngram: Path) -> list[int]:
+        """Return the positions right behind the latest occurrences of ``ngram``, the latest last."""
+        return self._followers.get(ngram, [])[-LOOK_BACK:]
+
     def continuations(self, ngram: Path, depth: int) -> Iterator[Path]:
         """Yield up to ``depth`` tokens that followed each of the latest occurrences of ``ngram``, latest first."""
-        for position in reversed(self._followers.get(ngram, [])[-LOOK_BACK:]):
+        for position in reversed(self.places(ngram)):
             # A copy that reaches the end of the text goes on with itself, so that a period continues.
             path = tuple(islice(cycle(self.tokens[position : position + depth]), depth))
             yield path[: path.index(BREAK)] if BREAK in path else path
@@ -220,9 +225,13 @@ class _Shape:
 class NgramDrafter(Drafter):
     """Look up guesses for one ``generate`` call; every row has an index of its own text. Lives on the CPU."""
 
+    kind = RECALLED
+
     def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
         self._speculator, self._shape = speculator, _Shape(request.config)
         self._rows = [TextIndex(speculator.sizes) for _ in range(request.input_ids.shape[0])]
+        self._worth = request.worth if self._shape.is_chain else None
+        self._lookups = Lookups(speculator.records, len(self._rows))
         masks = request.attention_mask.tolist()
         for row, ids, mask in zip(self._rows, request.input_ids.tolist(), masks, strict=True):
             row.extend(compress(ids, mask))
@@ -232,17 +241,43 @@ class NgramDrafter(Drafter):
         for row, tokens in zip(self._rows, news.emitted, strict=True):
             row.extend(tokens)
         depth = self._shape.depth(limit)
-        return lay_out([self._tree(row, depth) for row in self._rows], news.root, self._shape.is_chain)
+        trees = [self._tree(row, depth) for row in self._rows] if self._worth is None else self._worth_it(depth)
+        return lay_out(trees, news.root, self._shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with the texts of ``rows`` only."""
-        self._rows = [self._rows[row] for row in rows.tolist()]
+        kept = rows.tolist()
+        self._rows = [self._rows[row] for row in kept]
+        self._lookups.keep_rows(kept)
 
     def join(self, other: Drafter) -> bool:
         """Go on with the texts of ``other``, too."""
         assert isinstance(other, NgramDrafter)
         self._rows += other._rows
+        self._lookups.join(other._lookups)
         return True
+
+    def _worth_it(self, depth: int) -> list[list[Path]]:
+        """Look up a chain for each row, and leave out of them what is not worth its time."""
+        assert self._worth is not None
+        chains = [next(self._continuations(row, depth), ()) for row in self._rows]
+        if not any(chains):
+            return [[] for _ in chains]
+        chances = [
+            self._lookups.chances(number, row.tokens, chain, self._agreed(row))
+            for number, (row, chain) in enumerate(zip(self._rows, chains, strict=True))
+        ]
+        worth, _ = self._worth(len(chains), RECALLED, mean_chances(chances))
+        return [[chain[:end] for end in range(1, 1 + len(chain[:worth]))] for chain in chains]
+
+    def _agreed(self, row: TextIndex) -> int:
+        """Count the tokens at the end of a row's text that also stand where they, or most of them, last occurred."""
+        for size in self._speculator.sizes:
+            ngram = tuple(row.tokens[-size:])
+            for index in (row, self._speculator.corpus):
+                if places := index.places(ngram):
+                    return agreement(index.tokens, places[-1], row.tokens)
+        return 0
 
     def _tree(self, row: TextIndex, depth: int) -> list[Path]:
         """List the nodes of a row's tree, each as its path from the root, parents before children."""

@@ -1,0 +1,60 @@
+"""How likely it is that looked-up guesses come true: as often as others did behind a match of the same length."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..trust import TrackRecord, agreeing
+
+TOLD_APART = 4  # tokens of a match, up to which every length has its own record; then every power of two
+
+Records = defaultdict[int, TrackRecord]  # by ``level_of`` a match
+
+
+class _Lookup(NamedTuple):
+    """A ``chain`` that was looked up for the tokens of a text from ``start`` on, behind a match of this ``level``."""
+
+    start: int
+    chain: tuple[int, ...]
+    level: int
+
+
+class Lookups:
+    """Judge the chains that were looked up for the rows of one call, guessed or not, once their end has become text.
+
+    So it costs no forward to learn when to guess. ``records`` are shared by calls.
+    """
+
+    def __init__(self, records: Records, rows: int) -> None:
+        self._records = records
+        self._waiting: list[deque[_Lookup]] = [deque() for _ in range(rows)]
+
+    def chances(self, row: int, text: Sequence[int], chain: tuple[int, ...], agreed: int) -> list[float]:
+        """Return the chance of each guess of ``chain``, which stood behind ``agreed`` tokens that end the ``text``."""
+        waiting, level = self._waiting[row], level_of(agreed)
+        while waiting and waiting[0].start + len(waiting[0].chain) <= len(text):
+            self._judge(waiting.popleft(), text)
+        if chain:
+            waiting.append(_Lookup(len(text), chain, level))
+        return self._records[level].of(len(chain))
+
+    def _judge(self, lookup: _Lookup, text: Sequence[int]) -> None:
+        start, chain, level = lookup
+        record = self._records[level]
+        record.fade()
+        record.learn(len(chain), agreeing(chain, text[start : start + len(chain)]))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with ``rows`` only."""
+        self._waiting = [self._waiting[row] for row in rows]
+
+    def join(self, other: Lookups) -> None:
+        """Go on with the rows of ``other``, too."""
+        self._waiting += other._waiting
+
+
+def level_of(agreed: int) -> int:
+    """Number the matches that are judged alike: of 1, 2, 3, 4, 5 to 7, 8 to 15, ... tokens."""
+    return agreed if agreed <= TOLD_APART else TOLD_APART + agreed.bit_length() - 2
