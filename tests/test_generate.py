@@ -52,6 +52,14 @@ def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
 # --- The keyword and the hook ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["vanilla", "ngram"])
+def test_what_transformers_gives_no_forward(model: PreTrainedModel, kind: str) -> None:
+    """A ``Seq2SeqTrainer`` that predicts with ``generate`` hands the labels in."""
+    inputs = prompts(3)
+    options = {"labels": inputs["input_ids"], "speculator": draft() if kind == "vanilla" else "ngram"}
+    assert torch.equal(greedy(model, inputs, **options), greedy(model, inputs))
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["vanilla", "ngram"])

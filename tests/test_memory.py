@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import random
@@ -340,6 +341,20 @@ def test_threads_share_a_memory() -> None:
     assert speculator.memory is not None
     texts = list(Remembered(5_000, speculator.memory.tokens()).texts())
     assert sorted(texts) == sorted(text[0].tolist() for text in expected for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
+)
+def test_a_copy_remembers_the_same_and_goes_on_by_itself(copied: Any) -> None:
+    speculator = NgramSpeculator(remember=100)
+    assert speculator.memory is not None
+    speculator.memory.add([3, 4, 5, 6])
+    other = copied(speculator)
+    assert other.memory.tokens() == [3, 4, 5, 6, BREAK] and other.memory.find([3, 4], 2, 2)
+    other.memory.add([7, 8])
+    assert len(speculator.memory) == 5 and len(other.memory) == 8
+    assert torch.equal(plain(inputs(), speculator=other), plain(inputs()))
 
 
 def test_rows_without_guesses_take_an_ordinary_step(monkeypatch: pytest.MonkeyPatch) -> None:

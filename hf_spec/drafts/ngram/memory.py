@@ -6,9 +6,11 @@ stands in flat arrays: about 100 bytes a token, whatever the texts are. Known as
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterator, Sequence
 from threading import Lock
+from typing import Any
 
 # Stands behind each remembered text. No token id, so no text ends in it and no continuation may contain it.
 BREAK = -1
@@ -43,6 +45,14 @@ class Memory:
         self._latest = [array("q", bytes(8 * (self._mask + 1))) for _ in SIZES]
         self._before = [array("q") for _ in SIZES]
         self._beginnings: dict[int, int] = {}  # hash of a whole beginning of a text -> place behind it
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return a copy of what is remembered, without the lock: other threads may go on writing."""
+        with self._lock:
+            return copy.deepcopy({name: one for name, one in vars(self).items() if one is not self._lock})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=Lock())
 
     def __len__(self) -> int:
         return min(len(self._tokens), self.size)
