@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal
@@ -59,6 +59,22 @@ class Counts:
             mine.extend([0] * (len(theirs) - len(mine)))
             for depth, count in enumerate(theirs):
                 mine[depth] += count
+
+    def add_step(self, proposed: int, accepted: int, emitted: int, depth: int) -> None:
+        """Count one step in, whose longest guessed path had ``depth`` tokens."""
+        self.steps += 1
+        self.emitted += emitted
+        if depth == 0:
+            return
+        self.proposed += proposed
+        self.accepted += accepted
+        if (missing := depth - len(self.offered)) > 0:
+            self.offered += [0] * missing
+            self.reached += [0] * missing
+        for place in range(depth):
+            self.offered[place] += 1
+        for place in range(accepted):
+            self.reached[place] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and what follows from them, ready for JSON."""
@@ -175,14 +191,9 @@ class SpeculationStats:
             row.tokens.append(token)
             row.guessed.append(False)
 
-    @contextmanager
-    def timed(self, part: Part) -> Iterator[None]:
+    def timed(self, part: Part) -> AbstractContextManager[None]:
         """Add the time spent inside to ``propose_seconds``, ``verify_seconds`` or ``choose_seconds``."""
-        start = self._now()
-        try:
-            yield
-        finally:
-            self.book(part, self._now() - start)
+        return _Timer(self, part)
 
     def book(self, part: Part, seconds: float) -> None:
         """Add ``seconds`` to ``propose_seconds``, ``verify_seconds`` or ``choose_seconds``."""
@@ -191,7 +202,9 @@ class SpeculationStats:
 
     def compiled(self, graphs: int, seconds: float, part: Part = "verify") -> None:
         """Note how many graphs were compiled so far for a ``part`` and how long that took, which is no time of it."""
-        graphs_before, seconds_before = self._compiled.get(part, (0, 0.0))
+        graphs_before, seconds_before = before = self._compiled.get(part, (0, 0.0))
+        if (graphs, seconds) == before:
+            return
         self._compiled[part] = graphs, seconds
         new = seconds - seconds_before
         setattr(self, f"{part}_seconds", getattr(self, f"{part}_seconds") - new)
@@ -218,14 +231,14 @@ class SpeculationStats:
             self.first_tokens_in_steps = self.batch_size
         self.steps += 1
         seconds = time.perf_counter() - self._start - self.time_to_first_token
-        for row, guesses, held, kept, depth in zip(rows, proposed, accepted, emitted, depth_proposed, strict=True):
+        texts = [()] * len(rows) if tokens is None else tokens
+        parts = zip(rows, proposed, accepted, emitted, depth_proposed, texts, strict=True)
+        for row, guesses, held, kept, depth, text in parts:
             stats = self.per_row[row]
-            reached = [1] * held + [0] * (depth - held)
-            stats.add(Counts(1, guesses, held, kept, [1] * depth, reached))
+            stats.add_step(guesses, held, kept, depth)
             stats.seconds = seconds
-        for row, held, text in zip(rows, accepted, tokens, strict=True) if tokens is not None else ():
-            self.per_row[row].tokens.extend(text)
-            self.per_row[row].guessed.extend(index < held for index in range(len(text)))
+            stats.tokens += text
+            stats.guessed += [True] * held + [False] * (len(text) - held) if text else ()
 
     def finish(self) -> None:
         """Stop the clock."""
@@ -374,6 +387,19 @@ class SpeculationStats:
         if self.synchronize and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter()
+
+
+class _Timer(AbstractContextManager[None]):
+    """Book the time between entry and exit; a generator would take a small target's step longer."""
+
+    def __init__(self, stats: SpeculationStats, part: Part) -> None:
+        self._stats, self._part = stats, part
+
+    def __enter__(self) -> None:
+        self._start = self._stats._now()
+
+    def __exit__(self, *_: object) -> None:
+        self._stats.book(self._part, self._stats._now() - self._start)
 
 
 def _step_lengths(guessed: Sequence[bool]) -> Iterator[int]:

@@ -87,7 +87,7 @@ class Proposal:
     @classmethod
     def nothing(cls, root: Tensor) -> Proposal:
         """Guess nothing: the target then takes one ordinary step from ``root`` (batch,)."""
-        parents = repeated(NO_PARENT, len(root), root.device)
+        parents = repeated(NO_PARENT, root.shape[0], root.device)
         return cls(root[:, None], parents[:, None], max_depth=0, is_chain=True).whole()
 
     def whole(self) -> Proposal:

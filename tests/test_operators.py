@@ -1,4 +1,4 @@
-"""What a step costs without a clock: operators outside the forwards, and times that the device is waited for.
+"""What a step costs without a clock: operators outside the forwards, waits for the device, and Python's instructions.
 
 A model of one layer serves: what stands outside its forwards does not depend on it. Ceilings stand a little above what
 is reached; whoever makes a step dearer has to raise one here and say why.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,6 +159,50 @@ def test_an_ordinary_step_costs_no_more_than_one_of_plain_generate(
     assert ours["waits"] <= plain["waits"]
     assert ours["target"] <= plain["target"] + 1
     assert ours["draft"] == 0
+
+
+@contextlib.contextmanager
+def counting_instructions() -> Iterator[collections.Counter[str]]:
+    """Count the instructions that Python carries out in this thread."""
+    count: collections.Counter[str] = collections.Counter()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count[event] += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(before)
+
+
+def instructions_per_step(rows: int, sample: bool, **options: Any) -> float:
+    """Return the instructions that a token of every row takes, without what the call and its prompt cost."""
+    target, _ = models()
+    ids = torch.randint(5, VOCABULARY, (rows, 24), generator=torch.Generator().manual_seed(1))
+    ids[-1, :3] = 0
+    given = {"attention_mask": (ids != 0).long(), "do_sample": sample, **options}
+    counts = []
+    for new_tokens in (8, 8, 24):  # what is made once is made by the first call
+        with counting_instructions() as count:
+            target.generate(ids, **given, max_new_tokens=new_tokens)
+        counts.append(count["opcode"])
+    return (counts[2] - counts[1]) / 16
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("rows", "more"), [(1, 3900), (8, 5200)])
+def test_an_ordinary_step_takes_little_more_python_than_one_of_plain_generate(
+    rows: int, more: int, sample: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of plain ``generate`` has some 20,000 instructions here."""
+    monkeypatch.setattr(Pace, "depth", lambda self, rows: 0)
+    config = SpeculationConfig(num_speculative_tokens="auto")
+    ours = instructions_per_step(rows, sample, speculator=models()[1]["eagle3"], speculation_config=config)
+    assert ours <= instructions_per_step(rows, sample) + more
 
 
 def test_processors_of_the_prefix_take_no_call_per_node() -> None:

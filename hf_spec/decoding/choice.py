@@ -46,9 +46,10 @@ class Choice:
 
         ``index`` is the same on the device, ``None`` if these are all rows.
         """
-        amounts = [self.kept[row] for row in rows]
+        amounts, emitted = self.kept, self.emitted
+        if index is not None:
+            amounts, emitted = [amounts[row] for row in rows], [emitted[row] for row in rows]
         width, device = max(amounts), self.tokens.device
-        emitted = [self.emitted[row] for row in rows]
         counts = self.counts if index is None or self.counts is None else self.counts[index]
         if counts is None and len(set(amounts)) == 1:
             counts = repeated(width, len(rows), device)
@@ -114,10 +115,9 @@ class Chooser:
         ids = text.ids if not self.processors.memoryless else None
         nodes = NodeScores(self.processors, logits, proposal, ids, text.row_lengths, text.rows, text.stops.last_tokens)
         verdict, figures = self._judged(proposal, nodes, logits)
-        if not all(figure.is_sound for figure in figures):
+        if not figures.are_sound:
             return None
-        rows = text.rows
-        emitted = [figure.tokens for figure in figures]
+        rows, emitted = text.rows, figures.tokens
         if any(new[-1] < 0 for new in emitted):
             raise RuntimeError(
                 "no token can be drawn (plain generate fails there, too): a row's scores are all -inf, or one is nan. "
@@ -125,19 +125,14 @@ class Chooser:
             )
         kept = text.extend(emitted)
         self.record.add(rows, verdict.path, kept, logits, scores.hidden_states, nodes.at)
-        return Choice(
-            verdict.path,
-            verdict.tokens,
-            kept,
-            emitted=[tokens[:count] for tokens, count in zip(emitted, kept, strict=True)],
-            accepted=[min(count, len(figure.tokens) - 1) for figure, count in zip(figures, kept, strict=True)],
-            proposed=[figure.guesses for figure in figures],
-            deepest=[figure.deepest for figure in figures],
-            in_place=all(figure.in_place for figure in figures),
-            counts=verdict.counts if kept == list(map(len, emitted)) else None,
-        )
+        accepted = [min(count, len(tokens) - 1) for tokens, count in zip(emitted, kept, strict=True)]
+        counts: Tensor | None = verdict.counts
+        if kept != list(map(len, emitted)):
+            counts, emitted = None, [tokens[:count] for tokens, count in zip(emitted, kept, strict=True)]
+        sizes = figures.guesses, figures.deepest, figures.in_place
+        return Choice(verdict.path, verdict.tokens, kept, emitted, accepted, *sizes, counts)
 
-    def _judged(self, proposal: Proposal, nodes: NodeScores, logits: Tensor) -> tuple[Verdict, list[Figures]]:
+    def _judged(self, proposal: Proposal, nodes: NodeScores, logits: Tensor) -> tuple[Verdict, Figures]:
         judge = self.judge
         if judge is not None and judge.takes(proposal):
             verdict, table = judge(proposal, logits, None if self.processors.is_empty else nodes.every())
@@ -163,10 +158,10 @@ class Chooser:
 
     def _ordinary(self, proposal: Proposal, nodes: NodeScores) -> Verdict:
         """Emit one token behind every root, where there is no guess to look at."""
-        root, one = (repeated(number, len(proposal.root), proposal.root.device) for number in (0, 1))
+        rows, device = proposal.tokens.shape[0], proposal.tokens.device
         scores = nodes.at_root()  # (rows, vocabulary)
         token = draw(scores.softmax(-1)) if self.sample else likeliest(scores)
-        return Verdict(root[:, None], token[:, None], one)
+        return Verdict(repeated(0, rows, device)[:, None], token[:, None], repeated(1, rows, device))
 
     # -- all rows advance together ------------------------------------------------------------------------------------
 

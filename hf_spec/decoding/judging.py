@@ -7,7 +7,7 @@ Over a static cache that is one function of tensors of fixed shape, which torch.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,34 +35,38 @@ def table_of(proposal: Proposal, verdict: Verdict, sound: Tensor | None) -> Tens
     return torch.cat(parts, dim=1)
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What the device says of one row: its ``tokens``, how many ``guesses`` there were and how deep they went, whether
-    the logits are sound, and whether the accepted nodes are 0, 1, 2, ..."""
+class Figures(NamedTuple):
+    """What the device says of the rows: the ``tokens`` of each, how many ``guesses`` and how deep they went.
 
-    tokens: list[int]
-    guesses: int
-    deepest: int
-    is_sound: bool
+    And of all rows together: whether the logits are sound, and whether the accepted nodes are 0, 1, 2, ...
+    """
+
+    tokens: list[list[int]]
+    guesses: list[int]
+    deepest: list[int]
+    are_sound: bool
     in_place: bool
 
 
-def figures_of(proposal: Proposal, verdict: Verdict, table: Tensor) -> list[Figures]:
+def figures_of(proposal: Proposal, verdict: Verdict, table: Tensor) -> Figures:
     """Ask the device for the ``table`` of a verdict, and read it."""
     if proposal.max_depth == 0:
-        return [Figures(tokens, 0, 0, is_sound=True, in_place=True) for tokens in table.tolist()]
+        none = [0] * table.shape[0]
+        return Figures(table.tolist(), none, none, are_sound=True, in_place=True)
     nodes, steps = proposal.tokens.shape[1], verdict.tokens.shape[1]
     widths = [1, steps, nodes] + [nodes] * (not proposal.is_whole) + [steps, nodes] * (not proposal.is_chain)
     ends = list(itertools.accumulate(widths))
     slices = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
-    return [_figures_of_row(proposal, [row[part] for part in slices]) for row in table.tolist()]
+    rows = [_figures_of_row(proposal, [row[part] for part in slices]) for row in table.tolist()]
+    tokens, guesses, deepest, sound, in_place = map(list, zip(*rows, strict=True))
+    return Figures(tokens, guesses, deepest, all(sound), all(in_place))
 
 
-def _figures_of_row(proposal: Proposal, parts: list[list[int]]) -> Figures:
+def _figures_of_row(proposal: Proposal, parts: list[list[int]]) -> tuple[list[int], int, int, bool, bool]:
     [count], tokens, sound, *parts = parts
     present = [parent != ABSENT for parent in parts.pop(0)] if not proposal.is_whole else [True] * len(sound)
     path, depth = (list(range(len(tokens))), list(range(len(sound)))) if proposal.is_chain else parts
-    return Figures(
+    return (
         tokens[:count],
         sum(present) - 1,
         max(itertools.compress(depth, present)),

@@ -216,10 +216,10 @@ class Call:
 
     def step(self, choice: Choice) -> Choice:
         """Go on behind the last ``choice`` with the rows that still grow."""
-        growing = set(self.text.rows)
-        going_on = [i for i, row in enumerate(self.rows) if row in growing]
-        index = None
-        if len(going_on) < len(self.rows):
+        going_on, index = list(range(len(self.rows))), None
+        if len(self.text.rows) < len(self.rows):
+            growing = set(self.text.rows)
+            going_on = [i for i, row in enumerate(self.rows) if row in growing]
             index = uploaded(going_on, choice.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.text.rows

@@ -95,8 +95,8 @@ class Processors:
     def __init__(self, processors: LogitsProcessorList) -> None:
         self._all = processors
         memoryless = [one for one in processors if type(one) in MEMORYLESS]
-        self._warpers = LogitsProcessorList(map(in_less_time, memoryless))
-        self._warpers_of_drafts = LogitsProcessorList(in_less_time(one, nearly=True) for one in memoryless)
+        self._warpers = list(map(in_less_time, memoryless))
+        self._warpers_of_drafts = [in_less_time(one, nearly=True) for one in memoryless]
         self.is_empty: bool = len(processors) == 0
         self.memoryless: bool = len(self._warpers) == len(processors)
         self.together: bool = all(type(one) in MEMORYLESS or type(one) in TOGETHER for one in processors)
@@ -108,13 +108,13 @@ class Processors:
 
     def warp(self, scores: Tensor) -> Tensor:
         """Apply the memoryless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
-        return _call(self._warpers, scores.new_empty((scores.shape[0], 0), dtype=torch.long), scores)
+        return _warped(self._warpers, scores)
 
     def at_once(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
         """Process float32 ``scores`` (prefixes, vocab), each behind its own prefix, where ``together`` is set."""
         for one in self._all:
             if type(one) in MEMORYLESS:
-                scores = _call(LogitsProcessorList([in_less_time(one)]), prefixes.tokens[:, :0], scores)
+                scores = _warped([in_less_time(one)], scores)
             else:
                 scores = TOGETHER[type(one)](one, prefixes, scores)
         return scores
@@ -132,8 +132,7 @@ class Processors:
 
         def distribution(logits: Tensor) -> Tensor:
             flat = logits.reshape(-1, logits.shape[-1]).float()
-            scores = _call(self._warpers_of_drafts, flat.new_empty((len(flat), 0), dtype=torch.long), flat)
-            return scores.log_softmax(-1).view(logits.shape)
+            return _warped(self._warpers_of_drafts, flat).log_softmax(-1).view(logits.shape)
 
         return distribution
 
@@ -325,6 +324,14 @@ class NodeScores:
         tokens.scatter_(1, column, proposal.tokens[batch])
         rows = [self._rows[b] for b in batch.tolist()]
         return self._processors.scores_at(logits, tokens, self._ends[batch, node].tolist(), rows)
+
+
+def _warped(memoryless: Collection[Any], scores: Tensor) -> Tensor:
+    """Call ``memoryless`` processors, without the look that transformers' list takes at each one's signature."""
+    nothing = scores.new_empty((scores.shape[0], 0), dtype=torch.long)  # of the text
+    for one in memoryless:
+        scores = one(nothing, scores)
+    return scores
 
 
 def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
@@ -52,22 +53,27 @@ class Stops:
         prefix, longer than before, after which plain ``generate`` calls it finished. Maximum time is asked once, for
         the whole block.
         """
-        ends: list[list[int]] = [[] for _ in before]
+        ends: list[int | None] = [None] * len(before)
         for one in self._all:
+            found: list[int] = []
             if isinstance(one, EosTokenCriteria):
                 last = self.last_tokens
-                found = [next((i for i, token in enumerate(new, 1) if token in last), 0) for new in emitted]
+                if not all(map(last.isdisjoint, emitted)):
+                    found = [next((i for i, token in enumerate(new, 1) if token in last), 0) for new in emitted]
             elif isinstance(one, MaxLengthCriteria):
-                found = [max(1, one.max_length - old) for old in before]
-                self._remind(one, max(old + len(new) for old, new in zip(before, emitted, strict=True)))
+                longest = max(map(operator.add, before, map(len, emitted)))
+                self._remind(one, longest)
+                if longest >= one.max_length:
+                    found = [max(1, one.max_length - old) for old in before]
             elif isinstance(one, MaxTimeCriteria):
                 found = [int(self._ranks.agree(bool(one(torch.zeros(1, 1), None))))] * len(before)
             elif isinstance(one, StopStringCriteria):
                 found = _first_stop_string(one, text, before, emitted)
-            for row, new in enumerate(emitted):
-                if 1 <= found[row] <= len(new):
-                    ends[row].append(before[row] + found[row])
-        return [min(found, default=None) for found in ends]
+            for row, count in enumerate(found):
+                if 1 <= count <= len(emitted[row]):
+                    end, earlier = before[row] + count, ends[row]
+                    ends[row] = end if earlier is None else min(end, earlier)
+        return ends
 
     def _remind(self, criterion: MaxLengthCriteria, length: int) -> None:
         """Let the ``criterion`` warn, as in plain ``generate``, if a ``length`` is more than the model is made for."""

@@ -50,7 +50,7 @@ class Text:
     @property
     def row_lengths(self) -> list[int]:
         """Return the lengths of the growing rows."""
-        return [self.lengths[row] for row in self.rows]
+        return list(map(self.lengths.__getitem__, self.rows))
 
     @property
     def length(self) -> int:
@@ -68,8 +68,9 @@ class Text:
 
     def room(self, rows: Sequence[int]) -> list[int]:
         """Return how many guesses can become text in each of ``rows``, where one more token follows the last guess."""
-        end = self.stops.max_length
-        return [1 << 30 if end is None else max(0, end - self.lengths[row] - 1) for row in rows]
+        if (end := self.stops.max_length) is None:
+            return [1 << 30] * len(rows)
+        return [max(0, end - 1 - length) for length in map(self.lengths.__getitem__, rows)]
 
     def last_tokens(self, rows: Sequence[int]) -> Tensor:
         """Return the last token of each of ``rows``, (rows,)."""
@@ -92,12 +93,16 @@ class Text:
                 self._starts[row] = self.lengths[row]
             self._pending[row] += new
         text = self.ids if self.stops.reads_text else self._ids
+        kept, going_on = [], []
         ends = self.stops.first_stop(text, before, emitted)
-        for row, new, end in zip(self.rows, emitted, ends, strict=True):
-            self.lengths[row] = self.lengths[row] + len(new) if end is None else end
-            del self._pending[row][self.lengths[row] - self._starts[row] :]
-        kept = [self.lengths[row] - length for row, length in zip(self.rows, before, strict=True)]
-        self.rows = [row for row, end in zip(self.rows, ends, strict=True) if end is None]
+        for row, new, old, end in zip(self.rows, emitted, before, ends, strict=True):
+            self.lengths[row] = old + len(new) if end is None else end
+            kept.append(self.lengths[row] - old)
+            if end is None:
+                going_on.append(row)
+            else:
+                del self._pending[row][end - self._starts[row] :]
+        self.rows = going_on
         self._stream()
         return kept
 

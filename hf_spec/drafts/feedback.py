@@ -43,14 +43,13 @@ class FeedbackDrafter(StaticDrafter):
         self._draft = draft
         self._request = request
         self._static = static
-        self._device = draft.device
         self._readers = [(StaticReader if static else Reader)(draft, number) for number in range(draft.num_readers)]
         self._behind: list[Tensor] = []  # per reader (batch, 1, hidden): what it made of the root's pair
         self._read_prompt()
 
     def _read_prompt(self) -> None:
         """Read the pairs that lie in the prompt."""
-        tokens, mask, features = pairs_of_prompt(self._request, self._device)
+        tokens, mask, features = pairs_of_prompt(self._request, self.device)
         beside = {"features": features.to(self._draft.dtype)}
         for reader in self._readers:
             hidden = reader.read_prompt(tokens, mask, **beside)
@@ -100,7 +99,7 @@ class FeedbackDrafter(StaticDrafter):
         return readers, logits[0]
 
     def keep_rows(self, rows: Tensor) -> None:
-        rows = rows.to(self._device)
+        rows = rows.to(self.device)
         if self._static:
             self._behind = [reseated(hidden, rows) for hidden in self._behind]
         else:

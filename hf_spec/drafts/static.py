@@ -78,11 +78,17 @@ class StaticDrafter(Drafter):
     attends: ClassVar[bool] = True  # and so needs masks
     deepest: int | None = None  # guesses that it can make at most
 
-    @property
+    @once
     def device(self) -> torch.device:
         """Return where it computes."""
         device: torch.device = self._draft.device
         return device
+
+    @once
+    def dtype(self) -> torch.dtype:
+        """Return what it computes in."""
+        dtype: torch.dtype = self._draft.dtype
+        return dtype
 
     @property
     def draft(self) -> Any:
@@ -98,7 +104,7 @@ class StaticDrafter(Drafter):
         """Take over what became text, with its ``amounts`` where slots grow."""
         device = self.device
         if features is not None:
-            features = features.to(device, self._draft.dtype)
+            features = features.to(device, self.dtype)
         counts = counts.to(device)
         return Told(tokens.to(device), counts, features, amounts)
 

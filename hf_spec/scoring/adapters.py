@@ -15,6 +15,8 @@ NAMES = "adapter_names"
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
     """Find the layers that PEFT now gives an adapter per row, by its hooks on them; none in ordinary calls."""
+    if not hasattr(model, "peft_config"):  # PEFT leaves it on whatever it changes
+        return []
     return [module for module in model.modules() if any(map(_gives_names, module._forward_pre_hooks.values()))]
 
 

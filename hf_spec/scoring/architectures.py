@@ -5,8 +5,12 @@ Everything else about an architecture is found out by asking its code, or by the
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable, Collection
+from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
@@ -30,9 +34,21 @@ ONE_ROW = {
 }
 
 
+def arguments_of(model: nn.Module) -> Collection[str]:
+    """Name the arguments of the forward of ``model``, which others may have replaced."""
+    if "forward" in vars(model):
+        return inspect.signature(model.forward).parameters
+    return _arguments_of(type(model).forward)
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments_of(forward: Callable[..., Any]) -> Collection[str]:
+    return inspect.signature(forward).parameters
+
+
 def cache_name(model: PreTrainedModel) -> str:
     """Name the argument that takes the cache in the forward of ``model``."""
-    known = inspect.signature(model.forward).parameters
+    known = arguments_of(model)
     return next((name for name in CACHES if name in known), CACHES[0])
 
 
@@ -60,7 +76,7 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
         return f"{name} is supported for one row at a time only: {reason}"
     if keeps_own_states(model):
         return None
-    known = inspect.signature(model.forward).parameters
+    known = arguments_of(model)
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
         return f"{name} keeps no key-value cache of transformers (its forward takes no past_key_values)"
     layer = unsupported_static_layer(cache) if isinstance(cache, StaticCache) else unsupported_layer(cache)

@@ -81,7 +81,8 @@ def _hook_attention() -> None:
         if not (_folding_in_graphs if in_graph else masks):
             passed = original(module, query, key, value, attention_mask, **kwargs)
             return passed
-        folds = _can_fold(module, query, key, value, attention_mask, kwargs)
+        is_ordinary = query.shape[2] == 1 and not in_graph  # and so rounds as plain `generate` does
+        folds = not is_ordinary and _can_fold(module, query, key, value, attention_mask, kwargs)
         group = query.shape[1] // key.shape[1] if folds else 1
         if masks is not None and kwargs.get("position_bias") is None:
             attention_mask = masks.prepared(attention_mask, group, query.dtype)
@@ -106,8 +107,6 @@ def unhook_attention() -> None:
 def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: Any) -> bool:
     """Tell whether the nodes of heads in groups share a mask, and nothing else enters the attention."""
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or others.get("dropout"):
-        return False
-    if query.shape[2] == 1 and not torch.compiler.is_compiling():  # an ordinary step rounds as plain `generate` does
         return False
     if any(others.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")):
         return False

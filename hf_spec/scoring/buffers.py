@@ -105,16 +105,16 @@ class SlotBuffer:
 
     def write(self, states: Tensor, rows: Rows, first: int) -> Tensor:
         """Add ``states`` as new nodes and return the columns from ``first`` on."""
-        count = states.shape[self.dim]
+        dim, data, count = self.dim, self.data, states.shape[self.dim]
         end = rows.longest + rows.open + count
-        data = self.data
-        if data is None or end - self.start > data.shape[self.dim]:
+        if data is None or end - self.start > data.shape[dim]:
             data = self._make_room(states, first, end)
+        start = self.start
         if rows.is_level:
-            data.narrow(self.dim, end - count - self.start, count).copy_(states)
+            data.narrow(dim, end - count - start, count).copy_(states)
         else:
-            self.by_slot[self._index(*rows.places(count))] = states.transpose(1, self.dim)
-        return data.narrow(self.dim, first - self.start, end - first)
+            self.by_slot[self._index(*rows.places(count))] = states.transpose(1, dim)
+        return data.narrow(dim, first - start, end - first)
 
     def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
         """Hold columns up to ``end`` in a new buffer, and leave those before ``first`` behind."""

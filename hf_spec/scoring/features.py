@@ -23,26 +23,25 @@ class Features:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), every: bool = False) -> None:
-        self._model = model
         self.layers = tuple(layers)
         self._count: int = model.config.get_text_config(decoder=True).num_hidden_layers
         self.every = every
         self.asked: bool | list[int] = every or [layer for layer in self.layers if 0 <= layer < self._count]
+        self._watched: dict[nn.Module, int] = {}  # what gives states that have to be caught, and the layers' names
+        if self._count in self.layers:
+            self._watched[_last_layer(model, self._count)] = self._count
+        if -1 in self.layers:
+            self._watched[decoder_of(model)] = -1
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[int, Tensor]]:
         """Catch what the last layer and the final norm give in the forwards of this context, by the layer's name."""
         caught: dict[int, Tensor] = {}
-        watched = {}
-        if self._count in self.layers:
-            watched[_last_layer(self._model, self._count)] = self._count
-        if -1 in self.layers:
-            watched[decoder_of(self._model)] = -1
 
         def catch(module: nn.Module, args: Any, output: Any) -> None:
-            caught[watched[module]] = output if isinstance(output, Tensor) else output[0]
+            caught[self._watched[module]] = output if isinstance(output, Tensor) else output[0]
 
-        with hooked(watched, after=catch):
+        with hooked(self._watched, after=catch):
             yield caught
 
     def states(self, outputs: Any, caught: dict[int, Tensor]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
-from .architectures import cache_name, keeps_own_states
+from .architectures import arguments_of, cache_name, keeps_own_states
 
 MASKED = -1e4  # no head gives a token such logits by itself
 
@@ -52,7 +51,7 @@ def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: 
     cache = new_cache(model) if cache is None else cache
     mask = None if bool(attention_mask.all()) else attention_mask
     kwargs: dict[str, Any] = {cache_name(model): cache, "attention_mask": mask, "use_cache": True}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if "position_ids" in arguments_of(model):
         known = {"attention_mask": attention_mask}
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
     return kwargs

@@ -119,6 +119,7 @@ def _large_layers(network: nn.Module) -> Iterator[nn.Linear]:
     if any(one._compiled_call_impl is not None for one in modules) or "forward" in vars(network):
         return
     for layer in (one for one in modules if isinstance(one, nn.Linear) and type(one) is nn.Linear):
-        is_plain = type(layer.weight) is nn.Parameter and layer.weight.is_contiguous() and _is_large(layer.weight)
+        weight = layer.weight
+        is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and _is_large(weight)
         if is_plain and (layer in _borrowers or "forward" not in vars(layer)):
             yield layer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from ..counting import uploaded
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
-from .architectures import CACHES, cache_name
+from .architectures import CACHES, arguments_of, cache_name
 from .cache import SlotCache, keeps_everything, undo_reading
 from .features import Features, decoder_of
 from .hooks import NOTHING, hooked
@@ -25,7 +24,8 @@ from .masks import Block
 from .plain import prompt_kwargs
 from .slots import Slots
 
-# Arguments of a model that are made anew for every forward.
+# Arguments of ``generate`` that transformers gives no forward, and those of a model that are made anew for each one.
+NEVER_GIVEN = ("labels", "next_sequence_length")
 PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -222,7 +222,7 @@ class ModelRunner:
         self._position_readers = _position_readers(self.model) if last_position is None else []
         self.slots = self._slots_over(cache, batch, device, model_kwargs.get("attention_mask"), open_nodes)
         self._origin = None if last_position is None else last_position + (1 - self.slots.prompt)
-        skipped = (*PER_FORWARD, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+        skipped = (*PER_FORWARD, *NEVER_GIVEN, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
@@ -376,7 +376,7 @@ class ModelRunner:
     def align(self) -> None:
         """Let all rows end in the same column, where all that is kept lies in slots and columns are not positions."""
         origin, cache = self._origin, self.slots.cache
-        if type(self) is ModelRunner and cache.joins and origin is not None and not cache.rows.is_level:
+        if not cache.rows.is_level and type(self) is ModelRunner and origin is not None and cache.joins:
             self._origin = origin - self.slots.align().to(origin.device)
 
     def join(self, other: ModelRunner) -> bool:
@@ -420,9 +420,9 @@ def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
     """
     wanted = {"past_key_values_length", "position_ids"}
     embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    found = [module for module in embeddings if wanted <= inspect.signature(module.forward).parameters.keys()]
+    found = [module for module in embeddings if wanted.issubset(arguments_of(module))]
     decoder = decoder_of(model)
-    return found or [decoder] * ("position_ids" in inspect.signature(decoder.forward).parameters)
+    return found or [decoder] * ("position_ids" in arguments_of(decoder))
 
 
 def _reading_at(block: Block, readers: list[nn.Module]) -> contextlib.AbstractContextManager[None]:

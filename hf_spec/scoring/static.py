@@ -118,6 +118,7 @@ class StaticSlotCache(Cache):
         windows = {layer.window for layer in self.slot_layers}
         self.window: int | None = windows.pop() if len(windows) == 1 else None
         self._left: dict[int, _Leaver] = {}
+        self._room = 0, 0  # a ring for whole texts that all rings were made for, and the nodes behind these
 
     @classmethod
     def adopt(
@@ -150,6 +151,10 @@ class StaticSlotCache(Cache):
     def make_room(self, count: int) -> None:
         """Let every ring hold the text, or a window of it, and a block of ``count`` nodes behind it."""
         end, ends = self.rows.longest + count, self.rows.lengths
+        whole = ring_size(None, end, count, self._shortest)
+        if whole == self._room[0] and count <= self._room[1]:
+            return
+        self._room = whole, count
         known, rings = self.rings, dict[int, Ring]()
         for layer in self.slot_layers:
             old = layer.ring
