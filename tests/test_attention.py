@@ -91,6 +91,17 @@ def test_drafts_repeat_no_keys_either(shape: str, monkeypatch: pytest.MonkeyPatc
         assert len([call for call in seen if call[2] == KEY_HEADS]) > 10
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_one_node_is_left_to_transformers(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which packs its heads itself, so that an ordinary step rounds as plain ``generate`` does."""
+    model, asked = target("llama"), []
+    monkeypatch.setattr(attention, "_can_fold", lambda *args: bool(asked.append(1)))
+    with torch.no_grad(), folding():
+        mask = torch.ones(1, 1, nodes, nodes, dtype=torch.bool)
+        model(torch.full((1, nodes), 7), attention_mask=mask)
+    assert len(asked) == (0 if nodes == 1 else model.config.num_hidden_layers)
+
+
 def test_other_threads_attend_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     model = target("llama")
     given = prompts(3)
@@ -137,7 +148,6 @@ class Module(nn.Module):
 LEFT_ALONE = {
     "no mask": {"mask": None},
     "a mask for each head": {"mask": torch.ones(1, 4, 3, 7, dtype=torch.bool)},
-    "one node": {"query": torch.ones(1, 4, 1, 8), "mask": torch.ones(1, 1, 1, 7, dtype=torch.bool)},
     "no groups": {"key": torch.ones(1, 4, 7, 8)},
     "dropout": {"others": {"dropout": 0.1}},
     "a bias": {"others": {"position_bias": torch.ones(1, 4, 3, 7)}},

@@ -220,6 +220,23 @@ def test_other_targets_are_refused(kind: Any, target: dict[str, Any], message: s
         tiny_target(**target).generate(torch.arange(4)[None], speculator=draft, max_new_tokens=4)
 
 
+@pytest.mark.parametrize(("kind", "to"), [(DFlashDraftModel, "dflash"), (DSparkDraftModel, "deepspec")])
+def test_drafts_for_a_target_name_their_layers(kind: Any, to: str, tmp_path: Path) -> None:
+    """Which flat files and servers need; a file that names none means the same ones."""
+    target = tiny_target(num_hidden_layers=8).config
+    shared = ["embed_tokens", "lm_head"] if to == "dflash" else []
+    flags = {"mask_token_id": 0, "shared_with_target": shared}
+    config = kind.config_class.for_target(target, {"num_hidden_layers": 1}, **flags)
+    assert config.aux_hidden_state_layer_ids == [2, 4, 5]
+    kind(config).save_pretrained(tmp_path / "draft")
+    convert(tmp_path / "draft", tmp_path / "flat", to)
+    file = tmp_path / "draft" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"aux_hidden_state_layer_ids": None}))
+    assert kind.from_pretrained(tmp_path / "draft").config.feature_layers(8) == (2, 4, 5)
+    with pytest.raises(ValueError, match=r"write aux_hidden_state_layer_ids into config.json: \[2, n // 2, n - 3\]"):
+        convert(tmp_path / "draft", tmp_path / "again", to)
+
+
 def test_files_that_say_too_little_are_refused(tmp_path: Path) -> None:
     path = copy_of("zl_dflash_qwen3", tmp_path / "ids", dflash_config={"mask_token_id": 3})
     with pytest.raises(ValueError, match=r"target_layer_ids is None; list the layers"):

@@ -34,8 +34,10 @@ def break_checkpoint(file: str) -> Callable[[Path], None]:
     return lambda checkpoint: cut_off(checkpoint / file)
 
 
-DAMAGE = {name: break_checkpoint(name) for name in ("model.safetensors", "optimizer.pt", "trainer_state.json")}
-DAMAGE["no state"] = lambda checkpoint: (checkpoint / "trainer_state.json").unlink()
+FILES = ("model.safetensors", "optimizer.pt", "trainer_state.json", "config.json")
+DAMAGE = {name: break_checkpoint(name) for name in FILES}
+DAMAGE["no trainer_state.json"] = lambda checkpoint: (checkpoint / "trainer_state.json").unlink()
+DAMAGE["no weights"] = lambda checkpoint: (checkpoint / "model.safetensors").unlink()
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -49,8 +51,7 @@ def test_a_broken_checkpoint_is_passed_over(damage: str, tmp_path: Path, caplog:
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     again = trainer(tmp_path)
     again.train(resume_from_checkpoint=True)
-    file = "trainer_state.json" if damage == "no state" else damage
-    assert "checkpoint-6 has" in caplog.text and file in caplog.text and "looking for an earlier" in caplog.text
+    assert "checkpoint-6 has" in caplog.text and damage in caplog.text and "looking for an earlier" in caplog.text
     assert losses(again) == losses(whole)
     for name, tensor in again.draft.state_dict().items():
         assert torch.equal(tensor, expected[name]), name

@@ -26,6 +26,9 @@ from .files import shared_with_target as left_to_target
 
 Read = tuple[BlockSpeculatorConfig, dict[str, Tensor]]
 
+# What servers know no rule for, and drafts made by `for_target` say.
+NAME_LAYERS = "write aux_hidden_state_layer_ids into config.json: [2, n // 2, n - 3] of the target's n layers"
+
 
 def speculators_format(kind: type[BlockSpeculatorConfig]) -> Format:
     """Describe the files of the speculators library that hold drafts of one kind."""
@@ -92,7 +95,7 @@ def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> F
     found = applying(
         [
             (config.draft_vocab_size != config.layers.vocab_size, "has a vocabulary of its own"),
-            (config.aux_hidden_state_layer_ids is None, "does not name the layers it reads"),
+            (config.aux_hidden_state_layer_ids is None, f"does not name the layers it reads ({NAME_LAYERS})"),
             *unsaid,
         ]
     )
@@ -145,7 +148,7 @@ def engines(
     if not name or os.path.exists(name):
         found["vLLM"].append("needs --speculative-config: verifier.name_or_path is no Hub id")
     if config.aux_hidden_state_layer_ids is None:
-        found["vLLM"].append("needs aux_hidden_state_layer_ids in the config")
+        found["vLLM"].append(f"is not told the layers to read; {NAME_LAYERS}")
     for engine in ("SGLang", "llama.cpp"):
         found[engine].append(f"does not read this config; convert to {layout}")
     return found

@@ -17,6 +17,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 STATE = "trainer_state.json"  # which Trainer writes last
+WEIGHTS = ("*model*", "global_step*")  # of a draft or an adapter, whole or in shards; DeepSpeed's
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How safetensors and torch say that a file could not be written to its end.
 FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWriter failed", "unexpected pos")
@@ -86,18 +87,22 @@ def _problem(checkpoint: Path) -> str:
     """Say what a checkpoint lacks; nothing if it is whole."""
     if not checkpoint.is_dir():
         return "does not exist"
-    try:
-        json.loads(checkpoint.joinpath(STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return f"has no whole {STATE}"
     for path in sorted(checkpoint.iterdir()):
         if not _is_whole(path):
             return f"has a {path.name} that is cut off"
-    return ""
+    if not checkpoint.joinpath(STATE).exists():
+        return f"has no {STATE}"
+    return "" if any(True for name in WEIGHTS for _ in checkpoint.glob(name)) else "has no weights"
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether the end of a file of weights or states is there, which a full disk or a kill cuts off."""
+    """Tell whether the end of a file is there, which a full disk or a kill cuts off."""
+    if path.suffix == ".json":
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+            return True
+        except (OSError, ValueError):
+            return False
     if path.suffix in (".pt", ".pth", ".bin"):
         return zipfile.is_zipfile(path)
     if path.suffix != ".safetensors":
