@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import runpy
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import APIConnectionError, APIError, BadRequestError, OpenAI
+from openai import APIConnectionError, APIError, APIStatusError, BadRequestError, OpenAI
 from servers import DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
@@ -114,6 +115,12 @@ BAD: dict[str, dict[str, Any]] = {
     "stop": {"stop": [""]},
     "generation_config": {"extra_body": {"generation_config": "greedy"}},
     "response_format": {"extra_body": {"response_format": {"type": "json_object"}}},
+    "n": {"n": 2},
+    "logprobs": {"logprobs": 3},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "echo": {"echo": True},
+    "logit_bias": {"extra_body": {"logit_bias": {"abc": 100}}},
+    "GenerationConfig": {"extra_body": {"generation_config": '{"max_new_token": 3}'}},
     "pinned": {"model": "another"},
     "nonsense": {"extra_body": {"nonsense": 1}},
     "top_k": {"temperature": 1, "extra_body": {"generation_config": '{"do_sample": true, "top_k": -1}'}},
@@ -126,6 +133,28 @@ def test_bad_requests_are_refused_by_name(client, named):
         client.complete(**{"prompt": PROMPTS[0], "new": 5} | BAD[named])
     assert caught.value.status_code in (400, 422)
     assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
+
+
+def test_what_changes_nothing_is_taken(client):
+    neutral = {"n": 1, "presence_penalty": 0, "echo": False, "stream_options": {"include_usage": True}}
+    assert client.complete(PROMPTS[0], 5, **neutral, stream=True) == plain(PROMPTS[0], 5)
+
+
+def test_biases_may_be_whole_numbers(one_by_one):
+    [token] = set(target()[1].encode(f" {DAY}", add_special_tokens=False))
+    ask = functools.partial(one_by_one.openai.chat.completions.create, model=TARGET, max_tokens=3, temperature=0)
+    answer = ask(messages=[{"role": "user", "content": PROMPTS[0]}], logit_bias={str(token): 100})
+    assert answer.choices[0].message.content.split() == [DAY] * 3
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "status"), [("nowhere", {}, 404), ("v1/models", {}, 405), ("v1/completions", [1], 400)]
+)
+def test_every_error_stands_where_clients_look(client, path, given, status):
+    with pytest.raises(APIStatusError) as caught:
+        client.openai.post(f"{client.url}/{path}", body=given, cast_to=object)
+    assert caught.value.status_code == int(caught.value.code) == status
+    assert caught.value.type == "invalid_request_error" and caught.value.body["message"]
 
 
 def test_a_chat_without_messages_is_refused(client):

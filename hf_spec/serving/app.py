@@ -6,14 +6,17 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import CBWorkerDeadError
 
 from .meter import CONTENT_TYPE_LATEST, Meter
 
-MISTAKES = (ValueError, TemplateError)  # of the client: values, and chats that the model's template does not take
+# Of the client: values, bodies that are no JSON objects, and chats that the model's template does not take.
+MISTAKES = (ValueError, RequestValidationError, TemplateError)
 CLOSED_BY_CLIENT = "499"  # as web servers log it
 
 
@@ -31,6 +34,8 @@ def _tell(_request: Request, error: Exception) -> JSONResponse:
     status = 400 if isinstance(error, MISTAKES) else 503 if isinstance(error, CBWorkerDeadError) else 500
     status = getattr(error, "status_code", status)
     message = str(getattr(error, "detail", "") or error or type(error).__name__)
+    if isinstance(error, RequestValidationError):
+        message = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}, "detail": message}, status)
 

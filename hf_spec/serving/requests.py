@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import HTTPException
+from transformers import GenerationConfig
 
 
 def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
     """Raise an ``HTTPException`` 400 that names the field for what would fail late, or be passed over in silence.
 
     ``needs`` is a field that must be there. Fields that transformers' server does not know stay its affair: it refuses
-    them, or ignores them with a warning.
+    them; so do those that it ignores and that change no answer.
     """
     if needs is not None and not body.get(needs):
         _refuse(needs, "it is empty or left out")
@@ -24,6 +25,8 @@ def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
     for name, (test, meaning) in FIELDS.items():
         if body.get(name) is not None and not test(body[name]):
             _refuse(name, f"{str(body[name])[:80]!r} is not {meaning}")
+    if bias := body.get("logit_bias"):
+        body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
 
 
 def quotable(error: BaseException) -> str:
@@ -55,14 +58,19 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
 
 
-def _is_json_object(value: Any) -> bool:
+def _is_generation_config(value: Any) -> bool:
     try:
-        return isinstance(json.loads(value), dict)
-    except (TypeError, ValueError):
+        return bool(json.loads(value).keys() <= GenerationConfig().to_dict().keys())
+    except (TypeError, ValueError, AttributeError):
         return False
 
 
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(token.isdecimal() and _is_number(one) for token, one in value.items())
+
+
 _COUNT = (_is_count, "a whole number of at least 1")
+_ONE = (lambda value: value == 1, "1, and a request has one answer; send it again, with another seed")
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "messages": (_is_chat, "a list of messages that have a role"),
     "max_tokens": _COUNT,
@@ -73,5 +81,14 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "frequency_penalty": (lambda value: _is_number(value) and value > -1, "a number above -1"),
     "seed": (lambda value: isinstance(value, int), "a whole number"),
     "stop": (_is_stop, "a string that is not empty, or a list of such"),
-    "generation_config": (_is_json_object, "a JSON object, written as a string"),
+    "generation_config": (_is_generation_config, "a JSON object, written as a string, of GenerationConfig's fields"),
+    "logit_bias": (_is_bias, "numbers by the ids of tokens"),
+    # What transformers' server would pass over; values that change nothing are taken.
+    "n": _ONE,
+    "best_of": _ONE,
+    "logprobs": (lambda value: value is False, "false: no probabilities are told; generate with output_logits=True"),
+    "top_logprobs": (lambda value: value == 0, "0: no probabilities are told; generate with output_logits=True"),
+    "presence_penalty": (lambda value: value == 0, "0, which is all that is served; take frequency_penalty"),
+    "echo": (lambda value: value is False, "false: the prompt is not repeated; put it before the answer"),
+    "tool_choice": (lambda value: value in ("auto", "none"), "'auto': the model chooses; leave the other tools out"),
 }
