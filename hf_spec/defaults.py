@@ -19,9 +19,9 @@ _named: WeakKeyDictionary[PreTrainedModel, tuple[str, Speculator]] = WeakKeyDict
 def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationConfig | None = None) -> None:
     """Let every ``generate`` call of ``model`` use ``speculator``; ``None`` goes back to plain generation.
 
-    Nothing is stored on the model. A call's own ``speculator=``, ``assistant_model=`` or ``custom_generate=`` comes
-    first; ``speculator=False`` turns it off once. A call that cannot be decoded speculatively, such as one with beams,
-    is decoded plainly, with one warning.
+    Nothing is stored on the model, so that copies of it have none. A call's own ``speculator=``, ``assistant_model=``
+    or ``custom_generate=`` comes first; ``speculator=False`` turns it off once. A call that cannot be decoded
+    speculatively, such as one with beams, is decoded plainly, with one warning.
     """
     model = base_model(model)
     if speculator is None:

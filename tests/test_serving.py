@@ -135,6 +135,10 @@ def test_bad_requests_are_refused_by_name(client, named):
     assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
 
 
+def test_the_model_is_listed_by_the_name_that_requests_give(client):
+    assert [model.id for model in client.openai.models.list()] == [TARGET]
+
+
 def test_what_changes_nothing_is_taken(client):
     neutral = {"n": 1, "presence_penalty": 0, "echo": False, "stream_options": {"include_usage": True}}
     assert client.complete(PROMPTS[0], 5, **neutral, stream=True) == plain(PROMPTS[0], 5)
