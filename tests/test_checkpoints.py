@@ -413,7 +413,7 @@ def test_a_half_copied_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"no config\.json"):
         AutoDraftModel.from_pretrained(path)
     for absent in (path / "away", path / "model-00001-of-00002.safetensors"):
-        with pytest.raises(OSError, match="neither a directory nor a Hub id"):
+        with pytest.raises(OSError, match="no such directory, and it cannot be a name on the Hub"):
             AutoDraftModel.from_pretrained(absent)
 
 

@@ -343,12 +343,20 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {empty} --speculator ngram --prompt x", "empty"),
         ("generate {target} --speculator ngram --prompt=", "the prompt is empty"),
         ("inspect {target}", "is no draft that hf_spec knows"),
+        ("generate nowhere/model --speculator ngram --prompt x", "the target 'nowhere/model' is not found: there is"),
+        ("generate nowhere/at/all --speculator ngram --prompt x", "the target 'nowhere/at/all' is not found: there"),
+        ("bench nowhere/model --prompts {prompts}", "the target 'nowhere/model' is not found: there is no such"),
+        ("prepare {prompts} {empty} --target nowhere/model", "the target 'nowhere/model' is not found: there is"),
+        ("convert {eagle} {empty} --whole nowhere/model", "the target 'nowhere/model' is not found: there is"),
+        ("generate {target} --speculator nowhere/draft --prompt x", "'nowhere/draft' is not found: there is no such"),
+        ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
+        ("generate {demo} --speculator ngram --prompt x", "is a draft, which guesses for a language model: pass it"),
     ],
 )
 def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, capsys, command, problem):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").write_text('{"prompt": "a"}\n{"prompt": 1}', encoding="utf-8")
-    places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE}
+    places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE, "demo": demo.path("draft-eagle3")}
     places |= {name: tmp_path / name for name in ("empty", "bad")}
     argv = [part.format(**places) for part in command.split()]
     assert main(argv) == 1

@@ -347,6 +347,8 @@ def test_the_command_reads_the_options_of_transformers(monkeypatch):
         ([TARGET, "--speculator", "ngram", "--port", "many"], "Invalid value for '--port'"),
         ([TARGET, "--speculator", "nowhere/at/all"], "no draft can be read at 'nowhere/at/all'"),
         ([TARGET, "--speculator", "ngram", "--dtype", "float7"], "Unsupported dtype: 'float7'"),
+        (["nowhere/model", "--speculator", "ngram"], "the target 'nowhere/model' is not found: there is no such"),
+        ([str(DRAFT), "--speculator", "ngram"], "is a draft, which guesses for a language model: pass it as --spec"),
     ],
 )
 def test_the_command_tells_mistakes(options, told, capsys):

@@ -293,6 +293,8 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
             "num_hidden_layers is 0; set",
         ),
         ({"data": "stories.jsonl"}, [], "there is no file stories.jsonl"),
+        ({"target": "nowhere/model"}, [], "the target 'nowhere/model' is not found: there is no such directory"),
+        ({"draft": "nowhere/draft"}, [], "'nowhere/draft' is not found: there is no such directory"),
         (
             {"features": {"directory": "f", "without_target": True}},
             ["--metric_for_best_model", "eval_acceptance_length"],

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
@@ -26,6 +26,13 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+# Why there is no model of a name, by what transformers' error was raised from.
+NOWHERE: dict[type, str] = {
+    HFValidationError: "it cannot be a name on the Hub",
+    LocalEntryNotFoundError: "it was not downloaded before, and the Hub cannot be reached (no connection, or "
+    "HF_HUB_OFFLINE is set)",
+    RepositoryNotFoundError: "the Hub has none of this name that you may read (`hf auth login`)",
+}
 
 
 def weight_files() -> tuple[str, ...]:
@@ -71,14 +78,23 @@ def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str |
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
 
 
+@contextlib.contextmanager
+def looking_for(what: str) -> Iterator[None]:
+    """Let the error of a model that is nowhere name ``what`` was looked for: a FileNotFoundError."""
+    try:
+        yield
+    except OSError as error:
+        if (why := NOWHERE.get(type(error.__cause__))) is None:
+            raise
+        raise FileNotFoundError(
+            f"{what} is not found: there is no such directory, and {why}; pass the directory of a model, or its name "
+            "on the Hub, ORG/MODEL"
+        ) from error
+
+
 def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
-    if not os.path.isdir(path):
-        try:
-            validate_repo_id(os.fspath(path))
-        except HFValidationError as error:
-            raise OSError(f"{path} is neither a directory nor a Hub id; pass the directory of config.json") from error
-    # Of a Hub id this says whether it does not exist or is only out of reach.
-    found = _find(path, "config.json", hub) if os.path.isdir(path) else cached_file(path, "config.json", **hub)
+    with looking_for(repr(os.fspath(path))):
+        found = _find(path, "config.json", hub) if os.path.isdir(path) else cached_file(path, "config.json", **hub)
     if found is None:
         raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
     return found

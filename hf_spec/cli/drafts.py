@@ -45,13 +45,15 @@ def add_convert(commands: Any) -> None:
 
 def _convert(args: argparse.Namespace) -> None:
     from ..checkpoints.conversion import convert
+    from ..checkpoints.files import looking_for
     from ..checkpoints.inspection import inspect
 
     given: dict[str, Any] = {}
     if args.whole:
         from transformers import AutoModelForCausalLM
 
-        given = {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
+        with looking_for(f"the target {args.whole!r}"):
+            given = {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
     convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
     if args.to == "native":  # no draft by itself any more
         print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checkpoints.files import looking_for
 from ..checkpoints.resolve import as_speculator, load_draft
+from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import NgramSpeculator
@@ -42,9 +44,19 @@ def load_models(
 
 
 def outline_of(target: str) -> PreTrainedModel:
-    """Return a target without weights, which is all that is needed to check a draft."""
+    """Return a target without weights, which is all that is needed to check a draft.
+
+    Errors: a FileNotFoundError if there is nothing at ``target``, or a draft.
+    """
+    with looking_for(f"the target {target!r}"):
+        config = AutoConfig.from_pretrained(target)
+    if isinstance(config, SpeculatorConfig):
+        raise FileNotFoundError(
+            f"the target {target!r} is a draft, which guesses for a language model: pass it as --speculator, and that "
+            "model as the target"
+        )
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model
 
 

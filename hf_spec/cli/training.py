@@ -82,6 +82,7 @@ def _prepare(args: argparse.Namespace) -> None:
     _need_extra()
     from transformers import AutoConfig, AutoTokenizer
 
+    from ..checkpoints.files import looking_for
     from ..configuration import max_positions
     from ..processes import Processes, launched
     from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
@@ -104,8 +105,9 @@ def _prepare(args: argparse.Namespace) -> None:
     if not Processes(state).is_first:  # only answers are work to be shared
         return
     names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
+    with looking_for(f"the target {args.target!r}"):
+        config = AutoConfig.from_pretrained(args.target)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
-    config = AutoConfig.from_pretrained(args.target)
     options = {name: getattr(args, name) for name in (*names.split(), "template_arguments", "end_of_text")}
     splits = prepared(data, tokenizer, positions=max_positions(config), **options)
     if args.features:

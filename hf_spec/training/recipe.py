@@ -25,6 +25,7 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoints.files import looking_for
 from ..checkpoints.kinds import config_classes
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import hub_name, max_positions
@@ -171,7 +172,8 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         args.check_without_target()
     set_seed(args.seed)
     name, revision = recipe["target"]["name"], recipe["target"].get("revision", "main")
-    target_config = AutoConfig.from_pretrained(name, revision=revision)
+    with looking_for(f"the target {name!r}"):
+        target_config = AutoConfig.from_pretrained(name, revision=revision)
     if not isinstance(recipe["draft"], str):
         _config(recipe["draft"], target_config)  # wrong values are told first
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
