@@ -21,6 +21,7 @@ from hf_spec import demo
 from hf_spec.cli import main
 
 datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
 from hf_spec.training import DraftTrainingArguments  # noqa: E402
 from hf_spec.training.recipe import read_recipe, train, training_arguments  # noqa: E402
 from hf_spec.training.sources import is_prepared, prepared  # noqa: E402
@@ -142,6 +143,21 @@ def test_the_example_is_a_recipe(optional: bool, stories: Path, tmp_path: Path) 
     saved = {path.name for path in Path(directory).iterdir()}
     assert {"adapter_config.json" if optional else "config.json", "README.md"} <= saved
     assert (tmp_path / "features").exists() == optional
+
+
+def test_a_trained_adapter_is_told_from_a_draft(stories: Path, tmp_path: Path, capsys: Any) -> None:
+    base, adapter = str(demo.path("draft-eagle3")), str(tmp_path / "draft")
+    assert main(["train", recipe(tmp_path, stories, base, peft={"r": 2, "target_modules": ["q_proj"]})]) == 0
+    assert f"The adapter is in {adapter}: merge it into its draft {base}" in capsys.readouterr().out
+    uses = [["generate", TARGET, "--prompt", "Once", "--max-new-tokens", "4", "--speculator"], ["inspect"]]
+    for use in uses:
+        assert main([*use, adapter]) == 1
+        told = capsys.readouterr().err
+        assert "holds an adapter of PEFT" in told and base in told
+        assert f"PeftModel.from_pretrained(draft, '{adapter}').merge_and_unload().save_pretrained(DIRECTORY)" in told
+    draft, merged = AutoModel.from_pretrained(base), str(tmp_path / "merged")
+    peft.PeftModel.from_pretrained(draft, adapter).merge_and_unload().save_pretrained(merged)
+    assert [main([*use, merged]) for use in uses] == [0, 0]
 
 
 def test_the_recipe_of_a_block_draft_is_one(stories: Path, tmp_path: Path) -> None:

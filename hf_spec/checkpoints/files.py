@@ -20,6 +20,7 @@ from ..drafts.files import Checkpoint
 from .kinds import formats
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -94,10 +95,22 @@ def looking_for(what: str) -> Iterator[None]:
 
 def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
     with looking_for(repr(os.fspath(path))):
-        found = _find(path, "config.json", hub) if os.path.isdir(path) else cached_file(path, "config.json", **hub)
-    if found is None:
-        raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
-    return found
+        if (found := _find(path, CONFIG, hub)) is not None:
+            return found
+        if (adapter := _find(path, ADAPTER, hub)) is not None:
+            base = _json(adapter).get("base_model_name_or_path")
+            raise OSError(f"{path} holds an adapter of PEFT and no draft: {merging(os.fspath(path), base)}")
+        if not os.path.isdir(path):
+            cached_file(path, CONFIG, **hub)  # says whether it does not exist or is only out of reach
+    raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
+
+
+def merging(adapter: str, base: str | None) -> str:
+    """Say how ``adapter`` and its draft ``base``, where that is known, become a draft."""
+    return (
+        f"merge it into its draft{f' {base}' if base else ''} and pass what is written: "
+        f"PeftModel.from_pretrained(draft, {adapter!r}).merge_and_unload().save_pretrained(DIRECTORY)"
+    )
 
 
 def _json(file: str) -> dict[str, Any]:

@@ -164,13 +164,18 @@ def add_train(commands: Any) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     _need_extra()
+    from ..checkpoints.files import merging
     from ..training.recipe import read_recipe, train
 
     parser = argparse.ArgumentParser(prog="hf-spec train", add_help=False, allow_abbrev=False)
     for name in ("--target", "--draft", "--data"):
         parser.add_argument(name)
     instead, changes = parser.parse_known_args(args.changes)
-    directory, metrics = train(read_recipe(args.recipe, **vars(instead)), changes)
+    recipe = read_recipe(args.recipe, **vars(instead))
+    directory, metrics = train(recipe, changes)
     for name, value in metrics.items():
         print(f"{name:32} {value:.4g}")
-    print(f"The draft is in {directory}.")
+    if recipe.get("peft"):
+        print(f"The adapter is in {directory}: {merging(directory, recipe['draft'])}")
+    else:
+        print(f"The draft is in {directory}.")
