@@ -320,6 +320,24 @@ def test_options_are_checked_before_anything_is_loaded(options, problem, capsys)
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", " ", "memory+"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate no-model --speculator",
+        "chat no-model --speculator",
+        "serve no-model --speculator",
+        "bench no-model --prompts no-file --draft",
+        "doctor no-model --prompts no-file --speculator",
+        "prepare no-data out --target no-model --speculator",
+    ],
+)
+def test_a_draft_has_a_name(command, name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*command.split(), name])
+    assert f"{name!r} names no draft: write ngram, memory, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--batch-size", "--max-length", "--max-new-tokens", "--num-proc", "--threads"])
 def test_prepare_counts_from_one(option, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -350,6 +368,7 @@ def test_prepare_counts_from_one(option, capsys):
         ("convert {eagle} {empty} --whole nowhere/model", "the target 'nowhere/model' is not found: there is"),
         ("generate {target} --speculator nowhere/draft --prompt x", "'nowhere/draft' is not found: there is no such"),
         ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
+        ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
         ("generate {demo} --speculator ngram --prompt x", "is a draft, which guesses for a language model: pass it"),
     ],
 )

@@ -83,10 +83,16 @@ def test_a_chat_is_remembered_that_ends_in_an_error(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
-def test_a_file_without_a_memory_is_refused(command: str, tmp_path: Path, capsys: Any) -> None:
-    call = [command, TARGET, "--speculator", "ngram", "--memory-file", str(tmp_path / "memory")]
+@pytest.mark.parametrize(
+    ("speculator", "cure"),
+    [("ngram", "take memory\n"), ("auto", "take memory\n"), ("mtp", "take memory, or memory+mtp\n")],
+)
+def test_a_file_without_a_memory_is_refused(
+    command: str, speculator: str, cure: str, tmp_path: Path, capsys: Any
+) -> None:
+    call = [command, TARGET, "--speculator", speculator, "--memory-file", str(tmp_path / "memory")]
     assert main([*call, *(["--prompt", PROMPT] if command == "generate" else [])]) == 1
-    assert "--speculator ngram has none: take memory, or memory+ngram" in capsys.readouterr().err
+    assert f"--speculator {speculator} has none: {cure}" in capsys.readouterr().err
 
 
 def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, capsys: Any) -> None:

@@ -176,19 +176,25 @@ def test_the_recipe_of_a_block_draft_is_one(stories: Path, tmp_path: Path) -> No
 
 
 def test_a_draft_is_trained_from_features_without_the_targets_weights(
-    stories: Path, tmp_path: Path, capsys: Any
+    stories: Path, tmp_path: Path, capsys: Any, caplog: Any
 ) -> None:
     target, rows, features = (tmp_path / name for name in ("target", "rows", "features"))
     shutil.copytree(TARGET, target)
     options = ["--target", str(target), "--max-length", "64", "--held-out", "2", "--features", str(features)]
     assert main(["prepare", str(stories), str(rows), *options]) == 0
-    (target / "model.safetensors").unlink()
+    weights = (target / "model.safetensors").rename(target / "elsewhere")
     for without, code in ((False, 1), (True, 0)):
         sections = {"target": str(target), "features": {"directory": str(features), "without_target": without}}
         assert main(["train", recipe(tmp_path, rows, {"kind": "eagle3"}, **sections)]) == code
     said = capsys.readouterr().out
     assert "eval_expected_length" in said and "acceptance" not in said
     assert AutoModel.from_pretrained(tmp_path / "draft").config.speculators_model_type == "eagle3"
+    shard = features / "train" / "features-00000.safetensors"
+    shard.unlink()
+    again = recipe(tmp_path, rows, {"kind": "eagle3"}, **sections, trainer={"output_dir": str(tmp_path / "again")})
+    assert main(["train", again]) == 1 and "features-00000.safetensors" in caplog.text
+    weights.rename(target / "model.safetensors")
+    assert main(["train", again]) == 0 and shard.exists()
 
 
 def test_features_are_made_where_there_are_none(stories: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors.torch import save_file
 from transformers.utils import logging
 
@@ -38,9 +40,10 @@ def convert(
     the output layer of ``target`` into a draft that borrows them, for readers that borrow nothing. ``kwargs`` are
     those of ``AutoDraftModel.from_pretrained``, ``target`` among them.
 
-    Errors: what loading raises; a ValueError if the layout cannot express the draft; a FileExistsError if ``dst``
-    holds files. ``dst`` appears complete or not at all.
+    Errors: what loading raises; a ValueError if the layout cannot express the draft, or ``verifier`` is no name; a
+    FileExistsError if ``dst`` holds files. ``dst`` appears complete or not at all.
     """
+    _check_verifier(verifier)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
     if verifier is not None:
         draft.config.speculators_config["verifier"]["name_or_path"] = verifier
@@ -49,6 +52,16 @@ def convert(
             raise ValueError("whole=True needs target=, the model whose embeddings and output layer are written in")
         draft.keep_borrowed()
     export(draft, dst, to)
+
+
+def _check_verifier(name: str | None) -> None:
+    try:
+        if name is not None and not os.path.isdir(name):
+            validate_repo_id(name)
+    except HFValidationError as error:
+        raise ValueError(
+            f"verifier is {name!r}, which is neither a name on the Hub, such as ORG/MODEL, nor a directory"
+        ) from error
 
 
 def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculators") -> None:
@@ -83,7 +96,13 @@ def _in_layout(draft: DraftModel, to: str) -> Files:
     if to not in draft.layouts:
         kind = draft.config.speculators_model_type
         raise ValueError(f"a draft of kind {kind!r} has no {to} layout; use to='speculators'")
-    return draft.layouts[to](draft)
+    try:
+        return draft.layouts[to](draft)
+    except ValueError as error:
+        if not (borrowed := " and ".join(draft.config.shared_with_target or ())):
+            raise
+        whole = f"convert with --whole TARGET (whole=True, target=...) writes in {borrowed}, which it borrows"
+        raise ValueError(f"{error}; {whole}") from error
 
 
 def _write(files: Files, path: Path) -> None:

@@ -18,6 +18,7 @@ from .common import (
     at_least,
     command,
     configured,
+    draft_of,
     existing,
     temperature_of,
     tree_of,
@@ -42,8 +43,8 @@ def add_bench(commands: Any) -> None:
     """Declare ``hf-spec bench``."""
     add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
     add("model", help="target: directory or Hub id")
-    add("--draft", nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories or Hub ids, "
-        "or memory+DRAFT for both together (ngram)")  # fmt: skip
+    add("--draft", type=draft_of, nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories "
+        "or Hub ids, or memory+DRAFT for both together (ngram)")  # fmt: skip
     add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
     add("--limit", "--prompts-per-category", type=at_least(1), metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)

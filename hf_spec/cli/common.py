@@ -116,6 +116,13 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
 
 
+def draft_of(text: str) -> str:
+    """Read what is named as a draft; only whether there is a name is looked at."""
+    if text.removeprefix("memory+").strip():
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} names no draft: write {SPECULATOR_HELP}")
+
+
 def length_of(text: str) -> int | str:
     """Read a number of guesses, or ``auto``."""
     if text == "auto" or (text.isdecimal() and int(text) > 0):

@@ -6,14 +6,20 @@ import argparse
 from typing import Any
 
 from .bench import PROMPTS_HELP
-from .common import add_device_options, at_least, command
+from .common import add_device_options, at_least, command, draft_of
 
 
 def add_doctor(commands: Any) -> None:
     """Declare ``hf-spec doctor``."""
     add = command(commands, _doctor, "doctor", "find out why few guesses of a draft are accepted")
     add("model", help="target: directory or Hub id")
-    add("--speculator", required=True, metavar="DRAFT", help="directory or Hub id of a draft or a language model")
+    add(
+        "--speculator",
+        type=draft_of,
+        required=True,
+        metavar="DRAFT",
+        help="directory or Hub id of a draft or a language model",
+    )
     add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
     add("--limit", type=at_least(1), default=16, metavar="N", help="prompts per category (%(default)s)")
     add("--max-new-tokens", type=at_least(8), default=96, metavar="N", help="per prompt (%(default)s)")

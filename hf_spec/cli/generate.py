@@ -13,6 +13,7 @@ from .common import (
     at_least,
     command,
     configured,
+    draft_of,
     existing,
     sampling,
     writable,
@@ -28,7 +29,7 @@ def add_generate(commands: Any) -> None:
     """Declare ``hf-spec generate``."""
     add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
     add("model", help="target: directory or Hub id")
-    add("--speculator", required=True, metavar="X", help=SPECULATOR_HELP)
+    add("--speculator", type=draft_of, required=True, metavar="X", help=SPECULATOR_HELP)
     add("--prompt", metavar="TEXT", help="read from standard input if left out, without the newline at its end")
     add("--prompts", type=existing, metavar="FILE", help="JSON lines: answer them all, into --out")
     add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; goes on with one that is there")

@@ -24,9 +24,10 @@ def add_memory_file(add: Any) -> None:
 def check_memory_file(args: argparse.Namespace) -> None:
     """Raise a ValueError for a file without a memory."""
     if args.memory_file is not None and args.speculator.partition("+")[0] != "memory":
+        both = "" if args.speculator in ("ngram", "auto") else f", or memory+{args.speculator}"
         raise ValueError(
-            f"--memory-file keeps what a memory remembers, and --speculator {args.speculator} has none: take memory, "
-            f"or memory+{args.speculator}"
+            f"--memory-file keeps what a memory remembers, and --speculator {args.speculator} has none: take memory"
+            + both
         )
 
 

@@ -6,7 +6,7 @@ import argparse
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from .common import SPECULATOR_HELP, TREE_HELP, add_proposal_options, asked_for, command, tree_of
+from .common import SPECULATOR_HELP, TREE_HELP, add_proposal_options, asked_for, command, draft_of, tree_of
 from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ Answers POST /v1/chat/completions, /v1/completions, /v1/responses, and GET /metr
 def add_serve(commands: Any) -> None:
     """Declare ``hf-spec serve``."""
     add = command(commands, _serve, "serve", "answer OpenAI's clients with a target that guesses", MORE, USAGE)
-    add("--speculator", required=True, metavar="X", help=SPECULATOR_HELP)
+    add("--speculator", type=draft_of, required=True, metavar="X", help=SPECULATOR_HELP)
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
     add_memory_file(add)

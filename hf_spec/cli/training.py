@@ -11,6 +11,7 @@ from .common import (
     add_device_options,
     at_least,
     command,
+    draft_of,
     json_object,
     sampling,
     temperature_of,
@@ -70,7 +71,7 @@ def add_prepare(commands: Any) -> None:
         metavar="N",
         help="conversations or examples read together (%(default)s)",
     )
-    add("--speculator", metavar="X", help="to answer faster: ngram, mtp, or a draft")
+    add("--speculator", type=draft_of, metavar="X", help="to answer faster: ngram, mtp, or a draft")
     add("--features", metavar="DIR", help="let the target read the examples; keep there what drafts are trained on; "
         "for `features:` in the recipe; goes on where DIR ends")  # fmt: skip
     add("--layers", type=int, nargs="*", metavar="N", help="hidden states that are kept besides the last ones; none "

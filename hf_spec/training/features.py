@@ -40,6 +40,7 @@ logger = logging.get_logger(__name__)
 
 FORMAT = 1
 LAST = -1  # the layer whose states the output layer reads; no other is less
+AGAIN = "make it again by cache_features, or by hf-spec train beside the whole target: only this shard is read anew"
 WAITING = 1  # shards in the writer's hands while the next one is read
 
 
@@ -340,7 +341,7 @@ def _name(number: int) -> str:
 
 def _open_shard(path: Path, size: int) -> Any:
     if not path.exists():
-        raise _damaged(path, "is missing")
+        raise OSError(f"{path.name} of the feature cache in {path.parent} is missing: {AGAIN}")
     if (found := path.stat().st_size) != size:
         raise _damaged(path, f"has {found} bytes instead of {size}")
     try:
@@ -357,10 +358,7 @@ def _places(number: int, shard: Any) -> Iterator[tuple[int, _Place]]:
 
 
 def _damaged(path: Path, how: str) -> OSError:
-    return OSError(
-        f"{path.name} of the feature cache in {path.parent} {how}: remove it and repeat the call of cache_features, "
-        "which makes only this shard again"
-    )
+    return OSError(f"{path.name} of the feature cache in {path.parent} {how}: remove it, and then {AGAIN}")
 
 
 @dataclass

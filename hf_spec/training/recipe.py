@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     set_seed,
 )
+from transformers.utils import logging
 
 from ..checkpoints.files import looking_for
 from ..checkpoints.kinds import config_classes
@@ -49,6 +50,8 @@ FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size"
 RESULTS = ("config.json", "adapter_config.json", "model.safetensors")
 COUNTED = 10_000  # examples of a stream, to choose the tokens of a smaller vocabulary
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
+
+logger = logging.get_logger(__name__)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -234,7 +237,10 @@ def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
     """Load what finished caches keep of the target; ``None`` if it has still to make one."""
     try:
         caches = [FeatureCache(Path(directory, part)) for part in parts]
-    except (OSError, ValueError):  # not begun, or a file of it was removed because it was damaged
+    except OSError as error:  # a file of it was removed because it was damaged
+        logger.warning(f"{error}. The whole target is loaded for that")
+        return None
+    except ValueError:  # not begun, or not finished
         return None
     return caches[0].load_target()
 
