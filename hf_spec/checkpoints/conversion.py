@@ -96,13 +96,7 @@ def _in_layout(draft: DraftModel, to: str) -> Files:
     if to not in draft.layouts:
         kind = draft.config.speculators_model_type
         raise ValueError(f"a draft of kind {kind!r} has no {to} layout; use to='speculators'")
-    try:
-        return draft.layouts[to](draft)
-    except ValueError as error:
-        if not (borrowed := " and ".join(draft.config.shared_with_target or ())):
-            raise
-        whole = f"convert with --whole TARGET (whole=True, target=...) writes in {borrowed}, which it borrows"
-        raise ValueError(f"{error}; {whole}") from error
+    return draft.layouts[to](draft)
 
 
 def _write(files: Files, path: Path) -> None:

@@ -49,7 +49,7 @@ def write_deepspec(draft: Any) -> Files:
     unsaid = [
         (not config.sample_from_anchor, "does not guess from the root's slot"),
         ("sliding_attention" in config.layer_kinds, "has sliding layers"),
-        (bool(config.shared_with_target), "has no embeddings or no head of its own"),
+        (bool(config.shared_with_target), "has no embeddings or no head of its own (--whole TARGET writes them in)"),
     ]
     heads = {name: getattr(config, name) for name in HEADS}
     ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
