@@ -20,7 +20,9 @@ if TYPE_CHECKING or not _is_command:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import the public names where the command has not yet done so."""
+        """Import the public names where the command has not yet done so, and the folders that users name."""
+        if name in ("bench", "demo", "doctor", "training"):
+            return import_module(f".{name}", __name__)
         names = import_module(".public", __name__)
         if name == "__all__" or name in names.__all__:
             return getattr(names, name)

@@ -470,6 +470,11 @@ def test_help_and_mistakes_import_nothing_that_takes_long(argv):
     assert "docs/" not in out and "examples/" not in out  # which the wheel does not have
 
 
+def test_submodules_are_there_after_an_import_of_the_package():
+    names = "hf_spec.doctor.diagnose, hf_spec.training.DraftTrainer, hf_spec.bench.run_bench, hf_spec.demo.path"
+    subprocess.run([sys.executable, "-c", f"import hf_spec; assert all(map(callable, ({names})))"], check=True)
+
+
 def test_the_module_is_the_command():
     where = {"PYTHONPATH": str(Path(hf_spec.__file__).parents[1]), "PYTHONPROFILEIMPORTTIME": "1"}
     call = [sys.executable, "-m", "hf_spec", "--version"]

@@ -89,6 +89,12 @@ def test_a_draft_without_mistakes_is_blamed_for_none(target: PreTrainedModel, ki
     assert f"{1 + sum(found.measured):.2f}" in str(found)
 
 
+def test_nothing_is_explained_where_guesses_are_accepted(target: PreTrainedModel) -> None:
+    found = examine(target, copy.deepcopy(target))
+    assert found.findings == [] and found.measured == [1.0] * 5
+    assert "5.00 of 5 guesses" in str(found) and "cause" not in str(found)
+
+
 def test_a_draft_for_another_target_is_known_by_its_name(target: PreTrainedModel) -> None:
     draft = load("eagle3")
     draft.config.speculators_config["verifier"]["name_or_path"] = "somebody/another-model"

@@ -343,6 +343,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("error:Passing")  # of inputs_embeds, which nobody gave
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(case: str, model: PreTrainedModel) -> None:
     cause, options, speculation = REFUSED[case]

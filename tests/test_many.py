@@ -283,6 +283,7 @@ def test_the_engine_samples_from_the_targets_distribution() -> None:
     ("given", "problem"),
     [
         ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor has to see the text"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor has to see the text"),
         ({"stop_strings": ["a"], "tokenizer": tokenizer()}, "stop_strings: the engine ends requests"),
         ({"logits_processor": LogitsProcessorList([Shifting()])}, "it takes no logits_processor"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "it takes no prefix_allowed_tokens_fn"),
@@ -290,6 +291,7 @@ def test_the_engine_samples_from_the_targets_distribution() -> None:
         ({"cache_implementation": "static"}, "no cache_implementation"),
     ],
 )
+@pytest.mark.filterwarnings("error:Passing")  # of inputs_embeds, which nobody gave
 def test_what_the_engine_would_drop_is_decoded_in_batches(given: dict[str, Any], problem: str) -> None:
     for speculator in (None, "ngram"):
         with pytest.raises(ValueError, match=problem):

@@ -92,7 +92,7 @@ def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path,
     capsys.readouterr()
     call[2] = str(tmp_path / "mixed")
     assert main([*call, "--max-new-tokens", "13"]) == 1
-    assert "max_new_tokens was 12, not 13" in capsys.readouterr().err and not (tmp_path / "mixed").exists()
+    assert "--max-new-tokens was 12, not 13" in capsys.readouterr().err and not (tmp_path / "mixed").exists()
     assert main([*call, "--cut-answers", "drop"]) == 1  # all of them
     assert "no example is left to train on: 3 examples have an answer that was cut off" in capsys.readouterr().err
 
@@ -363,7 +363,23 @@ def test_examples_are_no_longer_than_the_target_has_positions(stories: Path, tmp
     assert main(["prepare", str(stories), str(out), "--target", str(target)]) == 0
     rows = datasets.load_from_disk(str(out))["train"]
     assert max(map(len, rows["input_ids"])) == 40
-    assert "max_length is 2048, but the target has 40 positions" in caplog.text
+    assert "examples may have 2048 tokens, but the target has 40 positions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("--max-length 2", "--max-length is 2, but"),
+        ("--held-out 500", "--held-out is 500, but"),
+        ("--text-column story", "or name the text with --text-column\n"),
+        ("--max-length 16 --too-long drop", "examples are longer than --max-length"),
+    ],
+)
+def test_prepare_names_options_as_they_are_typed(
+    options: str, problem: str, stories: Path, tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["prepare", str(stories), str(tmp_path / "rows"), "--target", TARGET, *options.split()]) == 1
+    assert problem in capsys.readouterr().err
 
 
 def test_prepared_data_are_not_prepared_again(stories: Path, tmp_path: Path, capsys: Any) -> None:

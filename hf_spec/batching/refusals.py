@@ -60,7 +60,7 @@ def processors_of(model: Any, generation_config: GenerationConfig) -> LogitsProc
     """Return the processors that plain ``generate`` makes of the options; some need the ends of texts as tensors."""
     prepared = copy.deepcopy(generation_config)
     model._prepare_special_tokens(prepared, True, device=input_device(model))
-    processors: LogitsProcessorList = model._get_logits_processor(prepared)
+    processors: LogitsProcessorList = model._get_logits_processor(prepared, input_ids_seq_length=1)  # 0 is for embeds
     return processors
 
 

@@ -119,6 +119,9 @@ def _answer(one: Completion, ends: Any) -> dict[str, Any]:
 
 
 def _tell(new: int, before: int, path: Any, counts: Any) -> None:
+    if before and not new:
+        print(f"all {before} answers were in {path} already", file=sys.stderr)
+        return
     earlier = f", beside {before} that were there" if before else ""
     told = f"mean accepted length {counts.mean_accepted_length:.2f}, acceptance rate {counts.acceptance_rate:.1%}"
     print(f"{new} answers were written to {path}{earlier}: {told}", file=sys.stderr)

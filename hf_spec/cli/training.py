@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def add_prepare(commands: Any) -> None:
     add("--packing", action="store_true", help="put several documents into an example")
     add("--held-out", type=at_least(0), metavar="N", help="examples kept for evaluation (a tenth, at most 64)")
     add("--num-proc", type=at_least(1), metavar="N", help="processes")
-    add("--regenerate", metavar="FILE", help="let the target answer anew, into FILE.jsonl; goes on where it ends")
+    add("--regenerate", metavar="FILE.jsonl", help="let the target answer anew, into that; goes on where it ends")
     add("--endpoint", metavar="URL", help="let a server answer that has OpenAI's chat completions below URL "
         "(http://localhost:8000/v1), --batch-size requests at once; its key: OPENAI_API_KEY")  # fmt: skip
     add("--endpoint-model", metavar="NAME", help="what the server calls the target (what --target says)")
@@ -80,6 +81,20 @@ def add_prepare(commands: Any) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
+    try:
+        _write_prepared(args)
+    except ValueError as error:
+        raise ValueError(_as_typed(str(error), [name for name in vars(args) if "_" in name])) from error
+
+
+def _as_typed(message: str, names: list[str]) -> str:
+    """Write in a ``message`` of Python's functions their arguments as the options are called."""
+    return re.sub(
+        rf"\b({'|'.join(names)})\b(=True|=(?!\w))?", lambda found: f"--{found[1].replace('_', '-')}", message
+    )
+
+
+def _write_prepared(args: argparse.Namespace) -> None:
     _need_extra()
     from transformers import AutoConfig, AutoTokenizer
 

@@ -373,9 +373,9 @@ class Call:
         counts = self.stats.counts
         if counts.accepted == 0 and counts.offered and counts.offered[0] >= NEVER_RIGHT:
             logger.warning_once(
-                f"{type(self.speculator).__name__}: in {NEVER_RIGHT} or more steps not one guess was accepted. They "
-                "only cost time. So guess drafts that were made for another target, or with another tokenizer of the "
-                "same size, and n-grams in a text that repeats nothing."
+                f"{type(self.speculator).__name__}: none of its guesses was right in {NEVER_RIGHT} steps or more, so "
+                "they only cost time. Either the draft is not trained yet, or it was trained for another target or "
+                "tokenizer, or it is n-grams and the text repeats nothing."
             )
 
 

@@ -23,6 +23,7 @@ from .evidence import Answer, answered, survival
 WORTH = 0.05  # tokens per step that a change must gain to be named, and
 SURE = 3.0  # standard errors of that gain over the tokens of the answers
 COVERED = 0.9  # of the answers' tokens must be among those that the draft can guess
+WELL = 0.5  # of the guesses are accepted: that needs no explanation
 FEW = 8  # prompts that say little
 ANOTHER = "another target"
 
@@ -39,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Hold what was measured and what was found, the likeliest cause first; ``str()`` is for people.
+    """Hold what was measured and what was found, the likeliest cause first if any; ``str()`` is for people.
 
     ``measured`` and ``expected`` are the shares of steps that accept a guess at each depth: in ``generate``, and by
     teacher forcing behind the same tokens. ``changed`` says what τ would be for everything that was set otherwise.
@@ -63,6 +64,8 @@ class Diagnosis:
         for place, one in enumerate(self.findings):
             title = "likeliest cause" if place == 0 else "also"
             lines += [f"{title}: {one.cause}", f"  seen by: {one.evidence}", f"  do: {one.cure}"]
+        if not self.findings:
+            lines += [f"nothing to explain: {sum(self.measured):.2f} of {len(self.measured)} guesses are accepted"]
         if self.changed:
             lines += ["", f"what was tried (τ behind every token; {self.tau:.2f} as it is)"]
             lines += [f"  {tau:5.2f}  {what}" for what, tau in self.changed.items()]
@@ -101,7 +104,7 @@ def diagnose(
     measured, expected = case.measured(), case.expected()
     findings.sort(key=lambda one: -one.gain)
     if all(finding.cause == ANOTHER for finding in findings):  # a name says little
-        findings.append(case.nothing_else())
+        findings = [] if sum(measured) >= WELL * len(measured) else [*findings, case.nothing_else()]
     return Diagnosis(
         len(answers),
         sum(len(answer.row.tokens) for answer in answers),

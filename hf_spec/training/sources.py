@@ -88,7 +88,9 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     Errors: those of ``prepare_dataset``; a ValueError if no example would be left to train on.
     """
     if (length := options.get("max_length", MAX_LENGTH)) > positions > 0:
-        logger.warning(f"max_length is {length}, but the target has {positions} positions: it is cut to that")
+        logger.warning(
+            f"examples may have {length} tokens, but the target has {positions} positions: they are cut to that"
+        )
         options["max_length"] = positions
     parts = data if isinstance(data, list) else [(data, 1.0)]
     made = [prepare_dataset(part, tokenizer, **options) for part, _ in parts]
