@@ -94,6 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(hub.files[name], 200, {"ETag": f'"{hashlib.sha256(hub.files[name]).hexdigest()}"'})
         elif name is not None:
             self.send(b"", 404, {"X-Error-Code": "EntryNotFound"})
+        elif "/resolve/" in self.path:
+            self.send(b"", 404, {"X-Error-Code": "RepoNotFound"})
         else:
             self.say({"error": f"no {self.path}"}, 404)
 

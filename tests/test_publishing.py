@@ -282,6 +282,7 @@ PUBLISH = """
 import sys
 sys.path[:0] = {paths!r}
 from pathlib import Path
+import pytest
 from test_publishing import CALL, IDS, trained
 from test_trainer import eagle3, sharp_target
 from transformers import AutoModel, AutoTokenizer
@@ -295,6 +296,8 @@ for name, tensor in trainer.draft.state_dict().items():
     assert tensor.equal(loaded.state_dict()[name]), name
 assert target.generate(IDS, speculator="me/draft", **CALL).equal(target.generate(IDS, **CALL))
 assert AutoTokenizer.from_pretrained("me/draft").vocab_size == tokenizer.vocab_size
+with pytest.raises(ValueError, match="'me/other' is not found: .* the Hub has none of this name"):
+    target.generate(IDS, speculator="me/other", **CALL)
 """
 
 

@@ -339,6 +339,13 @@ def test_the_command_reads_the_options_of_transformers(monkeypatch):
     assert made["dtype"] == "float32" and made["host"] == "localhost"
 
 
+def test_a_revision_of_a_target_is_left_to_transformers(monkeypatch):
+    made = []
+    monkeypatch.setattr("hf_spec.serving.server.Server", lambda *args, **options: made.append(args[:2]))
+    assert main(["serve", "org/model@v1", "--speculator", "ngram"]) == 0
+    assert made == [("org/model@v1", "ngram")]
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -30,7 +30,7 @@ WEIGHT_FILES = (
 # Why there is no model of a name, by what transformers' error was raised from.
 NOWHERE: dict[type, str] = {
     HFValidationError: "it cannot be a name on the Hub",
-    LocalEntryNotFoundError: "it was not downloaded before, and the Hub cannot be reached (no connection, or "
+    LocalEntryNotFoundError: "it was not downloaded before, nor can the Hub be reached (no connection, or "
     "HF_HUB_OFFLINE is set)",
     RepositoryNotFoundError: "the Hub has none of this name that you may read (`hf auth login`)",
 }

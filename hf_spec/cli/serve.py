@@ -62,9 +62,9 @@ def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:
 
     try:
         outline = outline_of(target)
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError):  # code of its own, a GGUF file, or a revision, of which transformers knows more
+    except (OSError, ValueError) as error:  # code of its own, a GGUF file, or name@revision: transformers knows more
+        if isinstance(error, FileNotFoundError) and "@" not in target:
+            raise
         return to_be_read(name)
     return load_drafts(outline, [name], dtype or "auto", lambda draft: [config(draft)]).get(name) or to_be_read(name)
 
