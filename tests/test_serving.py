@@ -339,11 +339,12 @@ def test_the_command_reads_the_options_of_transformers(monkeypatch):
     assert made["dtype"] == "float32" and made["host"] == "localhost"
 
 
-def test_a_revision_of_a_target_is_left_to_transformers(monkeypatch):
+@pytest.mark.parametrize("name", ["org/model@v1", "org/model:file.gguf"])
+def test_a_revision_or_a_file_of_a_target_is_left_to_transformers(name, monkeypatch):
     made = []
     monkeypatch.setattr("hf_spec.serving.server.Server", lambda *args, **options: made.append(args[:2]))
-    assert main(["serve", "org/model@v1", "--speculator", "ngram"]) == 0
-    assert made == [("org/model@v1", "ngram")]
+    assert main(["serve", name, "--speculator", "ngram"]) == 0
+    assert made == [(name, "ngram")]
 
 
 @pytest.mark.parametrize(

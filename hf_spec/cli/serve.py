@@ -62,8 +62,8 @@ def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:
 
     try:
         outline = outline_of(target)
-    except (OSError, ValueError) as error:  # code of its own, a GGUF file, or name@revision: transformers knows more
-        if isinstance(error, FileNotFoundError) and "@" not in target:
+    except (OSError, ValueError) as error:  # code of its own, or ORG/MODEL@REVISION:FILE: transformers knows more
+        if isinstance(error, FileNotFoundError) and not {"@", ":"} & set(target):
             raise
         return to_be_read(name)
     return load_drafts(outline, [name], dtype or "auto", lambda draft: [config(draft)]).get(name) or to_be_read(name)
