@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its list of names lacks
 from safetensors.torch import save_file
 from transformers.utils import logging
 

@@ -50,7 +50,7 @@ class FeedbackDrafter(StaticDrafter):
     def _read_prompt(self) -> None:
         """Read the pairs that lie in the prompt."""
         tokens, mask, features = pairs_of_prompt(self._request, self.device)
-        beside = {"features": features.to(self._draft.dtype)}
+        beside = {"features": features.to(self.dtype)}
         for reader in self._readers:
             hidden = reader.read_prompt(tokens, mask, **beside)
             self._behind.append(hidden[:, -1:].clone())

@@ -92,7 +92,7 @@ def _problem(checkpoint: Path) -> str:
             return f"has a {path.name} that is cut off"
     if not checkpoint.joinpath(STATE).exists():
         return f"has no {STATE}"
-    return "" if any(True for name in WEIGHTS for _ in checkpoint.glob(name)) else "has no weights"
+    return "" if any(any(checkpoint.glob(name)) for name in WEIGHTS) else "has no weights"
 
 
 def _is_whole(path: Path) -> bool:
