@@ -32,6 +32,7 @@ from hf_spec import NgramSpeculator, Proposal, SpeculationConfig
 from hf_spec.scoring import rings
 from hf_spec.scoring.compiled import CompiledForward
 from hf_spec.scoring.factory import runner_for
+from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache, new_static_cache, prompt_kwargs
 from hf_spec.scoring.rings import Ring, fewest_slots, power_of_two, ring_size
 from hf_spec.scoring.static import StaticSlotCache
@@ -315,7 +316,7 @@ class Forwards:
         run = CompiledForward._run
 
         def noted(forward: CompiledForward, inputs: dict[str, Any]) -> Any:
-            cache, before = inputs["past_key_values"], forward.graphs.made
+            cache, before = inputs[CACHE], forward.graphs.made
             shape = (*inputs["input_ids"].shape, *sorted(cache.rings))
             self.addresses.add(cache.layers[0].keys.data_ptr())
             outputs = run(forward, inputs)

@@ -29,6 +29,7 @@ from ..checkpoints.resolve import as_speculator
 from ..drafts.base import network_of
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
+from ..scoring.names import CACHE
 from ..scoring.plain import input_device
 from ..scoring.rings import power_of_two
 from ..scoring.widths import now
@@ -250,7 +251,7 @@ class _Bench:
         if self.settings.temperature:
             options = {"do_sample": True, "temperature": self.settings.temperature}
         if method.compiled:
-            options |= {"past_key_values": self._static_cache(inputs), "compile_config": EVERYWHERE}
+            options |= {CACHE: self._static_cache(inputs), "compile_config": EVERYWHERE}
         models = [self.target] if method.draft is None else [self.target, method.draft]
         with _constant_length(method), ForwardClock(models) as clock:
             start = now(input_device(self.target))

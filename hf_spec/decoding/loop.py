@@ -21,6 +21,7 @@ from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
+from ..scoring.names import CACHE, cache_among
 from ..scoring.products import quick_products
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
@@ -84,7 +85,7 @@ class SpeculativeDecoding:
         config = speculator.settings(self.config)
         ranks = Ranks(model)
         text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
-        is_static = isinstance(model_kwargs.get("past_key_values"), StaticCache)
+        is_static = isinstance(cache_among(model_kwargs), StaticCache)
         samples = bool(generation_config.do_sample)
         if config.tree == "auto":
             config = chain = config.merge(tree=None)
@@ -166,7 +167,7 @@ class Call:
             pace.worth = None  # a guess counts only if all rows' are right, whatever its chance
         self.target = runner_for(
             model,
-            model_kwargs.get("past_key_values", model_kwargs.get("cache_params")),
+            cache_among(model_kwargs),
             speculator.feature_layers(model),
             self.record.hidden_states,
             one_chain=config.tree is None,
@@ -359,13 +360,13 @@ class Call:
         sequences = self.text.finish()
         self.speculator.learn(self.text.unpadded(self.prompt_mask))
         emitted = self.text.length - self.text.prompt_length
-        cache = self.target.release(emitted - 1) if self._returns_cache else None
+        cache: Any = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:
             return sequences
         return SpeculativeOutput(
             sequences=cast(torch.LongTensor, sequences),
-            past_key_values=cache,
             speculation=self.stats,
+            **{CACHE: cache},
             **self.record.outputs(emitted),
         )
 

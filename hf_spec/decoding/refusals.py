@@ -9,8 +9,9 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
-from ..scoring.architectures import CACHES, drops_cache, keeps_own_states, why_no_trees, why_unsupported
+from ..scoring.architectures import drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from ..scoring.cache import has_states
+from ..scoring.names import CACHES, cache_among
 from ..settings import SpeculationConfig
 from .text import Text
 
@@ -54,7 +55,7 @@ def refuse_call(
         prompt = _length_of_prompt(generation_config, model_kwargs, text.prompt_length)
         longest = prompt + text.stops.max_length - text.prompt_length
         _refuse_growing_rope(model, model_kwargs, prompt, longest)
-        _refuse_short_cache(model_kwargs.get("past_key_values"), longest - 1)
+        _refuse_short_cache(cache_among(model_kwargs), longest - 1)
 
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ def refuse_cache(implementation: str | None) -> None:
 def _refuse_target(
     model: PreTrainedModel, model_kwargs: dict[str, Any], config: SpeculationConfig, batch: int
 ) -> None:
-    cache = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    cache = cache_among(model_kwargs)
     if isinstance(cache, StaticCache):
         _refuse_static(model, cache)
     if (reason := why_unsupported(model, cache, batch)) is not None:
@@ -118,8 +119,8 @@ def _refuse_target(
         )
     if batch > 1 and has_states(cache) and getattr(cache, "_is_user_defined", False):
         raise _refusal(
-            "past_key_values with recurrent states cannot be handed back for several rows, which end at different "
-            "lengths; pass one row, or no past_key_values"
+            "a cache with recurrent states cannot be handed back for several rows, which end at different "
+            "lengths; pass one row, or no cache"
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation.startswith("flash") and (batch > 1 or config.tree is not None):

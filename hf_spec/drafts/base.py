@@ -18,6 +18,7 @@ from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..proposal import Proposal
+from ..scoring.names import CACHE
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
 if TYPE_CHECKING:
@@ -154,12 +155,15 @@ class DraftOutput(ModelOutput):
     """Hold one step of a draft.
 
     ``logits`` (batch, length, draft vocabulary); ``hidden_states`` (batch, length, hidden) are what the next step is
-    fed; ``past_key_values`` is the cache that was passed, grown by this step.
+    fed; the cache that was passed, grown by this step, has the name that transformers gives it.
     """
 
     logits: Tensor | None = None
     hidden_states: Tensor | None = None
-    past_key_values: Cache | None = None
+    if CACHE == "cache":  # and past_key_values is a property
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None  # type: ignore[misc, unused-ignore]
 
 
 class Drafter(ABC):

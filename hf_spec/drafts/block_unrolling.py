@@ -32,7 +32,7 @@ class _Context:
     def __init__(self) -> None:
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep the first keys and values (batch, key heads, length, size) of a layer, and give others back."""
         self.entries.setdefault(layer, (keys, values))
         return keys, values

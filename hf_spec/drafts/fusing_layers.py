@@ -40,9 +40,9 @@ class FusingLayer(nn.Module):
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
 
 
-class LlamaFusingLayer(FusingLayer, LlamaDecoderLayer):  # type: ignore[misc]
+class LlamaFusingLayer(FusingLayer, LlamaDecoderLayer):  # type: ignore[misc, unused-ignore]  # not from transformers 5.24 on
     """Be the first layer of an EAGLE-3 draft made of llama layers."""
 
 
-class Qwen3FusingLayer(FusingLayer, Qwen3DecoderLayer):  # type: ignore[misc]
+class Qwen3FusingLayer(FusingLayer, Qwen3DecoderLayer):  # type: ignore[misc, unused-ignore]  # not from transformers 5.24 on
     """Be the first layer of an EAGLE-3 draft made of qwen3 layers."""

@@ -41,7 +41,7 @@ class Gemma4Rotary(Gemma4TextRotaryEmbedding):
 class Gemma4FusingLayer(FusingLayer, Gemma4TextDecoderLayer):
     """Be the first layer of an EAGLE-3 draft made of Gemma 4 layers, which norm what they add."""
 
-    def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override, unused-ignore]
         """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
         return super().forward(hidden, embeds, shared_kv_states={}, **kwargs)  # layers of drafts share nothing
 

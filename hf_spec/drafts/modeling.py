@@ -19,6 +19,7 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..configuration import GEMMA, SpeculatorConfig
+from ..scoring.names import CACHE
 from ..scoring.products import product
 from ..settings import SpeculationConfig
 from .base import Speculator
@@ -54,7 +55,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", CACHE]  # noqa: RUF012
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4TextDecoderLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
@@ -222,8 +223,8 @@ class DraftModel(PreTrainedModel, Speculator):
                 *beside,
                 attention_mask=mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 position_embeddings=rotary,
+                **{CACHE: past_key_values},
             )
             beside = ()
         return hidden
@@ -239,8 +240,8 @@ class DraftModel(PreTrainedModel, Speculator):
                     config=layers,
                     inputs_embeds=hidden,
                     attention_mask=attention_mask,
-                    past_key_values=past_key_values,
                     position_ids=position_ids,
+                    **{CACHE: past_key_values},
                 )
                 for kind in dict.fromkeys(kinds)
             }

@@ -33,6 +33,7 @@ NOT_FOR_MANY = {
     "inputs_embeds": "pass prompts as token ids",
     "attention_mask": "pass prompts, which are padded here",
     "past_key_values": "every prompt is read from its beginning",
+    "cache": "every prompt is read from its beginning",
     "streamer": "completions come one by one; stream one prompt with generate",
     "return_dict_in_generate": "completions have their tokens and statistics",
     "output_scores": "call generate for scores",

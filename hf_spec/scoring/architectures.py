@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from .cache import has_states, unsupported_layer
+from .names import CACHES
 from .static import unsupported_static_layer
 
-CACHES = ("past_key_values", "cache_params", "state")
 OWN_STATES = ("minimax", "rwkv", "xlstm")
 REFUSED = {
     "cpmant": "it reads its prompt again in every forward",
@@ -78,7 +78,7 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
         return None
     known = arguments_of(model)
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
-        return f"{name} keeps no key-value cache of transformers (its forward takes no past_key_values)"
+        return f"{name} keeps no key-value cache of transformers (its forward takes no {CACHES[0]})"
     layer = unsupported_static_layer(cache) if isinstance(cache, StaticCache) else unsupported_layer(cache)
     if layer is not None:
         return f"the cache of {name} is {layer}, not one of attention and recurrent layers"

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..counting import uploaded
 from .graphs import Graphs, compiled_model, taking_turns
+from .names import CACHE
 from .rings import power_of_two
 from .runner import ModelRunner, Scores
 from .slots import Slots
@@ -187,9 +188,8 @@ class CompiledForward:
             config=model.config,
             inputs_embeds=torch.empty((*tokens.shape, 0), dtype=model.dtype, device=tokens.device),
             attention_mask=inputs.get("attention_mask"),
-            past_key_values=inputs.get("past_key_values"),
             position_ids=inputs.get("position_ids"),
-            **{name: inputs.get(name) for name in ("token_type_ids", "mm_token_type_ids")},
+            **{name: inputs.get(name) for name in (CACHE, "token_type_ids", "mm_token_type_ids")},
             is_first_iteration=False,
         )
         if isinstance(mask, dict):

@@ -16,11 +16,12 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from ..counting import uploaded
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
-from .architectures import CACHES, arguments_of, cache_name
+from .architectures import arguments_of, cache_name
 from .cache import SlotCache, keeps_everything, undo_reading
 from .features import Features, decoder_of
 from .hooks import NOTHING, hooked
 from .masks import Block
+from .names import CACHES
 from .plain import prompt_kwargs
 from .slots import Slots
 

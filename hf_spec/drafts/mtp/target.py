@@ -25,6 +25,7 @@ from transformers.modeling_layers import MtpModel
 
 from ...scoring.architectures import why_unsupported
 from ...scoring.cache import has_states
+from ...scoring.names import CACHE
 from ...settings import SpeculationConfig
 from ..base import Drafter, DraftOutput, Request, Speculator
 from ..feedback import FeedbackDrafter
@@ -138,9 +139,9 @@ class TargetMtp(MtpModel, Speculator):
             config=config,
             inputs_embeds=inputs_embeds,
             attention_mask=_padding.get(),
-            past_key_values=mtp_cache,
             position_ids=position_ids,
             layer_idx=layer_idx,
+            **{CACHE: mtp_cache},
         )
         return {"attention_mask": mask}
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...proposal import Proposal
 from ...scoring.factory import TOLERANCE
+from ...scoring.names import CACHE
 from ...scoring.plain import difference, input_device, new_cache, plain_logits, position_limit, prompt_kwargs
 from ...scoring.trials import in_short, tried_once
 from ..base import News, Request
@@ -51,7 +52,7 @@ class FixedReader:
         positions, masks = keys.begin(*given)
         mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
         said = self.model(
-            tokens, position_ids=positions, attention_mask=mask, past_key_values=keys, use_cache=True, return_dict=True
+            tokens, position_ids=positions, attention_mask=mask, use_cache=True, return_dict=True, **{CACHE: keys}
         )
         logits: Tensor = said.logits
         return logits

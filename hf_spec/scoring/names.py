@@ -1,0 +1,17 @@
+"""What transformers calls its cache: ``cache`` since 5.24, ``past_key_values`` before, other names in old models."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.masking_utils import create_causal_mask
+
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+CACHES = (CACHE, "past_key_values", "cache_params", "state")
+
+
+def cache_among(arguments: Mapping[str, Any]) -> Any:
+    """Return the cache among the ``arguments`` of ``generate`` or of a forward, or ``None`` if there is none."""
+    return next((arguments[name] for name in CACHES[:-1] if arguments.get(name) is not None), None)
