@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,18 @@ def test_generate_accepts_what_teacher_forcing_predicts(models, tokenizer, kind)
         assert out.speculation.steps == steps_by_teacher_forcing(right, prompt.shape[1], new_tokens)
         total, emitted = total + out.speculation.steps, emitted + new_tokens - 1
     assert emitted / total > 2  # so that there was something to predict
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["draft-vanilla", "draft-eagle3", "draft-medusa", "draft-mtp", "draft-dspark"])
+def test_no_name_is_used_that_transformers_gave_up(models, tokenizer, name, static) -> None:
+    """As ``past_key_values``, in 5.24: what warns today fails some versions later."""
+    draft = models[name] if name in models else AutoModel.from_pretrained(demo.path(name), dtype=torch.float32)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    options = {"cache_implementation": "static"} if static else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        out = models["target"].generate(
+            **inputs, **options, speculator=draft, max_new_tokens=8, do_sample=False, return_dict_in_generate=True
+        )
+    assert out.speculation.steps

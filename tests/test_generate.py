@@ -600,6 +600,18 @@ def test_a_cache_that_was_handed_in_holds_the_text(model: PreTrainedModel) -> No
     assert torch.equal(greedy(model, longer, past_key_values=cache), greedy(model, longer))
 
 
+@pytest.mark.parametrize("name", [CACHE, "past_key_values"])
+def test_a_cache_goes_by_the_name_of_transformers_and_by_its_old_one(name: str) -> None:
+    model, inputs = target(), prompts(1)
+    before = greedy(model, inputs, speculator=draft(), return_dict_in_generate=True)
+    longer = {"input_ids": torch.cat([before.sequences, before.sequences[:, :3]], dim=1)}
+    expected = greedy(model, longer)
+    out = greedy(model, longer, speculator=draft(), return_dict_in_generate=True, **{name: before[name]})
+    assert torch.equal(out.sequences, expected)
+    assert out[name] is getattr(out, name) is before[name]
+    assert before[name].get_seq_length() == expected.shape[1] - 1
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_an_empty_cache_is_filled(name: str) -> None:
     """One that was made without a configuration has no windowed layers."""

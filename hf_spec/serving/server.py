@@ -59,7 +59,7 @@ class Server(Serve):
         self._let_guess(loaded.model)
         models._load_model = _then(self._let_guess, models._load_model)  # it may be loaded anew, after POST /reset
         listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": ""}
-        models.get_gen_models = lambda: [listed]  # instead of all that was ever downloaded
+        models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all that was ever downloaded
         self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)
         handlers: dict[str, Any] = {
             "messages": self._chat_handler,
