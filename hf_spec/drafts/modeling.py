@@ -234,6 +234,7 @@ class DraftModel(PreTrainedModel, Speculator):
     ) -> list[Any]:
         layers = self.config.layers
         kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
+        cache: dict[str, Any] = {CACHE: past_key_values}
         if not isinstance(attention_mask, dict):
             attention_mask = {
                 kind: MASKS[kind](
@@ -241,7 +242,7 @@ class DraftModel(PreTrainedModel, Speculator):
                     inputs_embeds=hidden,
                     attention_mask=attention_mask,
                     position_ids=position_ids,
-                    **{CACHE: past_key_values},
+                    **cache,
                 )
                 for kind in dict.fromkeys(kinds)
             }
