@@ -18,7 +18,7 @@ from transformers.models.gemma4.modeling_gemma4 import (
 
 from .fusing_layers import FusingLayer
 
-__all__ = ["Gemma4FusingLayer", "Gemma4RMSNorm", "Gemma4Rotary", "Gemma4TextDecoderLayer"]
+__all__ = ["Gemma4DraftLayer", "Gemma4FusingLayer", "Gemma4RMSNorm", "Gemma4Rotary"]
 
 KIND = "full_attention"
 
@@ -36,6 +36,15 @@ class Gemma4Rotary(Gemma4TextRotaryEmbedding):
         frequencies, _ = self.rope_init_fns[KIND](config.per_layer_config[KIND], layer_type=KIND)
         for name in ("inv_freq", "original_inv_freq"):
             init.copy_(getattr(self, f"{KIND}_{name}"), frequencies)
+
+
+class Gemma4DraftLayer(Gemma4TextDecoderLayer):
+    """Be a layer of a draft, whose layers share nothing; some versions leave keys for others all the same."""
+
+    def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override, unused-ignore]
+        """Return what follows ``hidden`` (batch, length, hidden)."""
+        hidden = super().forward(hidden, shared_kv_states={}, **kwargs)
+        return hidden
 
 
 class Gemma4FusingLayer(FusingLayer, Gemma4TextDecoderLayer):

@@ -32,6 +32,6 @@ def classes_of(model_type: str) -> LayerClasses:
         from . import gemma4  # whose module in transformers is large, and few drafts need it
 
         return LayerClasses(
-            gemma4.Gemma4TextDecoderLayer, gemma4.Gemma4FusingLayer, gemma4.Gemma4RMSNorm, gemma4.Gemma4Rotary
+            gemma4.Gemma4DraftLayer, gemma4.Gemma4FusingLayer, gemma4.Gemma4RMSNorm, gemma4.Gemma4Rotary
         )
     return CLASSES[model_type]

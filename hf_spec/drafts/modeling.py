@@ -56,7 +56,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _supports_flash_attn = True
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", CACHE]  # noqa: RUF012
-    _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4TextDecoderLayer"]  # noqa: RUF012
+    _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
     ends_chains: ClassVar[bool] = False  # its drafters ask ``Request.goes_on`` after each guess of a chain
