@@ -21,7 +21,7 @@ from .cache import SlotCache, keeps_everything, undo_reading
 from .features import Features, decoder_of
 from .hooks import NOTHING, hooked
 from .masks import Block
-from .names import CACHES
+from .names import CACHE, CACHES
 from .plain import prompt_kwargs
 from .slots import Slots
 
@@ -419,7 +419,7 @@ def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
 
     An embedding in old decoders, a decoder inside a wrapper that does not pass them on in some new ones.
     """
-    wanted = {"past_key_values_length", "position_ids"}
+    wanted = {f"{CACHE}_length", "position_ids"}
     embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     found = [module for module in embeddings if wanted.issubset(arguments_of(module))]
     decoder = decoder_of(model)
