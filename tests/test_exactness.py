@@ -25,6 +25,7 @@ from hf_spec import NgramSpeculator, SpeculationConfig
 from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
 from hf_spec.scoring.cache import SlotCache
 from hf_spec.scoring.masks import Block
+from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache
 from hf_spec.scoring.selfcheck import check_target
 from hf_spec.scoring.slots import Slots
@@ -172,7 +173,9 @@ def verdict(name: str, kind: str, batches: Sequence[int] = (3,), seeds: Sequence
 
 
 def test_documentation_knows_every_architecture() -> None:
-    assert sorted(documented()) == sorted(names("all"))
+    """The table is of the newest version of transformers: an older one lacks some."""
+    assert not set(names("all")) - set(documented())
+    assert set(documented()) == set(names("all")) or CACHE == "past_key_values"
 
 
 @pytest.mark.slow

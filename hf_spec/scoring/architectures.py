@@ -21,6 +21,7 @@ from .static import unsupported_static_layer
 OWN_STATES = ("minimax", "rwkv", "xlstm")
 REFUSED = {
     "cpmant": "it reads its prompt again in every forward",
+    "dory": "its loops read keys from the layers of the cache, past what a block is shown",
     "prophetnet": "it goes on from its cache with one token at a time only",
     "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
     "roformer": "it gives all rows the same positions",
@@ -28,6 +29,7 @@ REFUSED = {
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
 ONE_ROW = {
     "gpt_neo": "its causal mask counts columns from one place for the whole batch",
+    "inkling2_loop_text": _BIAS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,
     "rwkv": "its own single steps mix the rows of a batch",
