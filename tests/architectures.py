@@ -12,7 +12,9 @@ import copy
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -203,11 +205,15 @@ SEEDS: dict[str, int] = {
     }.items()
     for name in names.split()
 }
+_FAILS = pytest.mark.skipif(
+    transformers.__version__ == "5.24.0", reason="its forward fails in transformers 5.24.0 itself"
+)
+LLAMA4 = pytest.param("vl:llama4", marks=_FAILS)
 # In the mapping but left out: composite configurations of classes that have a `_text` or `vl:` entry, drafts that need
-# another model's cache, codebook inputs, and blt, whose own `generate` fails.
+# another model's cache, codebook inputs, and those whose own `generate` fails: blt, and dory behind a window.
 SKIPPED = (
     "llama4 qwen3_5 qwen3_5_moe qwen4_exp dots3_note gemma3n gemma4_assistant gemma4_unified_assistant"
-    " musicgen musicgen_melody blt"
+    " musicgen musicgen_melody blt dory"
 ).split()
 RECURRENT = """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid granitemoehybrid:nope inkling2_text
     inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build, prompts
+from architectures import LLAMA4, build, prompts
 from golden import CLOSE, GOLDENS, outputs, tiny_target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -129,7 +129,7 @@ def test_a_layer_of_another_kind_serves_any_target() -> None:
     assert torch.equal(target.generate(ids, speculator=draft.eval(), **call), plain)
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "llama4_text", "vl:llama4", "modernbert-decoder"])
+@pytest.mark.parametrize("name", ["gemma4_text", "llama4_text", LLAMA4, "modernbert-decoder"])
 @torch.no_grad()
 def test_the_last_state_of_every_token_of_the_prompt_is_read(name: str) -> None:
     """Gemma 4 gives the last one only if the logits of one are wanted; of the others get_decoder is no decoder."""
