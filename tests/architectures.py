@@ -191,7 +191,7 @@ SEEDS: dict[str, int] = {
         3: "prophetnet",
         4: "apertus blenderbot-small xlm-roberta-xl",
         5: "roberta-prelayernorm",
-        6: "bart mvp trocr",
+        6: "apertus1p5_text bart mvp trocr",
         7: "git",
         22: "openai-gpt rembert",
         45: "roformer",
@@ -215,10 +215,10 @@ SKIPPED = (
     "llama4 qwen3_5 qwen3_5_moe qwen4_exp dots3_note gemma3n gemma4_assistant gemma4_unified_assistant"
     " musicgen musicgen_melody blt dory"
 ).split()
-RECURRENT = """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid granitemoehybrid:nope inkling2_text
-    inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text
-    qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rwkv vl:lfm2_vl vl:qwen3_5 xlstm
-    zamba zamba2 zamba2:rope zaya""".split()
+RECURRENT = """bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid granitemoehybrid:nope inkling2_loop_text
+    inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h
+    olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rwkv vl:lfm2_vl vl:qwen3_5
+    xlstm zamba zamba2 zamba2:rope zaya""".split()
 
 CORE = tuple(
     """llama qwen3 gpt2 gpt_neox opt phi gptj codegen stablelm glm4

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.masking_utils import create_causal_mask
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
-CACHES = (CACHE, "past_key_values", "cache_params", "state")
+CACHES = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params", "state")))
 
 
 def cache_among(arguments: Mapping[str, Any]) -> Any:
