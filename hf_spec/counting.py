@@ -11,6 +11,7 @@ from torch import Tensor
 
 LEAST = 128  # numbers that are made at once
 FIRST = -2  # the smallest one
+SHARED = ("cpu", "mps", "meta")  # devices that no pinned memory is needed for: it is theirs, too, or there is none
 
 
 def numbers(count: int, device: torch.device, start: int = 0) -> Tensor:
@@ -38,9 +39,9 @@ def _repeated(number: int, count: int, device: torch.device) -> Tensor:
 
 
 def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Put numbers, lists of them or lists of lists on ``device``; a CUDA device is not waited for."""
+    """Put numbers, lists of them or lists of lists on ``device``; a GPU is not waited for."""
     here = torch.tensor(values)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    return here.pin_memory().to(device, non_blocking=True) if device.type not in SHARED else here.to(device)
 
 
 def alone(count: int, device: torch.device) -> Tensor:

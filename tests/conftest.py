@@ -8,12 +8,15 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+import simulated_device
 import torch
 
 import hf_spec.decoding.pace
 from hf_spec.decoding.pace import Pace
 
 torch.set_num_threads(1)
+if simulated_device.is_wanted():
+    simulated_device.make()
 
 
 @pytest.fixture(autouse=True)

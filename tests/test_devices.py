@@ -1,6 +1,6 @@
 """What holds on the CPU holds on a GPU, and where target and draft sit on different devices.
 
-Every test runs on the CPU too, where it cannot rot; the GPU then has the CPU's results to meet.
+Every test runs on the CPU and on a simulated device, too, where it cannot rot; the GPU has the CPU's results to meet.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_device
 import torch
 from architectures import prompts
 from test_trainer import STEPS, arguments, eagle3, losses, medusa, mtp, sharp_target, text
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import CompileConfig, ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import SHAPES, noisy, target
 
-from hf_spec import SpeculationConfig
+from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig, generate_many
 from hf_spec.counting import uploaded
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
@@ -27,7 +29,11 @@ from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.drafts.peagle.configuration import PEagleSpeculatorConfig
 from hf_spec.training import DraftTrainer, new_draft, unroll
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES: list[Any] = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+if simulated_device.is_wanted():
+    DEVICES = [simulated_device.NAME]
+ELSEWHERE = DEVICES[-1:]  # for what other tests show on the CPU
+PRECISIONS = ["float32"] if simulated_device.is_wanted() else ["float32", "bf16"]  # Trainer knows who has bfloat16
 LAYERS = {"num_hidden_layers": 2, "head_dim": 8}
 BLOCKS = {"aux_hidden_state_layer_ids": [0, 1, 2], "mask_token_id": 3, "block_size": 5}
 HEADS = {"markov_rank": 8, "markov_head_type": "rnn"}
@@ -74,6 +80,91 @@ def test_same_text_as_plain_generate(kind: str, shape: str, device: str) -> None
         assert sampled.device.type == device and sampled.shape[0] == 3
 
 
+def compiled() -> dict[str, Any]:
+    """Compile over a static cache wherever this is, by a backend that runs what torch has traced."""
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": config}
+
+
+class LastTwice(LogitsProcessor):
+    """Make the last token a little likelier; undeclared, so that it is asked token by token for the whole batch."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + torch.nn.functional.one_hot(input_ids[:, -1], scores.shape[-1])
+
+
+# Of a call in greedy decoding: the target, and what is asked for.
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "processors of the prefix": (
+        "llama",
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "bad_words_ids": [[7], [8, 9]]},
+    ),
+    "a processor in lockstep": ("llama", {"logits_processor": LogitsProcessorList([LastTwice()])}),
+    "an end": ("llama", {"eos_token_id": list(range(30, 45))}),
+    "a window": ("mistral", {}),
+    "two kinds of layers": ("gemma2", {}),
+    "experts": ("mixtral", {}),
+    "states": ("mamba2", {}),
+    "states and keys": ("qwen3_next", {}),
+    "slots of fixed shape": ("llama", {"cache_implementation": "static"}),
+    "graphs": ("llama", compiled()),
+    "graphs and a window": ("gemma2", compiled()),
+}
+SPECULATORS = {
+    "n-grams": lambda small: NgramSpeculator(max_ngram=2),
+    "memory": lambda small: NgramSpeculator(remember=1000),
+    "small": lambda small: small,
+    "small and memory": HybridSpeculator,
+}
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
+@pytest.mark.parametrize("kind", SPECULATORS)
+@pytest.mark.parametrize("call", CALLS)
+def test_same_text_in_every_kind_of_call(call: str, kind: str, device: str) -> None:
+    name, options = CALLS[call]
+    model, inputs = target(name), prompts(3)
+    there, speculator = copy.deepcopy(model).to(device), SPECULATORS[kind](noisy(model).to(device))
+    given = {name: tensor.to(device) for name, tensor in inputs.items()}
+    plain = {name: value for name, value in options.items() if name not in ("cache_implementation", "compile_config")}
+    text = model.generate(**inputs, **plain, max_new_tokens=20)
+    for _ in range(2):  # a memory knows the text the second time
+        out = there.generate(**given, **options, max_new_tokens=20, speculator=speculator, num_speculative_tokens=4)
+        assert out.device.type == device and torch.equal(out.cpu(), text)
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
+@pytest.mark.parametrize("tree", [None, "dynamic", "sampled", [(0,), (1,), (0, 0)], "graphs"], ids=str)
+def test_drawn_guesses_and_all_that_is_returned(tree: Any, device: str) -> None:
+    """Where one token has nearly all of the probability, what is drawn is what is chosen."""
+    model, inputs = target(), prompts(3)
+    there, draft = copy.deepcopy(model).to(device), noisy(model).to(device)
+    given = {name: tensor.to(device) for name, tensor in inputs.items()}
+    asked = {"max_new_tokens": 16, "do_sample": True, "temperature": 1e-4, "return_dict_in_generate": True}
+    asked |= {"output_scores": True, "output_hidden_states": True}
+    way, shape = (compiled(), None) if tree == "graphs" else ({}, tree)
+    config = SpeculationConfig(num_speculative_tokens=3, tree=shape)
+    found = there.generate(**given, **asked, **way, speculator=draft, speculation_config=config)
+    plain = model.generate(**inputs, **asked)
+    assert torch.equal(found.sequences.cpu(), plain.sequences)
+    for mine, others in zip(found.hidden_states, plain.hidden_states, strict=True):
+        torch.testing.assert_close(mine[-1][:, -1].cpu(), others[-1][:, -1], atol=1e-3, rtol=1e-3)
+    assert {score.device.type for score in found.scores} == {device}
+    assert found.speculation.mean_accepted_length > 1.5
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
+def test_many_prompts_and_continuous_batching(device: str) -> None:
+    model = target()
+    there, draft = copy.deepcopy(model).to(device), noisy(model).to(device)
+    texts = [row[mask > 0].tolist() for row, mask in zip(*prompts(5).values(), strict=True)]
+    expected = [model.generate(torch.tensor([text]), max_new_tokens=12)[0, len(text) :].tolist() for text in texts]
+    small = {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)}
+    found = generate_many(there, texts, speculator=draft, max_new_tokens=12, ordered=True, **small)
+    assert [one.tokens for one in found] == expected
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_exact_verification_draws_what_plain_generate_draws(device: str) -> None:
     model = copy.deepcopy(target()).to(device)
@@ -115,7 +206,7 @@ def peagle(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("make", [eagle3, mtp, medusa, dspark, peagle])
 def test_training_loses_alike(make: Any, precision: str, device: str, tmp_path: Path) -> None:
     found = []

@@ -17,7 +17,7 @@ from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Specula
 CHAIN = SpeculationConfig(num_speculative_tokens=4)
 TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=6)
 SHAPES = {"chain": CHAIN, "tree": TREE}
-DEPTHS = {"gemma3n_text": 4, "gemma2": 4}  # two layers of each kind
+DEPTHS = {"gemma3n_text": 4, "gemma2": 4, "qwen3_next": 4}  # two layers of each kind
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}
 
 
@@ -114,21 +114,25 @@ class _OracleDrafter(Drafter):
     def __init__(self, oracle: Oracle, request: Request) -> None:
         self._vocab_size = oracle.vocab_size
         batch, length = oracle.text.shape
-        self._text = torch.nn.functional.pad(oracle.text, (0, 64))
-        place = torch.arange(length + 64) + torch.arange(batch)[:, None]
+        self._device = request.input_ids.device
+        self._text = torch.nn.functional.pad(oracle.text.to(self._device), (0, 64))
+        place = self._numbers(length + 64) + self._numbers(batch)[:, None]
         self._text = torch.where(place % oracle.wrong == 0, (self._text + 1) % oracle.vocab_size, self._text)
-        self._lengths = torch.full((batch,), request.input_ids.shape[1])
+        self._lengths = torch.full((batch,), request.input_ids.shape[1], device=self._device)
         self._tree = request.config.tree is not None
         self._depth = request.config.num_speculative_tokens or 4
+
+    def _numbers(self, count: int) -> Tensor:
+        return torch.arange(count, device=self._device)
 
     def propose(self, news: News, limit: int) -> Proposal:
         self._lengths += news.counts
         depth = min(limit, self._depth)
-        guesses = self._text.gather(1, self._lengths[:, None] + torch.arange(depth))  # (batch, depth)
+        guesses = self._text.gather(1, self._lengths[:, None] + self._numbers(depth))  # (batch, depth)
         if not self._tree:
             return Proposal.chain(news.root, guesses)
         siblings = torch.stack([(guesses + 7) % self._vocab_size, guesses], dim=2).flatten(1)
-        parents = torch.tensor([-1, *(2 * (node // 2) for node in range(2 * depth))])
+        parents = torch.tensor([-1, *(2 * (node // 2) for node in range(2 * depth))], device=self._device)
         tokens = torch.cat([news.root[:, None], siblings], dim=1)
         return Proposal(tokens, parents.expand_as(tokens), depth)
 

@@ -1,0 +1,138 @@
+"""The simulated device is as strict as an accelerator, and steps make the host wait for it as seldom as plain ones do.
+
+Run by ``test_simulated_device.py``.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import prompts
+from simulated_device import NAME, take_waits
+from test_operators import NEW_TOKENS, models
+from torch import Tensor
+from transformers import PreTrainedModel
+from twins import Oracle, target
+
+from hf_spec import News, Proposal, SpeculationConfig
+from hf_spec.counting import uploaded
+from hf_spec.decoding.pace import Pace
+
+THERE = torch.device(NAME)
+
+
+# -- the device itself ------------------------------------------------------------------------------------------------
+
+
+def refused() -> dict[str, Callable[[Tensor, Tensor], Any]]:
+    return {
+        "add": lambda there, here: there + here,
+        "cat": lambda there, here: torch.cat([there, here]),
+        "where": lambda there, here: torch.where(there > 0, there, here),
+        "gather": lambda there, here: there.gather(0, here.long()),
+        "in place": lambda there, here: here.mul_(there),
+    }
+
+
+@pytest.mark.parametrize("name", refused())
+def test_tensors_of_two_devices_are_refused(name: str) -> None:
+    here = torch.ones(3)
+    with pytest.raises(RuntimeError, match="device"):
+        refused()[name](here.to(THERE), here)
+
+
+WAITING: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
+    "an operator": (lambda there: (there * 2 + 1).softmax(0).sum(), []),
+    "a number": (lambda there: there.sum().item(), ["aten::_local_scalar_dense"]),
+    "a decision": (lambda there: bool((there > 0).all()), ["aten::_local_scalar_dense"]),
+    "a list": (lambda there: there.tolist(), ["to the CPU"]),
+    "a mask": (lambda there: there[there > 1], ["aten::nonzero"]),
+    "an upload": (lambda there: torch.tensor([1, 2]).to(there.device), ["upload"]),
+    "a tensor made there": (lambda there: torch.tensor([1, 2], device=there.device), ["upload"]),
+    "an upload from pinned memory": (lambda there: uploaded([1, 2], there.device), []),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_waits_are_counted(name: str) -> None:
+    act, expected = WAITING[name]
+    there = torch.arange(3.0).to(THERE)
+    take_waits()
+    act(there)
+    assert take_waits() == expected
+
+
+def test_guesses_on_another_device_are_found() -> None:
+    class Elsewhere(Oracle):
+        def drafter(self, request: Any) -> Any:
+            drafter = super().drafter(request)
+            propose = drafter.propose
+
+            def on_the_cpu(news: News, limit: int) -> Proposal:
+                return propose(news, limit).to(torch.device("cpu"))
+
+            drafter.propose = on_the_cpu  # type: ignore[method-assign]
+            return drafter
+
+    model, inputs = there(target()), {name: tensor.to(THERE) for name, tensor in prompts(3).items()}
+    text = model.generate(**inputs, max_new_tokens=8)
+    with pytest.raises(RuntimeError, match="device"):
+        model.generate(**inputs, max_new_tokens=8, speculator=Elsewhere(text))
+
+
+# -- waits of a step --------------------------------------------------------------------------------------------------
+
+
+def there(model: Any) -> Any:
+    return copy.deepcopy(model).to(THERE) if isinstance(model, PreTrainedModel) else model
+
+
+def waits_per_step(draft: str, rows: int, tree: bool = False, sample: bool = False) -> float:
+    """Return the waits for each forward of the target, without those for the prompt."""
+    model, drafts = there(models()[0]), models()[1]
+    shape = {"tree": "dynamic", "tree_nodes": 24, "tree_top_k": 4} if tree else {}
+    options: dict[str, Any] = {"do_sample": sample}
+    if (speculator := there(drafts[draft])) is not None:
+        config = SpeculationConfig(num_speculative_tokens=5, **shape)
+        options |= {"speculator": speculator, "speculation_config": config}
+    ids = torch.randint(5, 512, (rows, 24), generator=torch.Generator().manual_seed(1)).to(THERE)
+    found, calls = collections.Counter[int](), collections.Counter[int]()
+    model.register_forward_pre_hook(lambda *_: calls.update([length]))
+    for length in (1, 1, NEW_TOKENS, NEW_TOKENS):  # what is made once is made by the first call
+        torch.manual_seed(0)
+        calls[length] = 0
+        take_waits()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **options)
+        found[length] = len(take_waits())
+    steps = calls[NEW_TOKENS] - calls[1]
+    assert steps > 3
+    return (found[NEW_TOKENS] - found[1]) / steps
+
+
+CEILINGS = {  # waits a step of 1 and of 8 rows
+    ("plain", False, False): (1.0, 1.0),
+    ("plain", False, True): (1.0, 1.0),
+    ("n-gram", False, False): (1.5, 1.8),
+    ("vanilla", False, False): (1.2, 1.2),
+    ("eagle3", False, False): (1.2, 1.2),
+    ("eagle3", False, True): (1.2, 1.6),
+    ("eagle3", True, False): (1.2, 1.3),
+    ("eagle3", True, True): (2.2, 2.5),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("draft", "tree", "sample"), CEILINGS)
+def test_a_step_waits_seldom(draft: str, tree: bool, sample: bool, rows: int) -> None:
+    assert waits_per_step(draft, rows, tree, sample) <= CEILINGS[draft, tree, sample][rows > 1]
+
+
+def test_one_more_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, depth = waits_per_step("eagle3", 1), Pace.depth
+    monkeypatch.setattr(Pace, "depth", lambda self, rows: depth(self, rows) + int(torch.zeros(1, device=THERE)))
+    assert waits_per_step("eagle3", 1) > usual + 0.9

@@ -1,0 +1,57 @@
+"""A device without hardware: the CPU's memory and kernels, but another device to torch, as strict as an accelerator.
+
+Without a GPU it shows what a GPU would refuse, tensors of two devices in one operator, and what the host waits for.
+Once there is one, torch takes it for the accelerator of the machine, in the whole process. So tests that need it have
+a process of their own, which ``test_simulated_device.py`` starts. By hand: ``HF_SPEC_SIMULATED_DEVICE=1 pytest FILE``.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.cpp_extension import load
+
+NAME = "simulated"
+WANTED = "HF_SPEC_SIMULATED_DEVICE"
+
+_kernels: Any = None
+
+
+def is_wanted() -> bool:
+    """Tell whether this process was started to run tests on the device."""
+    return WANTED in os.environ
+
+
+def make() -> None:
+    """Let ``torch.device("simulated")`` be a device. The first process compiles it, which takes half a minute."""
+    global _kernels
+    _kernels = load("simulated_device", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O0", "-w"])
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def take_waits() -> list[str]:
+    """Say what the host has waited for since the last call: names of operators, "upload" and "to the CPU"."""
+    return list(_kernels.take_waits())
+
+
+def _module() -> types.ModuleType:
+    module = types.ModuleType(f"torch.{NAME}")
+    for name in ("is_available", "is_initialized"):
+        setattr(module, name, lambda: True)
+    for name in ("synchronize", "empty_cache", "manual_seed_all", "manual_seed"):
+        setattr(module, name, lambda *_: None)
+    vars(module).update(
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        _is_in_bad_fork=lambda: False,
+        initial_seed=torch.initial_seed,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+    )
+    return module
