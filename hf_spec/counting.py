@@ -11,6 +11,7 @@ from torch import Tensor
 
 LEAST = 128  # numbers that are made at once
 FIRST = -2  # the smallest one
+UPLOADED = "_hf_spec_uploaded"  # the attribute of a tensor that remembers what it was made of
 SHARED = ("cpu", "mps", "meta")  # devices that no pinned memory is needed for: it is theirs, too, or there is none
 
 
@@ -39,9 +40,20 @@ def _repeated(number: int, count: int, device: torch.device) -> Tensor:
 
 
 def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Put numbers, lists of them or lists of lists on ``device``; a GPU is not waited for."""
+    """Put numbers, lists of them or lists of lists on ``device``; a GPU is not waited for, see also ``numbers_of``."""
     here = torch.tensor(values)
-    return here.pin_memory().to(device, non_blocking=True) if device.type not in SHARED else here.to(device)
+    there = here.pin_memory().to(device, non_blocking=True) if device.type not in SHARED else here.to(device)
+    setattr(there, UPLOADED, values)
+    return there
+
+
+def numbers_of(tensor: Tensor) -> list[Any]:
+    """Return what ``tensor`` holds; where ``uploaded`` has put it there, nobody has to ask the device.
+
+    Such a tensor must not have been written to.
+    """
+    known: Sequence[Any] | None = getattr(tensor, UPLOADED, None)
+    return tensor.tolist() if known is None else list(known)
 
 
 def alone(count: int, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from twins import Oracle, target
 
 from hf_spec import News, Proposal, SpeculationConfig
-from hf_spec.counting import uploaded
+from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decoding.pace import Pace
 
 THERE = torch.device(NAME)
@@ -55,6 +55,8 @@ WAITING: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "an upload": (lambda there: torch.tensor([1, 2]).to(there.device), ["upload"]),
     "a tensor made there": (lambda there: torch.tensor([1, 2], device=there.device), ["upload"]),
     "an upload from pinned memory": (lambda there: uploaded([1, 2], there.device), []),
+    "what was uploaded": (lambda there: numbers_of(uploaded([1, 2], there.device)), []),
+    "what was not": (lambda there: numbers_of(there), ["to the CPU"]),
 }
 
 
@@ -117,12 +119,12 @@ def waits_per_step(draft: str, rows: int, tree: bool = False, sample: bool = Fal
 CEILINGS = {  # waits a step of 1 and of 8 rows
     ("plain", False, False): (1.0, 1.0),
     ("plain", False, True): (1.0, 1.0),
-    ("n-gram", False, False): (1.5, 1.8),
+    ("n-gram", False, False): (1.3, 1.3),
     ("vanilla", False, False): (1.2, 1.2),
     ("eagle3", False, False): (1.2, 1.2),
-    ("eagle3", False, True): (1.2, 1.6),
-    ("eagle3", True, False): (1.2, 1.3),
-    ("eagle3", True, True): (2.2, 2.5),
+    ("eagle3", False, True): (1.2, 1.2),
+    ("eagle3", True, False): (1.2, 1.2),
+    ("eagle3", True, True): (2.2, 2.2),
 }
 
 

@@ -19,7 +19,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, LogitsProcesso
 from twins import SHAPES, noisy, target
 
 from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig, generate_many
-from hf_spec.counting import uploaded
+from hf_spec.counting import numbers_of, uploaded
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
@@ -61,6 +61,7 @@ def test_numbers_arrive_as_they_are(values: list[Any], device: str) -> None:
     for _ in range(20):  # the memory they are sent from is used again
         put = [uploaded(values, torch.device(device)) for _ in range(20)]
         assert all(one.device.type == device and torch.equal(one.cpu(), torch.tensor(values)) for one in put)
+        assert all(numbers_of(one) == numbers_of(one.clone()) == values for one in put)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -131,12 +131,12 @@ def per_step(
 
 
 CEILINGS = {  # operators outside the forwards of 1 and of 8 rows, and waits
-    ("n-gram", False, False): (10, 25, 2.0),
-    ("vanilla", False, False): (20, 25, 1.5),
-    ("eagle3", False, False): (20, 25, 1.5),
-    ("eagle3", False, True): (90, 102, 1.8),
-    ("eagle3", True, False): (102, 116, 1.6),
-    ("eagle3", True, True): (300, 336, 2.6),
+    ("n-gram", False, False): (10, 20, 1.3),
+    ("vanilla", False, False): (20, 20, 1.3),
+    ("eagle3", False, False): (20, 20, 1.3),
+    ("eagle3", False, True): (90, 99, 1.3),
+    ("eagle3", True, False): (102, 114, 1.3),
+    ("eagle3", True, True): (300, 334, 2.4),
 }
 
 

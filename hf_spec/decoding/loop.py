@@ -358,7 +358,8 @@ class Call:
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
         sequences = self.text.finish()
-        self.speculator.learn(self.text.unpadded(self.prompt_mask))
+        if self.speculator.learns:
+            self.speculator.learn(self.text.unpadded(self.prompt_mask))
         emitted = self.text.length - self.text.prompt_length
         cache: Any = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:

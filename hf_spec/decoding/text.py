@@ -169,6 +169,7 @@ class Text:
 
     def unpadded(self, prompt_mask: Tensor) -> list[list[int]]:
         """Return prompt and output of every row as lists, without what pads them; ``prompt_mask`` (batch, prompt)."""
-        prompts, ids = prompt_mask.tolist(), self._ids[:, : self.length].tolist()
-        rows = zip(ids, prompts, self.lengths, strict=True)
-        return [[*compress(row, mask), *row[self.prompt_length : end]] for row, mask, end in rows]
+        start = self.prompt_length
+        both = torch.cat([prompt_mask.to(self._ids), self._ids[:, : self.length]], dim=1).tolist()  # in one transfer
+        rows = ((row[:start], row[start:], end) for row, end in zip(both, self.lengths, strict=True))
+        return [[*compress(ids, mask), *ids[start:end]] for mask, ids, end in rows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
+from ..counting import numbers_of
 from ..proposal import Proposal
 from ..scoring.names import CACHE
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -58,6 +59,11 @@ class Request:
     compiler: Compiler | None = None
     worth: Worth | None = None
     goes_on: Callable[[Tensor], bool] | None = None
+
+    def prompts(self) -> list[list[int]]:
+        """Return the prompts as numbers, without their padding, in one transfer."""
+        pairs = torch.stack([self.input_ids, self.attention_mask.to(self.input_ids)], dim=1).tolist()
+        return [[*compress(ids, mask)] for ids, mask in pairs]
 
     @property
     def law(self) -> Callable[[Tensor], Tensor]:
@@ -139,7 +145,7 @@ class News:
     def of(self, rows: Tensor) -> News:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
-        kept, amounts, emitted = rows.tolist(), self.amounts, self.emitted
+        kept, amounts, emitted = numbers_of(rows), self.amounts, self.emitted
         amounts, emitted = [amounts[row] for row in kept], [emitted[row] for row in kept]
         return News(self.tokens[rows], self.counts[rows], features, amounts, emitted)._narrow()
 
@@ -237,6 +243,11 @@ class Speculator(ABC):
     @abstractmethod
     def drafter(self, request: Request) -> Drafter:
         """Start guessing for one call."""
+
+    @property
+    def learns(self) -> bool:
+        """Tell whether ``learn`` wants the texts, which are fetched from the device for it alone."""
+        return type(self).learn is not Speculator.learn
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Be told the texts of a finished call, one per row, prompt and output. By default nothing is kept of them.

@@ -74,7 +74,7 @@ def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tens
             )
         return cast(Tensor, output.hidden_states)
 
-    hidden = cast(Tensor, checkpoint(guess, use_reentrant=False)) if recompute else guess()
+    hidden: Tensor = checkpoint(guess, use_reentrant=False) if recompute else guess()
     return roots, hidden.unflatten(1, (roots.shape[1], -1)), counted
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..counting import numbers_of
 from ..proposal import Proposal
 from .base import Drafter, News
 from .foresight import DRAFTED, Foresight
@@ -65,7 +66,7 @@ class LateDrafter(Drafter):
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         if self._foresight is not None:
-            self._foresight.keep_rows(rows.tolist())
+            self._foresight.keep_rows(numbers_of(rows))
         self._unread = [news.of(rows) for news in self._unread]
         if self._drafter is not None:
             self._drafter.keep_rows(rows)

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from ..counting import uploaded
+from ..counting import numbers_of, uploaded
 from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import Block, depths_with
@@ -329,7 +329,7 @@ class CompiledDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        self._sit(rows.tolist())
+        self._sit(numbers_of(rows))
 
 
 def _guess(inner: StaticDrafter, told: Told, limit: int, ahead: Ahead) -> Proposal:

@@ -26,13 +26,16 @@ class Rows:
         self.device = lengths.device
         self.set(lengths, cpu_lengths)
 
-    def set(self, lengths: Tensor | None, cpu_lengths: list[int]) -> None:
-        """Let the rows have these lengths; the device need not be told that all are the same."""
+    def set(self, lengths: Tensor | None, cpu_lengths: list[int], columns: Tensor | None = None) -> None:
+        """Let the rows have these lengths; the device need not be told that all are the same.
+
+        ``columns`` (batch, n) are those behind the text, if they are known.
+        """
         self._lengths, self.cpu_lengths = lengths, cpu_lengths
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
         self.is_level = self.shortest == self.longest
         self.version = object()  # of the lengths
-        self._columns: Tensor | None = None
+        self._columns = columns
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -52,12 +55,12 @@ class Rows:
         cpu_lengths = [length + count for length, count in zip(self.cpu_lengths, counts, strict=True)]
         if len(set(cpu_lengths)) == 1:
             self.set(None, cpu_lengths)
-        elif len(set(counts)) == 1:
-            self.set(self.lengths + counts[0], cpu_lengths)
-        else:
-            if on_device is None:
-                on_device = uploaded(list(counts), self.device)
-            self.set(self.lengths + on_device, cpu_lengths)
+            return
+        more: int | Tensor = counts[0]
+        if len(set(counts)) > 1:
+            more = (uploaded(list(counts), self.device) if on_device is None else on_device)[:, None]
+        columns = self.columns(1) + more
+        self.set(columns[:, 0], cpu_lengths, columns)
 
     def columns(self, count: int) -> Tensor:
         """Return the columns behind the text, (batch, ``count`` or more): worked out once per length."""

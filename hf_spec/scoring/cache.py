@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
-from ..counting import numbers
+from ..counting import numbers, numbers_of
 from .buffers import Rows, SlotBuffer
 from .layers import KINDS, adopt, keeps_state, undo
 from .static import undo_static_reading
@@ -167,7 +167,7 @@ class SlotCache(Cache):
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` sets the others aside for ``release``."""
-        kept = rows.tolist()
+        kept = numbers_of(rows)
         if keep_finished:
             for row in set(range(len(self.batch))) - set(kept):
                 states = [layer.of_row(row) for layer in self.layers]

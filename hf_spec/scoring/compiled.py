@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from ..counting import uploaded
+from ..counting import numbers_of, uploaded
 from .graphs import Graphs, compiled_model, taking_turns
 from .names import CACHE
 from .rings import power_of_two
@@ -91,7 +91,7 @@ class StaticRunner(ModelRunner):
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
-        kept = rows.tolist()
+        kept = numbers_of(rows)
         if keep_finished:
             self._save(set(range(len(self._numbers))) - set(kept))
         self._numbers = [self._numbers[i] for i in kept]
@@ -148,7 +148,7 @@ class StaticRunner(ModelRunner):
 
     def _of_these_rows(self, names: list[str], count: int) -> list[str]:
         seats = self.slots.row_in_seat
-        return [names[self._numbers[row]] for row in (range(count) if seats is None else seats.tolist())]
+        return [names[self._numbers[row]] for row in (range(count) if seats is None else numbers_of(seats))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
         if self.compiled is None or self.model in _not_compiled:

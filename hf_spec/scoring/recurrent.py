@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..counting import uploaded
+from ..counting import numbers_of, uploaded
 from ..proposal import ABSENT, NO_PARENT, Proposal
 from .cache import SlotCache
 from .hooks import hooked
@@ -153,7 +153,7 @@ class LazyRunner(RecurrentRunner):
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
         super().keep_rows(rows)
-        self._carried = [self._carried[row] for row in rows.tolist()]
+        self._carried = [self._carried[row] for row in numbers_of(rows)]
         self._states.keep_rows(rows)
 
     def release(self, committed: int) -> Cache | None:

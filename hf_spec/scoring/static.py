@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..counting import numbers, uploaded
+from ..counting import numbers, numbers_of, uploaded
 from .buffers import Rows
 from .masks import Block
 from .rings import Ring, RingBlock, fewest_slots, ring_size
@@ -214,7 +214,7 @@ class StaticSlotCache(Cache):
         for layer in self.slot_layers:
             for name, by_slot in layer.buffers().items():
                 layer.put(name, by_slot.index_select(0, rows.to(by_slot.device)))
-        cpu_lengths = [self.rows.cpu_lengths[seat] for seat in rows.tolist()]
+        cpu_lengths = [self.rows.cpu_lengths[seat] for seat in numbers_of(rows)]
         self.rows.set(self.rows.lengths.index_select(0, rows), cpu_lengths)
 
     def empty(self, seats: Sequence[int], length: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ...counting import uploaded
+from ...counting import numbers_of, uploaded
 from ...proposal import ABSENT, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
@@ -143,7 +143,7 @@ class _Last:
     def of(self, rows: Tensor) -> _Last:
         """Keep some rows."""
         tokens, parents = self.drafted.tokens[rows], self.drafted.parents[rows]
-        some = rows.tolist()
+        some = numbers_of(rows)
         return _Last(
             replace(self.drafted, tokens=tokens, parents=parents, q=None),
             [self.recalled[row] for row in some],
@@ -188,11 +188,11 @@ class HybridDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        self._rows = [self._rows[row] for row in rows.tolist()]
+        self._rows = [self._rows[row] for row in numbers_of(rows)]
         self._draft.keep_rows(rows)
         self._last = None if self._last is None else self._last.of(rows)
         if self._foresight is not None:
-            self._foresight.keep_rows(rows.tolist())
+            self._foresight.keep_rows(numbers_of(rows))
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, if the draft can; what those guessed last teaches nothing."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, compress, cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any, Literal, get_args
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...counting import uploaded
+from ...counting import numbers_of, uploaded
 from ...proposal import ABSENT, NO_PARENT, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import Drafter, News, Request, Speculator
@@ -135,10 +135,13 @@ class NgramSpeculator(Speculator):
             raise ValueError("this NgramSpeculator has no memory; make it with NgramSpeculator(remember=...)")
         memories = [self.memory, *([] if self._lasting is None else [self._lasting])]
         texts = Texts(len(request.input_ids), memories, self.sizes[-1])
-        masks = request.attention_mask.tolist()
-        for row, (ids, mask) in enumerate(zip(request.input_ids.tolist(), masks, strict=True)):
-            texts.extend(row, compress(ids, mask))
+        for row, prompt in enumerate(request.prompts()):
+            texts.extend(row, prompt)
         return texts
+
+    @property
+    def learns(self) -> bool:
+        return self.memory is not None
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
         """Remember the ``texts`` of a finished call, if there is a memory."""
@@ -232,9 +235,8 @@ class NgramDrafter(Drafter):
         self._rows = [TextIndex(speculator.sizes) for _ in range(request.input_ids.shape[0])]
         self._worth = request.worth if self._shape.is_chain else None
         self._lookups = Lookups(speculator.records, len(self._rows))
-        masks = request.attention_mask.tolist()
-        for row, ids, mask in zip(self._rows, request.input_ids.tolist(), masks, strict=True):
-            row.extend(compress(ids, mask))
+        for row, prompt in zip(self._rows, request.prompts(), strict=True):
+            row.extend(prompt)
 
     def propose(self, news: News, limit: int) -> Proposal:
         """Take in ``news`` and look up what followed the same last tokens before, at most ``limit`` tokens of it."""
@@ -246,7 +248,7 @@ class NgramDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with the texts of ``rows`` only."""
-        kept = rows.tolist()
+        kept = numbers_of(rows)
         self._rows = [self._rows[row] for row in kept]
         self._lookups.keep_rows(kept)
 
@@ -333,7 +335,7 @@ class RememberingDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only; the others' texts stay to be looked in."""
-        kept = rows.tolist()
+        kept = numbers_of(rows)
         self._rows, self._last = [self._rows[row] for row in kept], [self._last[row] for row in kept]
 
     def join(self, other: Drafter) -> bool:
