@@ -12,7 +12,6 @@ from torch import Tensor
 LEAST = 128  # numbers that are made at once
 FIRST = -2  # the smallest one
 UPLOADED = "_hf_spec_uploaded"  # the attribute of a tensor that remembers what it was made of
-SHARED = ("cpu", "mps", "meta")  # devices that no pinned memory is needed for: it is theirs, too, or there is none
 
 
 def numbers(count: int, device: torch.device, start: int = 0) -> Tensor:
@@ -42,9 +41,22 @@ def _repeated(number: int, count: int, device: torch.device) -> Tensor:
 def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
     """Put numbers, lists of them or lists of lists on ``device``; a GPU is not waited for, see also ``numbers_of``."""
     here = torch.tensor(values)
-    there = here.pin_memory().to(device, non_blocking=True) if device.type not in SHARED else here.to(device)
+    there = here.pin_memory().to(device, non_blocking=True) if _pins_memory(device.type) else here.to(device)
     setattr(there, UPLOADED, values)
     return there
+
+
+@functools.cache
+def _pins_memory(kind: str) -> bool:
+    """Tell whether torch pins memory for devices of this ``kind``; with Apple's the CPU shares its own."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != kind or kind == "mps":
+        return False
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError:  # not every backend does
+        return False
+    return True
 
 
 def numbers_of(tensor: Tensor) -> list[Any]:
