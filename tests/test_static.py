@@ -28,7 +28,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 from twins import target
 
-from hf_spec import NgramSpeculator, Proposal, SpeculationConfig
+from hf_spec import Eagle3SpeculatorConfig, NgramSpeculator, Proposal, SpeculationConfig
 from hf_spec.scoring import rings
 from hf_spec.scoring.compiled import CompiledForward
 from hf_spec.scoring.factory import runner_for
@@ -36,6 +36,7 @@ from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache, new_static_cache, prompt_kwargs
 from hf_spec.scoring.rings import Ring, fewest_slots, power_of_two, ring_size
 from hf_spec.scoring.static import StaticSlotCache
+from hf_spec.training import new_draft
 
 COMPILED = ("llama", "gemma2")
 NOT_COMPILED = ("bloom", "mpt", "bart")
@@ -551,3 +552,13 @@ def test_inductor_and_its_cache_between_processes(tmp_path: Path) -> None:
         figures.append([int(figure) for figure in done.stdout.split()])
     assert figures[0][0] > 0
     assert figures[1] == [0, sum(figures[0])]
+
+
+def test_prompts_in_chunks_may_be_graphs() -> None:
+    """Transformers compiles the forwards that read them, plain or ours; a draft's hidden states need no graph."""
+    model, ids = build("llama"), prompts(1)["input_ids"]
+    text = model.generate(ids, max_new_tokens=8, speculator="ngram")  # from now on masks and attention are looked into
+    chunks = {"cache_implementation": "static", "compile_config": on_any_device(), "prefill_chunk_size": 4}
+    draft = new_draft(Eagle3SpeculatorConfig.for_target(model.config), model).eval()
+    for options in ({}, {"speculator": "ngram"}, {"speculator": draft}):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, **chunks, **options), text)

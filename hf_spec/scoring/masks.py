@@ -8,6 +8,7 @@ Windows, chunks and patterns by layer come out right without knowing any model.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -155,6 +156,9 @@ def depths_with(
 
 
 _block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
+_counting = threading.Lock()
+_open = 0  # blocks, in all threads
+_any_open = False  # asked first: torch.compile can look at this, so that plain calls can be graphs
 
 
 @contextlib.contextmanager
@@ -162,11 +166,20 @@ def showing(block: Block, implementation: str) -> Iterator[None]:
     """Let models that attend by ``implementation`` see what ``block`` shows, during a forward."""
     _hook_masks(implementation)
     token = _block.set(block)
+    _count(1)
     try:
         with NOTHING if block.hides_nothing else folding():
             yield
     finally:
         _block.reset(token)
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _open, _any_open
+    with _counting:
+        _open += change
+        _any_open = _open > 0
 
 
 def _hook_masks(implementation: str) -> None:
@@ -176,7 +189,7 @@ def _hook_masks(implementation: str) -> None:
         return
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        block = _block.get()
+        block = _block.get() if _any_open else None
         if block is None:
             return original(*args, **kwargs)
         block.asked += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,10 +136,13 @@ class ModelRunner:
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
         """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
-        if asked := self.features.asked:
-            model_kwargs["output_hidden_states"] = asked
         if self.features.layers and model_kwargs.get("logits_to_keep") == 1:
             model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
+        if asked := self.features.asked:
+            model_kwargs["output_hidden_states"] = asked
+            # What catches states is set up in the first forward that is asked for some, with a lock no graph can hold.
+            generation_config = copy.copy(generation_config)
+            generation_config.disable_compile = True  # of prompts read in chunks; others never are
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
