@@ -140,9 +140,8 @@ class ModelRunner:
             model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
         if asked := self.features.asked:
             model_kwargs["output_hidden_states"] = asked
-            # What catches states is set up in the first forward that is asked for some, with a lock no graph can hold.
             generation_config = copy.copy(generation_config)
-            generation_config.disable_compile = True  # of prompts read in chunks; others never are
+            generation_config.disable_compile = True  # of chunks: no graph holds the lock behind which states are caught
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
