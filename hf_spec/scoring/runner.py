@@ -141,7 +141,7 @@ class ModelRunner:
         if asked := self.features.asked:
             model_kwargs["output_hidden_states"] = asked
             generation_config = copy.copy(generation_config)
-            generation_config.disable_compile = True  # of chunks: no graph holds the lock behind which states are caught
+            generation_config.disable_compile = True  # of chunks: states are caught behind a lock no graph holds
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
