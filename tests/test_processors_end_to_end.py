@@ -77,6 +77,11 @@ OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
         "eos_token_id": 7,
         "pad_token_id": 0,
     },
+    "exponential decay, an end listed twice": lambda said: {
+        "exponential_decay_length_penalty": (2, 1.2),
+        "eos_token_id": [7, 9, 7],
+        "pad_token_id": 0,
+    },
     "allowed tokens": lambda said: {"prefix_allowed_tokens_fn": pure(allowed)},
     "allowed tokens, undeclared": lambda said: {"prefix_allowed_tokens_fn": Remembering()},
     "suppressed tokens": lambda said: {"suppress_tokens": said[:, 6].tolist()},

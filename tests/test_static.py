@@ -29,6 +29,8 @@ from transformers.generation.streamers import BaseStreamer
 from twins import target
 
 from hf_spec import Eagle3SpeculatorConfig, NgramSpeculator, Proposal, SpeculationConfig
+from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
+from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.scoring import rings
 from hf_spec.scoring.compiled import CompiledForward
 from hf_spec.scoring.factory import runner_for
@@ -562,3 +564,14 @@ def test_prompts_in_chunks_may_be_graphs() -> None:
     draft = new_draft(Eagle3SpeculatorConfig.for_target(model.config), model).eval()
     for options in ({}, {"speculator": "ngram"}, {"speculator": draft}):
         assert torch.equal(model.generate(ids, max_new_tokens=8, **chunks, **options), text)
+
+
+def test_drafts_that_watch_other_layers_take_turns() -> None:
+    """A graph that was made without a hook never calls it."""
+    model, ids = build("llama"), prompts(1)["input_ids"]
+    text = model.generate(ids, max_new_tokens=8)
+    configs = (MedusaSpeculatorConfig, MTPSpeculatorConfig)
+    medusa, mtp = (new_draft(config.for_target(model.config), model).eval() for config in configs)
+    options = {"cache_implementation": "static", "compile_config": on_any_device(), "num_speculative_tokens": 2}
+    for speculator in ("ngram", medusa, "ngram", mtp, medusa):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, speculator=speculator, **options), text)

@@ -92,7 +92,7 @@ def _decay(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
     factor: Tensor = (torch.pow(one.regulation_factor, past) - 1).to(scores.dtype)  # 0 where it has not begun
     ends = scores[:, tokens]
     penalty = (ends.abs() * factor[:, None]).masked_fill(~ends.isfinite(), 0.0)
-    decayed: Tensor = scores.index_add(1, tokens.flatten(), penalty)
+    decayed: Tensor = scores.index_copy(1, tokens.flatten(), ends + penalty)  # an end may be listed twice
     return decayed
 
 

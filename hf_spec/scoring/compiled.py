@@ -61,7 +61,7 @@ class StaticRunner(ModelRunner):
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
         """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
         if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
-            self.compiled = CompiledForward(self.model, generation_config.compile_config)
+            self.compiled = CompiledForward(self.model, generation_config.compile_config, self.features.watched)
         with self._turn():  # what is compiled meanwhile would tell this prompt's hooks of its own positions
             return super().prefill(input_ids, generation_config, model_kwargs)
 
@@ -159,8 +159,8 @@ class StaticRunner(ModelRunner):
 class CompiledForward:
     """Call a model compiled, as plain ``generate`` does, over masks that were made outside."""
 
-    def __init__(self, model: Any, config: CompileConfig | None) -> None:
-        self._model, self._compiled = model, compiled_model(model, config)
+    def __init__(self, model: Any, config: CompileConfig | None, watched: Sequence[int] = ()) -> None:
+        self._model, self._compiled = model, compiled_model(model, config, watched)
         self.graphs = Graphs()
 
     def __call__(self, inputs: dict[str, Any]) -> Any:

@@ -33,6 +33,11 @@ class Features:
         if -1 in self.layers:
             self._watched[decoder_of(model)] = -1
 
+    @property
+    def watched(self) -> list[int]:
+        """Name the layers whose states are caught by hooks."""
+        return list(self._watched.values())
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[int, Tensor]]:
         """Catch what the last layer and the final norm give in the forwards of this context, by the layer's name."""

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 
 taking_turns = threading.Lock()  # a compiled forward sees the hooks of every thread that looks into it
 _failed: WeakSet[Any] = WeakSet()  # drafts and rules that no graph could be made for
-_compiled: list[tuple[Callable[..., Any], dict[str, Any], Callable[..., Any]]] = []
+_compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[int, ...], Callable[..., Any]]] = []
 
 
 def lasting(tensor: Tensor) -> Tensor:
@@ -92,23 +92,27 @@ class Compiler:
         return found
 
 
-def compiled_model(model: Any, config: CompileConfig | None) -> Callable[..., Any]:
+def compiled_model(model: Any, config: CompileConfig | None, watched: Sequence[int]) -> Callable[..., Any]:
     """Return ``model`` compiled as ``get_compiled_call`` does it, but with a store of graphs of its own.
 
     Torch refuses a model more than eight graphs, or runs it as it is from then on: ours would leave none to plain
-    ``generate``, which has one for each size of a static cache.
+    ``generate``, which has one for each size of a static cache. A graph holds the hooks it was made with, and torch
+    does not see that there are others: what is ``watched`` by some has graphs of its own.
     """
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture
     options = (config or model._default_compile_config()).to_dict()
-    compiled = _compiled_with(nn.Module.__call__, options | FIXED_SHAPES | {"isolate_recompiles": True})
+    options |= FIXED_SHAPES | {"isolate_recompiles": True}
+    compiled = _compiled_with(nn.Module.__call__, options, tuple(watched))
     return functools.partial(compiled, model)
 
 
-def _compiled_with(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    for known, its_options, compiled in _compiled:
-        if known is function and its_options == options:
+def _compiled_with(
+    function: Callable[..., Any], options: dict[str, Any], watched: tuple[int, ...] = ()
+) -> Callable[..., Any]:
+    for known, its_options, its_watched, compiled in _compiled:
+        if known is function and its_options == options and its_watched == watched:
             return compiled
     compiled = torch.compile(function, **options)
-    _compiled.append((function, options, compiled))
+    _compiled.append((function, options, watched, compiled))
     return compiled
