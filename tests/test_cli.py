@@ -311,6 +311,8 @@ def test_tree_and_length_are_read():
         (["--temperature", "-1"], "--temperature: '-1' is not a temperature"),
         (["--temperature", "nan"], "--temperature: 'nan' is not a temperature"),
         (["--json", "/no/such/directory/bench.json"], "/no/such/directory is not a directory"),
+        (["--json", "."], "'.' is a directory; name a file in it"),
+        (["--png", "picture.foo"], "'picture.foo' has to end with .png, .pdf or .svg"),
         (["--dtype", "int8"], "invalid choice"),
     ],
 )
@@ -350,6 +352,7 @@ def test_prepare_counts_from_one(option, capsys):
     [
         ("bench {target} --prompts missing.jsonl", "missing.jsonl"),
         ("bench {target} --prompts {bad}", "line 2: a prompt is"),
+        ("bench {target} --prompts {latin}", "latin, line 2: 'utf-8' codec can't decode"),
         ("bench {target} --prompts {prompts} --device cuda:7", "--device cuda:7: this machine has"),
         ("generate {target} --speculator ngram --prompt x --device gpu", "write cpu, cuda, cuda:1, ..., or auto"),
         ("bench {target} --prompts {prompts} --save-tree {empty}/tree", "what --search-tree finds; add it"),
@@ -370,13 +373,15 @@ def test_prepare_counts_from_one(option, capsys):
         ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
         ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
         ("generate {demo} --speculator ngram --prompt x", "is a draft, which guesses for a language model: pass it"),
+        ("prepare {prompts} {empty} --target {demo}", "is a draft, which guesses for a language model: pass it"),
     ],
 )
 def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, capsys, command, problem):
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").write_text('{"prompt": "a"}\n{"prompt": 1}', encoding="utf-8")
+    (tmp_path / "latin").write_bytes('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"))
     places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE, "demo": demo.path("draft-eagle3")}
-    places |= {name: tmp_path / name for name in ("empty", "bad")}
+    places |= {name: tmp_path / name for name in ("empty", "bad", "latin")}
     argv = [part.format(**places) for part in command.split()]
     assert main(argv) == 1
     err = capsys.readouterr().err

@@ -63,13 +63,13 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
 
 def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:
     """Yield the prompts of a JSON-lines file with the numbers of their lines, one by one; see ``read_prompts``."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:  # json finds out what is not UTF-8, so that its line is told
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 prompt = _parse_prompt(json.loads(line))
-            except ValueError as error:  # json.JSONDecodeError is one
+            except ValueError as error:  # json.JSONDecodeError and UnicodeDecodeError are
                 raise ValueError(f"{path}, line {number}: {error}") from error
             yield number, prompt
 

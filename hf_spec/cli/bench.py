@@ -20,6 +20,7 @@ from .common import (
     configured,
     draft_of,
     existing,
+    picture,
     temperature_of,
     tree_of,
     writable,
@@ -69,7 +70,7 @@ def add_bench(commands: Any) -> None:
         help="keep every batch of prompts there, and go on where it ends",
     )
     add("--json", type=writable, metavar="FILE", help="write all figures")
-    add("--png", type=writable, metavar="FILE", help="write a picture")
+    add("--png", type=picture, metavar="FILE", help="write a picture")
     add("--card", type=existing, metavar="README.md", help="add a table to the model card of the draft")
     add_proposal_options(add)
     add_device_options(add)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"
 SPECULATOR_HELP = "ngram, memory, mtp, auto, a draft (directory or Hub id), or memory+DRAFT for both together"
 TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
+PICTURES = (".png", ".pdf", ".svg")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -148,6 +149,16 @@ def writable(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent} is not a directory; make it first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a directory; name a file in it")
+    return path
+
+
+def picture(text: str) -> Path:
+    """Return the path of a picture, ``writable`` and of a kind that is drawn."""
+    path = writable(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} has to end with {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     return path
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .bench import contender
-from .common import at_least, command, writable
+from .common import at_least, command, picture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ def add_demo(commands: Any) -> None:
     add("--max-new-tokens", type=at_least(2), default=96, metavar="N", help="length of each story (%(default)s)")
     add("--threads", type=at_least(1), default=1, metavar="N",
         help="small models gain nothing from more (%(default)s)")  # fmt: skip
-    add("--png", type=writable, metavar="FILE", help="write a picture of the table")
+    add("--png", type=picture, metavar="FILE", help="write a picture of the table")
 
 
 def _demo(args: argparse.Namespace) -> int:

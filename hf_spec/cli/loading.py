@@ -44,7 +44,15 @@ def load_models(
 
 
 def outline_of(target: str) -> PreTrainedModel:
-    """Return a target without weights, which is all that is needed to check a draft.
+    """Return a target without weights, which is all that is needed to check a draft; errors: as of its config."""
+    config = config_of(target)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def config_of(target: str) -> Any:
+    """Return the config of a target.
 
     Errors: a FileNotFoundError if there is nothing at ``target``, or a draft.
     """
@@ -55,9 +63,7 @@ def outline_of(target: str) -> PreTrainedModel:
             f"the target {target!r} is a draft, which guesses for a language model: pass it as --speculator, and that "
             "model as the target"
         )
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
+    return config
 
 
 def load_drafts(

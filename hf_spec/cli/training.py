@@ -96,12 +96,12 @@ def _as_typed(message: str, names: list[str]) -> str:
 
 def _write_prepared(args: argparse.Namespace) -> None:
     _need_extra()
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from ..checkpoints.files import looking_for
     from ..configuration import max_positions
     from ..processes import Processes, launched
     from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
+    from .loading import config_of
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -114,16 +114,14 @@ def _write_prepared(args: argparse.Namespace) -> None:
         )
     if args.endpoint and (args.speculator or not args.regenerate):
         raise ValueError("--endpoint answers for --regenerate FILE, and has a speculator of its own, if any")
-    data = load_raw(args.data, args.split)
+    config = config_of(args.target)
+    data, tokenizer = load_raw(args.data, args.split), AutoTokenizer.from_pretrained(args.target)
     state, device = launched(args.device)
     if args.regenerate:
         data = load_raw(_regenerated(data, args, state, device))
     if not Processes(state).is_first:  # only answers are work to be shared
         return
     names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
-    with looking_for(f"the target {args.target!r}"):
-        config = AutoConfig.from_pretrained(args.target)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
     options = {name: getattr(args, name) for name in (*names.split(), "template_arguments", "end_of_text")}
     splits = prepared(data, tokenizer, positions=max_positions(config), **options)
     if args.features:
