@@ -1,4 +1,4 @@
-"""PEFT's ``generate(adapter_names=[...])``, an adapter for each row of the batch, where forwards have other rows."""
+"""What PEFT changes of a target from outside: adapters for each row of a batch, tokens of its own in the prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from .hooks import hooked
 
-NAMES = "adapter_names"
+NAMES = "adapter_names"  # of generate(adapter_names=[...]), an adapter for each row, where forwards have other rows
 
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
@@ -29,6 +29,12 @@ def with_adapters(
         return args, kwargs | {NAMES: names_of(kwargs[NAMES], len(args[0]))}  # PEFT's own hook came first
 
     return hooked(layers, before)
+
+
+def adapter_of_inputs(model: Any) -> str | None:
+    """Name the kind of adapter that PEFT now lets prepare the inputs of ``model`` (prompt tuning, prefix tuning)."""
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    return None if owner is model else f"{type(owner).__name__} {getattr(owner, 'peft_type', '')}".strip()
 
 
 def _gives_names(hook: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..proposal import Proposal
+from .adapters import adapter_of_inputs
 from .architectures import why_one_row
 from .factory import runner_for
 from .plain import difference, input_device, new_cache, new_static_cache, plain_logits, prompt_kwargs
@@ -53,6 +54,8 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool) -> None:
         cure += ", or leave the cache dynamic"
     if model.config.get_text_config(decoder=True)._attn_implementation not in ("sdpa", "eager"):
         cure += ", or load it with attn_implementation='sdpa'"
+    if (adapter := adapter_of_inputs(model)) is not None:
+        cure += f"; its inputs are prepared by {adapter}, which may not know this version of transformers"
     try:
         apart = difference_from_plain(model, TREE if name == "tree" else CHAIN, static)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from .adapters import adapted_layers, with_adapters
+from .adapters import adapted_layers, adapter_of_inputs, with_adapters
 
 Options = ParamSpec("Options")
 Found = TypeVar("Found")
@@ -26,7 +26,7 @@ def in_short(error: Exception) -> str:
 def tried_once(
     trial: Callable[Concatenate[PreTrainedModel, Options], Found],
 ) -> Callable[Concatenate[PreTrainedModel, Options], Found]:
-    """Let ``trial(model, ...)`` run once for each model, attention implementation and other arguments.
+    """Let ``trial(model, ...)`` run once for each model, way of preparing its inputs, attention and other arguments.
 
     What it returns is remembered, what it raises is not. It runs without gradients and leaves the model as it was.
     """
@@ -34,7 +34,7 @@ def tried_once(
 
     @functools.wraps(trial)
     def remembered(model: PreTrainedModel, /, *args: Options.args, **kwargs: Options.kwargs) -> Found:
-        way = model.config.get_text_config(decoder=True)._attn_implementation
+        way = model.config.get_text_config(decoder=True)._attn_implementation, adapter_of_inputs(model)
         found = known.setdefault(model, {})
         if (key := (way, args, tuple(kwargs.items()))) not in found:
             of_the_first_row = with_adapters(adapted_layers(model), lambda names, count: names[:1] * count)
