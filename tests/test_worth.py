@@ -85,6 +85,20 @@ def test_what_costs_more_than_it_promises_is_left() -> None:
     assert worth(1, "recalled", [1.0, 1.0, 1.0])[0] == 3
 
 
+@pytest.mark.parametrize(("second", "expected"), [(1.2, {1, 2}), (1.7, {0})])
+def test_depths_below_the_measured_ones_are_tried(second: float, expected: set[int]) -> None:
+    """The line through 4 and 16 guesses is nearly level, and says that two take as long: they are looked at."""
+    worth, taken = weigher(), {0: 1.0, 1: second, 2: second, 3: second, 4: 1.7, 16: 1.8}
+    for depth in [0, 4, 16] * 8:
+        worth.stepped(1, "recalled", depth, taken[depth])
+    steps = []
+    for _ in range(40):
+        steps.append(worth(1, "recalled", [0.3, 0.1])[0])
+        worth.stepped(1, "recalled", steps[-1], taken[steps[-1]])
+    assert steps[0] == 2
+    assert set(steps[-20:]) == expected
+
+
 def test_rows_that_wait_for_each_other_are_worth_less() -> None:
     seconds = {"recalled": lambda depth: 1 + 0.3 * depth}
     of_four, apart = measured(seconds, rows=4), [0.3]

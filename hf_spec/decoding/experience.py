@@ -95,7 +95,8 @@ class Experience:
         """Return what steps of each depth take up to the deepest, from all that were measured; nothing before one was.
 
         What few steps of a depth took is drawn to the straight line through all of them, which begins at an
-        ``ordinary`` step as long as there is one depth only.
+        ``ordinary`` step as long as there is one depth only. Up to the second depth that was measured it lies no
+        higher than between that step and these two, so that less deep guesses are tried.
         """
         size = size_of(rows)
         if size not in self._curves:
@@ -175,6 +176,9 @@ def _smooth(times: dict[int, float], weights: dict[int, int], ordinary: float) -
     spread = sum(weight * (at - depth) ** 2 for at, weight in weights.items())
     slope = sum(weights[at] * (at - depth) * (taken - seconds) for at, taken in times.items()) / spread
     line = [seconds + max(0.0, slope) * (at - depth) for at in range(DEEPEST + 1)]
+    for end in sorted(times)[:2] if ordinary else ():
+        for at in range(1, end):
+            line[at] = min(line[at], ordinary + (times[end] - ordinary) * at / end)
     for at in times.keys() & range(DEEPEST + 1):
         line[at] = (weights[at] * times[at] + STRAIGHT * line[at]) / (weights[at] + STRAIGHT)
     return line
