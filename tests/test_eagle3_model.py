@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from golden import CLOSE, END_TO_END, SAFEAILAB, SPECFORGE, SPECULATORS, load_draft, load_target, outputs, tiny_target
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
+from hf_spec.drafts.layers import RMSNorm, with_torch_norms
 
 SLIDING = "sp_eagle3_qwen3_sliding_bf16"
 
@@ -324,3 +328,24 @@ def test_an_eagle_draft_reads_the_last_hidden_state_and_uses_the_targets_head() 
 def test_the_vocabulary_cannot_be_resized() -> None:
     with pytest.raises(ValueError, match="vocabulary of its target"):
         tiny_draft().resize_token_embeddings(200)
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_those_of_transformers(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    """And torch's own, of which CUDA has one kernel; in half precision it rounds once less."""
+    norm, hidden = kind(16, eps=1e-3).to(dtype), noise(3, 5, 16).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1.5 + 0.1 * noise(16))
+    own = nn.Sequential(copy.deepcopy(norm))
+    with_torch_norms(own)
+    assert type(own[0]) is RMSNorm and list(own.state_dict()) == ["0.weight"]
+    torch.testing.assert_close(own(hidden), norm(hidden), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):  # weights stay in float32
+        assert own.float()(hidden.bfloat16()).dtype == norm.float()(hidden.bfloat16()).dtype == torch.float32
+
+
+def test_drafts_have_no_other_norms() -> None:
+    draft = tiny_draft({"num_hidden_layers": 2}, fc_norm=True)
+    norms = [one for one in draft.modules() if "Norm" in type(one).__name__]
+    assert len(norms) == 9 and {type(one) for one in norms} == {RMSNorm}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,15 @@ def per_step(
     steps = forwards[1] - forwards[0]
     assert steps > 3
     return collections.Counter({name: (counts[1][name] - counts[0][name]) / steps for name in counts[1]})
+
+
+@pytest.mark.gpu
+def test_a_norm_of_a_draft_is_one_operator_on_a_gpu() -> None:
+    _, drafts = models()
+    norm = copy.deepcopy(drafts["eagle3"].norm).to("cuda")
+    with torch.no_grad(), Count() as count:
+        norm(torch.ones(1, 1, 32, device="cuda"))
+    assert count.operators["outside"] == 1
 
 
 CEILINGS = {  # operators outside the forwards of 1 and of 8 rows, and waits

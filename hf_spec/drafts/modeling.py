@@ -24,7 +24,7 @@ from ..scoring.products import product
 from ..settings import SpeculationConfig
 from .base import Speculator
 from .files import Checkpoint, Files, Format
-from .layers import classes_of
+from .layers import classes_of, with_torch_norms
 
 if TYPE_CHECKING:
     from .unrolling import Unrolled, UnrollInput
@@ -77,6 +77,11 @@ class DraftModel(PreTrainedModel, Speculator):
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.arange(vocabulary) < draft_vocab_size if reduced else None)
         self._lent: dict[str, Tensor | None] = {}  # a dict, because nn.Module would register them
+
+    def post_init(self) -> None:
+        """Finish what a kind of draft has built."""
+        with_torch_norms(self)
+        super().post_init()  # type: ignore[no-untyped-call]
 
     @property
     def layer_config(self) -> PreTrainedConfig:

@@ -21,7 +21,7 @@ class DFlashDraftModel(BlockDraftModel):
 
     def __init__(self, config: DFlashSpeculatorConfig) -> None:
         super().__init__(config)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     @classmethod
     def engines(

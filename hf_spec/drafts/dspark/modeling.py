@@ -97,7 +97,7 @@ class DSparkDraftModel(BlockDraftModel):
         self.markov_head = MarkovHead(config, vocabulary) if config.markov_rank else None
         width = size + config.markov_rank * config.confidence_head_with_markov
         self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

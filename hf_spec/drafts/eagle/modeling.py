@@ -41,7 +41,7 @@ class EagleDraftModel(DraftModel):
             classes_of(layers.model_type).layer(layers, i) for i in range(layers.num_hidden_layers)
         )
         self.layers[0].input_layernorm = nn.Identity()
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def forward(
         self,

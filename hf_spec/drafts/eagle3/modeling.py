@@ -28,7 +28,7 @@ class Eagle3DraftModel(FusingDraftModel):
 
     def __init__(self, config: Eagle3SpeculatorConfig) -> None:
         super().__init__(config)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def drafter(self, request: Request) -> Drafter:
         self.bind(request.target)

@@ -59,7 +59,7 @@ class MedusaDraftModel(DraftModel):
 
     def __init__(self, config: MedusaSpeculatorConfig) -> None:
         super().__init__(config, config.draft_vocab_size or config.vocab_size or 0)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
         config: MedusaSpeculatorConfig = self.config

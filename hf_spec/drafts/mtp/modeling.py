@@ -33,7 +33,7 @@ class MTPDraftModel(DraftModel):
 
     def __init__(self, config: MTPSpeculatorConfig) -> None:
         super().__init__(config, config.layers.vocab_size)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
         shared, size = self.config.shared_with_target or (), layers.hidden_size

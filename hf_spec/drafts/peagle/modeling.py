@@ -44,7 +44,7 @@ class PEagleDraftModel(FusingDraftModel):
     def __init__(self, config: PEagleSpeculatorConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features * config.feature_size))
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
