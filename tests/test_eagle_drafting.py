@@ -13,6 +13,7 @@ from torch import Tensor
 from twins import fitted
 
 from hf_spec import News, Request, SpeculationConfig
+from hf_spec.drafts import modeling
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
@@ -214,3 +215,34 @@ def test_greedy_text_is_that_of_plain_generate(name: str, shape: str, vocabulary
         )
         assert torch.equal(out.sequences, text)
         assert 0 < out.speculation.accepted < out.speculation.proposed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masks_without_asking_transformers_are_the_same(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that are padded, or not, and that guesses get apart."""
+    target, draft, texts = taught("llama", WHOLE)
+    own, known, kept = modeling.DraftModel._masks, modeling.full_masks, []
+
+    def compared(self: Any, *args: Any) -> list[Any]:
+        masks = own(self, *args)
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling, "full_masks", lambda *_: None)
+            asked = own(self, *args)
+        for one, other in zip(masks, asked, strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+        return masks
+
+    def counted(*args: Any) -> Any:
+        found = known(*args)
+        kept.append(found is not None)
+        return found
+
+    monkeypatch.setattr(modeling, "full_masks", counted)
+    monkeypatch.setattr(modeling.DraftModel, "_masks", compared)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "speculator": draft}
+    for batch, text in texts.items():
+        kept.clear()
+        config = SpeculationConfig(**SHAPES[shape])
+        out = target.generate(**prompts(batch, BATCHES[batch]), **options, speculation_config=config)
+        assert torch.equal(out, text)
+        assert sum(kept) > 10, "transformers is always asked"

@@ -19,6 +19,7 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..configuration import GEMMA, SpeculatorConfig
+from ..scoring.masks import full_masks
 from ..scoring.names import CACHE
 from ..scoring.products import product
 from ..settings import SpeculationConfig
@@ -241,6 +242,8 @@ class DraftModel(PreTrainedModel, Speculator):
         kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
         cache: dict[str, Any] = {CACHE: past_key_values}
         if not isinstance(attention_mask, dict):
+            if {*kinds} == {"full_attention"} and (known := full_masks(len(kinds), layers._attn_implementation)):
+                return known
             attention_mask = {
                 kind: MASKS[kind](
                     config=layers,
