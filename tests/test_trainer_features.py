@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -14,10 +16,12 @@ from typing import Any
 import datasets
 import optuna
 import pytest
+import test_trainer
 import torch
 from architectures import build
 from golden import tiny_target
-from test_trainer import arguments, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
+from test_muon import dspark
+from test_trainer import arguments, eagle3, losses, medusa, medusa_sharing, mtp, sharp_target, text, vanilla
 from torch.utils.data import Dataset
 from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
 
@@ -77,6 +81,70 @@ def test_compiled_layers_learn_the_same(make: Any, tmp_path: Path) -> None:
         trainer.train()
         found.append([*losses(trainer), trainer.evaluate()["eval_acceptance_length"]])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [eagle3, mtp, medusa, dspark, vanilla])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trained_draft_is_that_of_its_file(make: Any, bf16: bool, tmp_path: Path) -> None:
+    """What autocast put around its forward is taken off, also when it trains, or is evaluated, once more."""
+    target, data = sharp_target(), {"train_dataset": text(), "eval_dataset": text(2, seed=5)}
+    trainer = DraftTrainer(make(target), target, arguments(tmp_path, max_steps=1, bf16=bf16), **data)
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+        assert "forward" not in vars(trainer.draft)
+    trainer.save_model()
+    loaded = (AutoModelForCausalLM if make is vanilla else AutoModel).from_pretrained(tmp_path)
+    cast, inputs = copy.deepcopy(target).bfloat16(), {"input_ids": torch.tensor([[5, 8, 13, 21]])}
+    for verifier, dtype in ((target, torch.float32), (cast, torch.bfloat16)):
+        found = []
+        for draft in (trainer.draft, loaded):
+            out = verifier.generate(
+                **inputs,
+                speculator=draft.to(dtype),
+                max_new_tokens=12,
+                num_speculative_tokens=3,
+                return_dict_in_generate=True,
+            )
+            found.append((out.sequences.tolist(), out.speculation.steps, out.speculation.acceptance_by_position))
+        assert found[0] == found[1]
+
+
+def test_a_trained_draft_can_be_pickled(tmp_path: Path) -> None:
+    target = sharp_target()
+    trainer = DraftTrainer(eagle3(target), target, arguments(tmp_path, max_steps=1), train_dataset=text())
+    trainer.train()
+    again = pickle.loads(pickle.dumps(trainer.draft))
+    for one, other in zip(again.parameters(), trainer.draft.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_evaluation_in_half_precision_rounds_no_weights(tmp_path: Path) -> None:
+    target, data = sharp_target(), {"train_dataset": text(), "eval_dataset": text(2, seed=5)}
+    trainer = DraftTrainer(eagle3(target), target, arguments(tmp_path, max_steps=1, bf16_full_eval=True), **data)
+    trainer.train()
+    before = {
+        name: tensor.clone() for name, tensor in [*trainer.draft.named_parameters(), *trainer.draft.named_buffers()]
+    }
+    seen = []
+    trainer.draft.fc.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    trainer.evaluate()
+    assert torch.bfloat16 in seen
+    after = dict([*trainer.draft.named_parameters(), *trainer.draft.named_buffers()])
+    assert all(
+        tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]) for name, tensor in before.items()
+    )
+
+
+def test_a_resumed_block_draft_guesses_at_the_same_places(tmp_path: Path) -> None:
+    test_trainer.test_resumed_training_is_uninterrupted_training(dspark, tmp_path)
+
+
+def test_noise_needs_embeddings_of_ones_own(tmp_path: Path) -> None:
+    target = sharp_target()
+    args = arguments(tmp_path, neftune_noise_alpha=5.0, max_steps=1)
+    with pytest.raises(ValueError, match="this one borrows the target's: leave it out"):
+        DraftTrainer(medusa_sharing(target), target, args, train_dataset=text())
 
 
 @pytest.mark.parametrize("make", [eagle3, mtp, medusa, vanilla])

@@ -177,6 +177,7 @@ def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", "", r"a\.jsonl is empty"),
+        ("a.jsonl", "\n \n", r"a\.jsonl is empty"),
         (
             "a.jsonl",
             '{"text": "one"}\n{"text": "tw',
@@ -184,13 +185,19 @@ def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
         ),
         ("a.json", '[{"text": "one"},\n {"text": two}]', r"a\.json is broken: line 2: Expecting value, character 11"),
         ("a.jsonl", '{"text": "one"}\n\n{"text": {"a": 1}}', r"a\.jsonl is broken: .*"),
+        (
+            "a.jsonl",
+            '{"text": "one"}\n{"text": "café"}',
+            r"a\.jsonl is broken: line 2: 'utf-8' codec.* Write it as UTF",
+        ),
+        ("a.txt", "one\ncafé\n", r"a\.txt is broken: line 2: 'utf-8' codec"),
         ("a.doc", "one", r"a\.doc is none of \['\.csv'"),
         ("a.jsonl", None, r"there is no file .*a\.jsonl"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(name: str, content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError if content is not None else FileNotFoundError, match=message):
         prepare_dataset(tmp_path / name, tokenizer())
 

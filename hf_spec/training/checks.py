@@ -1,4 +1,4 @@
-"""What is looked at before a draft is saved."""
+"""What is looked at before a draft is trained, and before it is saved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ from transformers.utils import logging
 
 from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
+from .arguments import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
+
+
+def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
+    """Raise a ValueError for arguments that make no sense for this ``draft``, or a draft of another vocabulary."""
+    if args.neftune_noise_alpha is not None and draft.get_input_embeddings() is None:
+        raise ValueError(
+            "neftune_noise_alpha adds noise to a draft's own embeddings, and this one borrows the target's: leave it "
+            "out"
+        )
+    if isinstance(draft, DraftModel):
+        return
+    if args.freeze_lm_head:
+        raise ValueError("freeze_lm_head is for drafts that read the target's states: leave it out, or freeze weights")
+    if draft.config.get_text_config().vocab_size != target.config.get_text_config().vocab_size:
+        raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
 
 
 def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[str, Tensor] | None = None) -> None:

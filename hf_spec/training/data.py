@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 import datasets  # type: ignore[import-untyped]
 import pyarrow.compute as compute  # type: ignore[import-untyped]
@@ -161,20 +161,41 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
         raise FileNotFoundError(f"there is no file {path}")
     if (kind := next((FILES[suffix] for suffix in path.suffixes if suffix in FILES), None)) is None:
         raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
-    if not path.stat().st_size:
-        raise ValueError(f"{path} is empty")
+    with _opened(path) as lines:
+        if not any(line.strip() for line in lines):
+            raise ValueError(f"{path} is empty")
     try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
+        data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        problem = _broken_line(path) or str(error.__cause__ or error)
+        problem = _broken_line(path) or _undecodable_line(path) or str(error.__cause__ or error)
         raise ValueError(f"{path} is broken: {problem}. Mend it, or remove that line") from error
+    if kind == "json" and not streaming and (line := _undecodable_line(path)):  # which Arrow lets pass
+        raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
+    return data
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
+
+
+def _undecodable_line(path: Path) -> str | None:
+    """Name the first line of a text file that is not UTF-8; ``None`` if there is none, or the file is no text."""
+    if ".parquet" in path.suffixes:
+        return None
+    with _opened(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number}: {error}"
+    return None
 
 
 def _broken_line(path: Path) -> str | None:
     """Name the first line of a file of JSON that is none, and say why; ``None`` if all are or the file is another."""
     if not {".jsonl", ".json"} & {*path.suffixes}:
         return None
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+    with _opened(path) as file:
         content = file.read()
     whole = path.suffixes[0] == ".json" and content.lstrip()[:1] == b"["
     for number, line in enumerate([content] if whole else content.splitlines(), start=1):

@@ -23,7 +23,7 @@ from ..metrics import Counts
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
-from .checks import check_before_saving, name_target
+from .checks import check_arguments, check_before_saving, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import measure, prompts_of, token_ids
 from .features import LAST, FeatureCache
@@ -41,7 +41,7 @@ from .resuming import asks_to_resume, check_output_dir, checkpoint_to_resume, to
 from .running_sums import RunningSums
 from .teacher import Reader, bare
 from .unrolling import count_steps, unrolled
-from .wrapping import as_loaded, let_forward_compute_a_loss
+from .wrapping import as_loaded, as_trained, let_forward_compute_a_loss, weights_put_back
 
 logger = logging.get_logger(__name__)
 
@@ -103,8 +103,7 @@ class DraftTrainer(Trainer):
         self.target: PreTrainedModel = bare(target).eval()
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
-        self._peft_config = peft_config
-        self._tokenizer = kwargs.get("processing_class")
+        self._peft_config, self._tokenizer = peft_config, kwargs.get("processing_class")
         self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
         kwargs.setdefault("data_collator", DraftCollator())
         if args.muon_learning_rate is not None:
@@ -139,16 +138,11 @@ class DraftTrainer(Trainer):
                 f"the MTP layers of {type(self.target).__name__} can be read, but not written back: train one that "
                 "stands by itself instead, made from an MTPSpeculatorConfig"
             )
+        check_arguments(draft, self.target, args)
         if isinstance(draft, DraftModel):
             draft.bind(self.target)
             for layer in draft.output_layers if args.freeze_lm_head else ():
                 layer.requires_grad_(False)
-        elif args.freeze_lm_head:
-            raise ValueError(
-                "freeze_lm_head is for drafts that read the target's states: leave it out, or freeze weights"
-            )
-        elif draft.config.get_text_config().vocab_size != self.target.config.get_text_config().vocab_size:
-            raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
         if self._peft_config is not None:
             from peft import get_peft_model
 
@@ -157,6 +151,7 @@ class DraftTrainer(Trainer):
         for data in self._data:
             self._admit(data)
         let_forward_compute_a_loss(draft)
+        self._around: dict[str, Any] = {}  # the draft, see ``as_trained``
         self._steps = count_steps(draft, args.unroll_steps)
         if sharding.is_asked_for(args):
             sharding.hide_embeddings_and_head(model)
@@ -192,7 +187,7 @@ class DraftTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        self._choose_anchors(inputs, model.training)
+        self._choose_anchors(inputs, 0 if model.training else None)
         divisor = self._divisor(inputs) if num_items_in_batch is None else num_items_in_batch
         scale = 1.0
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -201,8 +196,8 @@ class DraftTrainer(Trainer):
         features = torch.cat([layer.to(hidden.device) for layer in layers], dim=-1) if layers else None
         text = UnrollInput(inputs["input_ids"], inputs.get("document_ids"), features, inputs.get("anchors"))
         batch_loss = functools.partial(self._batch_loss, text, self._counted(inputs), hidden, divisor)
-        # Through the wrapped model, so that whatever wraps it sees one forward.
-        loss, metrics, counted = model(batch_loss=batch_loss)
+        with as_trained(self.draft, self._around):  # through the wrapped model: whatever wraps it sees one forward
+            loss, metrics, counted = model(batch_loss=batch_loss)
         if not isinstance(self.draft, DraftModel):  # a language model, whose one step says all of its chains
             steps = self.settings.unroll_steps
             counted = counted_positions(inputs["loss_mask"], steps, inputs.get("document_ids"))
@@ -270,11 +265,13 @@ class DraftTrainer(Trainer):
         counted = counted_positions(inputs["loss_mask"], self._steps, inputs.get("document_ids"))
         return counted & inputs["anchors"][:, 1:] if "anchors" in inputs else counted
 
-    def _choose_anchors(self, inputs: dict[str, Any], anew: bool) -> None:
-        """Choose, once, where a block draft guesses: at answer tokens drawn ``anew``, or always the same ones."""
+    def _choose_anchors(self, inputs: dict[str, Any], number: int | None) -> None:
+        """Choose, once, where a block draft guesses: by the step and the ``number`` of its batch, also in a run that
+        was resumed; or always the same."""
         if "anchors" in inputs or not getattr(self.draft, "needs_anchors", False):
             return
-        generator = None if anew else torch.Generator().manual_seed(self.args.seed)
+        place = () if number is None else (self.state.global_step, self.args.process_index, number)
+        generator = torch.Generator().manual_seed(hash((self.args.seed, *place)))
         given = (inputs["loss_mask"], inputs.get("document_ids"), self.settings.num_anchors)
         inputs["anchors"] = draw_anchors(*given, generator)
 
@@ -282,8 +279,8 @@ class DraftTrainer(Trainer):
         """Count what the weights of each step are divided by, (steps,): over accumulated batches and processes."""
         if not batch_samples:
             return None
-        for batch in batch_samples:
-            self._choose_anchors(batch, True)
+        for number, batch in enumerate(batch_samples):
+            self._choose_anchors(batch, number)
         counts = torch.stack([self._divisor(batch) for batch in batch_samples]).sum(0).to(device)
         return self._over_processes(counts) if self.args.average_tokens_across_devices else counts
 
@@ -335,7 +332,9 @@ class DraftTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         self._sums[False] = RunningSums()
-        output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        given = (prediction_loss_only, ignore_keys, metric_key_prefix)
+        with weights_put_back(self.draft):
+            output = super().evaluation_loop(dataloader, description, *given)
         if output.metrics is None:
             return output
         sums = self._sums[False]
@@ -398,7 +397,8 @@ class DraftTrainer(Trainer):
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
         if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
-        return super().train(checkpoint, *args, **kwargs)
+        with as_trained(self.draft, self._around):
+            return super().train(checkpoint, *args, **kwargs)
 
     # -- files --------------------------------------------------------------------------------------------------------
 

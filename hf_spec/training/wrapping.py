@@ -26,8 +26,41 @@ def let_forward_compute_a_loss(draft: Any) -> None:
             return batch_loss(self)
 
     draft.forward = MethodType(forward, draft)
-    if isinstance(draft, DraftModel):  # its steps are recomputed as a whole, see unrolling.outputs
-        draft.activation_checkpointing_enable = lambda **kwargs: None  # type: ignore[method-assign]
+    if isinstance(draft, DraftModel):
+        draft.activation_checkpointing_enable = _recompute_steps  # type: ignore[assignment]
+
+
+def _recompute_steps(**kwargs: Any) -> None:
+    """Do nothing: the steps of a draft are recomputed as a whole, see ``unrolling.outputs``."""
+
+
+@contextlib.contextmanager
+def as_trained(draft: Any, around: dict[str, Any]) -> Iterator[None]:
+    """Let ``draft`` have the ``forward`` that training has made of it, which ``around`` keeps meanwhile and between.
+
+    Whoever generates with the draft in the same process gets what is saved, without autocast.
+    """
+    draft.__dict__.update(around)
+    try:
+        yield
+    finally:
+        if "forward" in draft.__dict__:
+            around["forward"] = draft.__dict__.pop("forward")
+
+
+@contextlib.contextmanager
+def weights_put_back(draft: Any) -> Iterator[None]:
+    """Put back the weights of ``draft`` in the end: Trainer evaluates in half precision by rounding them in place."""
+    weights = [(tensor, tensor.data) for tensor in draft.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in draft.modules()]
+    try:
+        yield
+    finally:
+        if any(tensor.dtype != data.dtype for tensor, data in weights):
+            for tensor, data in weights:
+                tensor.data = data
+            for module, its in buffers:
+                module._buffers.update(its)
 
 
 @contextlib.contextmanager
