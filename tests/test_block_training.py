@@ -354,14 +354,15 @@ def test_anchors_are_drawn_in_answers(tmp_path: Any) -> None:
     mask = torch.zeros(2, 24, dtype=torch.long)
     mask[0, 10:20], mask[1, 5:7] = 1, 1
     drawn = set()
-    for _ in range(20):
+    for number in range(20):
+        one.state.global_step = number // 2
         inputs = {"input_ids": mask, "loss_mask": mask}
-        one._choose_anchors(inputs, anew=True)
+        one._choose_anchors(inputs, number % 2)
         assert inputs["anchors"].sum(1).tolist() == [3, 1]
         assert not (inputs["anchors"] & (mask == 0)).any() and not inputs["anchors"][0, 19]
         drawn.add(tuple(inputs["anchors"][0].nonzero()[:, 0].tolist()))
     assert len(drawn) > 5
     fixed = [{"input_ids": mask, "loss_mask": mask} for _ in range(2)]
     for inputs in fixed:
-        one._choose_anchors(inputs, anew=False)
+        one._choose_anchors(inputs, None)
     assert torch.equal(fixed[0]["anchors"], fixed[1]["anchors"])

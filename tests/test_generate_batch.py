@@ -310,6 +310,12 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
         kept = run(speculator=speculator)
         assert run(speculator=speculator) is kept and isinstance(kept, SpeculativeManager)
     assert run(speculator=build("llama", seed=1)) is not run(speculator=small)
+    kept = model._cached_continuous_batching_manager
+    sampled = GenerationConfig(max_new_tokens=8, do_sample=True, temperature=5.0, eos_token_id=EOS, pad_token_id=0)
+    options = {"warmup": False, "persistent_manager": True, "speculator": small}
+    outputs = model.generate_batch(PROMPT_LIST[:4], sampled, batching(4), **options)
+    assert model._cached_continuous_batching_manager is not kept, "it would decode greedily"
+    assert any(output.generated_tokens != text[:8] for output, text in zip(outputs.values(), texts, strict=True))
     model.destroy_cached_continuous_batching_manager()
 
 

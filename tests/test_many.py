@@ -393,6 +393,7 @@ def test_the_models_default_speculator_is_used_and_refused_calls_are_plain() -> 
         ({"generation_config": GenerationConfig(min_length=30)}, "use min_new_tokens"),
         ({"streamer": object()}, "stream one prompt with generate"),
         ({"batch_size": 0}, "batch_size is 0"),
+        ({"batch_size": "2"}, "batch_size is '2'; set a whole number"),
         ({"look_ahead": 0}, "look_ahead is 0"),
     ],
 )
@@ -412,6 +413,9 @@ def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) ->
         ("text", "prompt 1 is text, which needs the model's tokenizer"),
         (1.5, "prompt 1 is 1.5; pass a text"),
         ([1, "a"], "prompt 1 is"),
+        ([True, False], "prompt 1 is"),
+        ([5, 99], "prompt 1 has token 99, but the model knows 99"),
+        (torch.tensor([[-1, 5]]), "prompt 1 has token -1"),
         ({"pixel_values": torch.zeros(1)}, "prompt 1 has no input_ids"),
         ({"input_ids": torch.ones(2, 3)}, "one prompt at a time"),
     ],
@@ -424,7 +428,9 @@ def test_bad_prompts_are_named(prompt: Any, problem: str) -> None:
 
 
 def test_what_fails_while_generating_names_the_prompts() -> None:
-    completions = generate_many(target(), [[5], [6, 7], [98, 99]], **QUIET | {"batch_size": 1}, **GREEDY)
+    grammar = [[5, 6], [7, 8]]  # one for a prompt
+    options = QUIET | GREEDY | {"batch_size": 1, "prefix_allowed_tokens_fn": lambda index, ids: grammar[index]}
+    completions = generate_many(target(), [[5], [6, 7], [98, 97]], **options)
     with pytest.raises(IndexError) as caught:
         list(completions)
     assert caught.value.__notes__ == ["while generating for the prompts [2]"]
@@ -461,8 +467,9 @@ def work(folder: str) -> None:
         list(generate_many(model, mine, **given, **QUIET, **GREEDY))
     with pytest.raises(ValueError, match="different prompts"):
         list(generate_many(model, prompts[: 6 + state.process_index], **given, **QUIET, **GREEDY))
+    broken = {"prefix_allowed_tokens_fn": lambda index, ids: [[5, 6]][index]}  # for the second prompt
     with pytest.raises((IndexError, RuntimeError), match=r"out of range|process \d failed.*IndexError"):
-        list(generate_many(model, [[5], [99]], **given, **QUIET, **GREEDY))
+        list(generate_many(model, [[5], [6]], **given, **QUIET, **GREEDY, **broken))
     leave()
 
 

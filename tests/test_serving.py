@@ -114,6 +114,9 @@ BAD: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 1.5},
     "stop": {"stop": [""]},
     "generation_config": {"extra_body": {"generation_config": "greedy"}},
+    "fields and values": {"extra_body": {"generation_config": '{"max_new_tokens": "x"}'}},
+    "that go with text alone": {"extra_body": {"generation_config": '{"output_scores": true}'}},
+    "seed": {"seed": 1 << 64},
     "response_format": {"extra_body": {"response_format": {"type": "json_object"}}},
     "n": {"n": 2},
     "logprobs": {"logprobs": 3},
@@ -276,6 +279,7 @@ def test_each_request_of_a_batch_has_its_own_settings(batched):
     [
         ({"frequency_penalty": 0.5}, "RepetitionPenaltyLogitsProcessor .* continuous batching"),
         ({"extra_body": {"generation_config": '{"num_beams": 2}'}}, "num_beams"),
+        ({"extra_body": {"generation_config": '{"max_time": 0.1}'}}, "max_time"),
         ({"temperature": 1, "extra_body": {"generation_config": '{"do_sample": true, "min_p": 0.1}'}}, "MinPLogits"),
     ],
 )

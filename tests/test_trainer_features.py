@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import optuna
 import pytest
-import test_trainer
 import torch
 from architectures import build
 from golden import tiny_target
@@ -137,7 +136,16 @@ def test_evaluation_in_half_precision_rounds_no_weights(tmp_path: Path) -> None:
 
 
 def test_a_resumed_block_draft_guesses_at_the_same_places(tmp_path: Path) -> None:
-    test_trainer.test_resumed_training_is_uninterrupted_training(dspark, tmp_path)
+    target, kwargs = sharp_target(), {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "num_anchors": 2}
+    whole, resumed = (
+        DraftTrainer(dspark(target), target, arguments(tmp_path / name, **kwargs), train_dataset=text(9))
+        for name in ("whole", "resumed")
+    )
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert losses(resumed)[-3:] == losses(whole)[-3:]
+    for one, other in zip(whole.draft.parameters(), resumed.draft.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_noise_needs_embeddings_of_ones_own(tmp_path: Path) -> None:
@@ -192,7 +200,7 @@ def test_a_draft_vocabulary_beyond_the_targets_is_cut_with_a_warning(kind: Any, 
 
 def test_norms_of_a_draft_divide_as_the_targets_do() -> None:
     target = tiny_target(rms_norm_eps=3e-4)
-    assert eagle3(target).norm.variance_epsilon == mtp(target).layers[0].input_layernorm.variance_epsilon == 3e-4
+    assert eagle3(target).norm.eps == mtp(target).layers[0].input_layernorm.eps == 3e-4
     other = Eagle3SpeculatorConfig.for_target(target.config, {"rms_norm_eps": 1e-6})
     assert other.layers.rms_norm_eps == 1e-6
 

@@ -55,9 +55,13 @@ class RequestOutput(GenerationOutput):
 
 
 class SpeculativeManager(ContinuousBatchingManager):
-    """Be transformers' manager of continuous batching, which guesses; ``speculation`` says how it goes."""
+    """Be transformers' manager of continuous batching, which guesses; ``speculation`` says how it goes.
+
+    ``made_for`` is the generation config of the call that it was made for.
+    """
 
     speculation: Speculation
+    made_for: dict[str, Any]
 
     @classmethod
     def take_over(cls, manager: ContinuousBatchingManager, speculation: Speculation) -> SpeculativeManager:

@@ -40,7 +40,7 @@ def make_manager(
         refuse_batch(model, settings, found)
         speculator.check(model, found)
     kept = kept_manager(model)
-    if kept is not None and not _guesses_so(kept, speculator, config):
+    if kept is not None and not _does_so(kept, speculator, config, settings):
         forget_manager(model)
         kept = None
     given = batching_config
@@ -52,7 +52,9 @@ def make_manager(
         return manager
     speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
     switch_off(manager.continuous_batching_config, batching_config, reads_features=bool(speculation.features.layers))
-    return SpeculativeManager.take_over(manager, speculation)
+    made = SpeculativeManager.take_over(manager, speculation)
+    made.made_for = settings.to_dict()
+    return made
 
 
 def kept_manager(model: Any) -> ContinuousBatchingManager | None:
@@ -61,8 +63,16 @@ def kept_manager(model: Any) -> ContinuousBatchingManager | None:
     return kept
 
 
-def _guesses_so(manager: ContinuousBatchingManager, speculator: Speculator, config: SpeculationConfig | None) -> bool:
-    """Tell whether ``manager`` guesses with the same weights and memory; what holds them is made anew by each call."""
+def _does_so(
+    manager: ContinuousBatchingManager,
+    speculator: Speculator,
+    config: SpeculationConfig | None,
+    settings: GenerationConfig,
+) -> bool:
+    """Tell whether ``manager`` decodes by these ``settings``, which it keeps whatever a call says, and guesses with
+    the same weights and memory; what holds them is made anew by each call."""
+    if not isinstance(manager, SpeculativeManager) or manager.made_for != settings.to_dict():
+        return False
     own, asked = guesses_of(manager)
     one, other = (
         (type(guesser), getattr(guesser, "model", None), getattr(guesser, "memory", None))

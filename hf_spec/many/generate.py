@@ -14,7 +14,7 @@ from ..defaults import option
 from ..metrics import Counts
 from ..processes import Processes
 from ..scoring.plain import input_device
-from ..settings import SpeculationConfig
+from ..settings import SpeculationConfig, is_int
 from .batches import Batches
 from .engine import Engine, why_not_engine
 from .prompts import Completion, Pending, pending
@@ -98,7 +98,8 @@ def generate_many(
         options["tokenizer"] = getattr(tokenizer, "tokenizer", tokenizer)
     processes = Processes(accelerator)
     decoder = _decoder(model, batch_size, options, engine)
-    completions = _completions(prompts, tokenizer, ahead * processes.count, decoder, processes)
+    words = tokenizer, base_model(model).config.get_text_config(decoder=True).vocab_size
+    completions = _completions(prompts, words, ahead * processes.count, decoder, processes)
     if ordered:
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -109,8 +110,8 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of texts")
     for name, number in (("batch_size", batch_size), ("look_ahead", look_ahead)):
-        if number < 1:
-            raise ValueError(f"{name} is {number}; set at least 1")
+        if not is_int(number) or number < 1:
+            raise ValueError(f"{name} is {number!r}; set a whole number of at least 1")
     for name, instead in NOT_FOR_MANY.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for generate_many: {instead}")
@@ -138,13 +139,20 @@ def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoic
 
 
 def _completions(
-    prompts: Iterable[Any], tokenizer: Any, ahead: int, decoder: Batches | Engine, processes: Processes
+    prompts: Iterable[Any],
+    words: tuple[Any, int],
+    ahead: int,
+    decoder: Batches | Engine,
+    processes: Processes,
 ) -> Iterator[Completion]:
-    """Read ``ahead`` prompts at a time and answer them; with several processes, each a part, and all get all."""
+    """Read ``ahead`` prompts at a time and answer them; with several processes, each a part, and all get all.
+
+    ``words`` are the tokenizer, if there is one, and how many tokens the model knows.
+    """
     numbered = zip(count(), prompts, strict=False)
 
     def read() -> list[Pending]:
-        return [pending(index, prompt, tokenizer) for index, prompt in islice(numbered, ahead)]
+        return [pending(index, prompt, *words) for index, prompt in islice(numbered, ahead)]
 
     while window := processes.same(read, lambda one: one.ids):
         if processes.count == 1:

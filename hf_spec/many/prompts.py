@@ -50,15 +50,18 @@ class Pending:
         return (*sorted(self.per_token), *sorted(sizes))
 
 
-def pending(index: int, prompt: Any, tokenizer: Any) -> Pending:
+def pending(index: int, prompt: Any, tokenizer: Any, vocabulary: int) -> Pending:
     """Turn what a user passes as a prompt into token ids, and tensors if there are some.
 
-    Errors: a TypeError for what is no prompt, and a ValueError for one that is empty or needs a tokenizer; both name
-    its place.
+    Errors: a TypeError for what is no prompt, and a ValueError for one that is empty, needs a tokenizer, or has tokens
+    beyond the ``vocabulary``; both name its place.
     """
     found = _parse(index, prompt, tokenizer)
     if not found.ids:
         raise ValueError(f"prompt {index} is empty: it needs one token at least, such as the one that begins a text")
+    unknown = [] if found.others else [one for one in found.ids if not 0 <= one < vocabulary]  # images stand anywhere
+    if unknown:
+        raise ValueError(f"prompt {index} has token {unknown[0]}, but the model knows {vocabulary}: use its tokenizer")
     return found
 
 
@@ -74,7 +77,7 @@ def _parse(index: int, prompt: Any, tokenizer: Any) -> Pending:
             return Pending(index, _chat(list(prompt), _needed(tokenizer, index), index))
         if len(prompt) == 1 and isinstance(prompt[0], list):  # (1, length)
             prompt = prompt[0]
-        if all(isinstance(one, int) for one in prompt):
+        if all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
             return Pending(index, list(prompt))
     raise TypeError(f"prompt {index} is {prompt!r:.80}; pass {EXAMPLES} that a processor returns for one prompt")
 

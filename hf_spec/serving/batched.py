@@ -234,6 +234,8 @@ def refuse_options(model: Any, config: GenerationConfig) -> None:
     """Raise a ValueError for options that the engine would drop, or would have to be those of all requests."""
     if (config.num_beams or 1) > 1:
         raise ValueError("num_beams: continuous batching decodes one text per request")
+    if config.max_time:
+        raise ValueError("max_time: continuous batching ends texts at their length and at stop strings; leave it out")
     for processor in processors_of(model, config):
         if not isinstance(processor, OF_A_REQUEST):
             raise ValueError(

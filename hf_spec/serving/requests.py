@@ -55,33 +55,49 @@ def _is_stop(value: Any) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+    return isinstance(value, list) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list | None)
 
 
 def _is_generation_config(value: Any) -> bool:
     try:
-        return bool(json.loads(value).keys() <= GenerationConfig().to_dict().keys())
+        given = json.loads(value)
+        GenerationConfig(**given)  # looks at the values, too
+        return bool(given.keys() <= GenerationConfig().to_dict().keys()) and not any(map(given.get, MORE_THAN_TEXT))
     except (TypeError, ValueError, AttributeError):
         return False
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and -(1 << 63) <= value < 1 << 64  # as torch takes it
 
 
 def _is_bias(value: Any) -> bool:
     return isinstance(value, dict) and all(token.isdecimal() and _is_number(one) for token, one in value.items())
 
 
+MORE_THAN_TEXT = ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states")
 _COUNT = (_is_count, "a whole number of at least 1")
 _ONE = (lambda value: value == 1, "1, and a request has one answer; send it again, with another seed")
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "messages": (_is_chat, "a list of messages that have a role"),
+    "messages": (_is_chat, "a list of messages that have a role, and a text or a list as content"),
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
     "temperature": (lambda value: _is_number(value) and 0 <= value < float("inf"), "a number of at least 0"),
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
     "frequency_penalty": (lambda value: _is_number(value) and value > -1, "a number above -1"),
-    "seed": (lambda value: isinstance(value, int), "a whole number"),
+    "seed": (_is_seed, "a whole number of at most 64 bits"),
     "stop": (_is_stop, "a string that is not empty, or a list of such"),
-    "generation_config": (_is_generation_config, "a JSON object, written as a string, of GenerationConfig's fields"),
+    "generation_config": (
+        _is_generation_config,
+        "a JSON object, written as a string, of GenerationConfig's fields and values that go with text alone",
+    ),
     "logit_bias": (_is_bias, "numbers by the ids of tokens"),
     # What transformers' server would pass over; values that change nothing are taken.
     "n": _ONE,

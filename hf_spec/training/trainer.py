@@ -397,8 +397,9 @@ class DraftTrainer(Trainer):
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
         if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
-        with as_trained(self.draft, self._around):
-            return super().train(checkpoint, *args, **kwargs)
+        if self.model is not None:
+            vars(self.draft).update(self._around)  # for whatever wraps it now
+        return super().train(checkpoint, *args, **kwargs)
 
     # -- files --------------------------------------------------------------------------------------------------------
 
