@@ -319,6 +319,22 @@ def test_a_manager_that_is_kept(model: PreTrainedModel) -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_other_calls_wait_until_an_engine_is_done(model: PreTrainedModel) -> None:
+    """Its forwards change a config that every thread sees: plain generate writes other text meanwhile, too."""
+    model = copy.deepcopy(model)  # that nobody has looked at
+    ids = torch.tensor([PROMPT_LIST[0]])
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **call)
+    config = GenerationConfig(max_new_tokens=400, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=batching(4)) as manager:
+        assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected), "it has nothing to do"
+        manager.add_request(PROMPT_LIST[1], "other", max_new_tokens=400)
+        with pytest.raises(ValueError, match="an engine of continuous batching is decoding with this Llama"):
+            model.generate(ids, **call, speculator="ngram")
+        manager.cancel_request("other")
+    assert torch.equal(model.generate(ids, **call, speculator="ngram"), expected)
+
+
 # --- The call --------------------------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,14 @@ def test_a_resumed_block_draft_guesses_at_the_same_places(tmp_path: Path) -> Non
         assert torch.equal(one, other)
 
 
+def test_compiled_layers_are_not_recomputed(tmp_path: Path) -> None:
+    target, args = sharp_target(), arguments(tmp_path, activation_checkpointing=True)
+    draft = eagle3(target)
+    draft.layers[0].compile(backend="eager")
+    with pytest.raises(ValueError, match="leave it out, or compile no layer"):
+        DraftTrainer(draft, target, args, train_dataset=text())
+
+
 def test_noise_needs_embeddings_of_ones_own(tmp_path: Path) -> None:
     target = sharp_target()
     args = arguments(tmp_path, neftune_noise_alpha=5.0, max_steps=1)

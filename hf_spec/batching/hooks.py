@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
-from ..decoding.refusals import Refusal
+from ..decoding.refusals import Refusal, note_engine
 from ..defaults import configured, default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig
@@ -116,19 +116,23 @@ def with_speculator(plain: Any) -> Any:
             asked = _asked.get() or Asked()
         given = (generation_config, continuous_batching_config, workload_hints)
         found, config = _resolve(self, asked, generation_config)
+        manager = None
         if found is not None:
             falls_back = asked.speculator is None and not asked.has_settings
             try:
                 if not falls_back:
                     refuse_dropped(generation_config or self.generation_config)
-                return make_manager(plain, self, found, config, *given)
+                manager = make_manager(plain, self, found, config, *given)
             except Refusal as refusal:
                 if not falls_back:
                     raise
                 logger.warning_once(f"The model's default speculator is not used: {refusal} Requests are plain.")
-        if (kept := kept_manager(self)) is not None and guesses_of(kept)[0] is not None:
-            forget_manager(self)
-        return plain(self, *given)
+        if manager is None:
+            if (kept := kept_manager(self)) is not None and guesses_of(kept)[0] is not None:
+                forget_manager(self)
+            manager = plain(self, *given)
+        note_engine(self, manager)
+        return manager
 
     return _documented(init_continuous_batching, plain)
 

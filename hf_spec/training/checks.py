@@ -22,6 +22,11 @@ def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArgu
             "neftune_noise_alpha adds noise to a draft's own embeddings, and this one borrows the target's: leave it "
             "out"
         )
+    if args.activation_checkpointing and any(one._compiled_call_impl is not None for one in draft.modules()):
+        raise ValueError(
+            "activation_checkpointing runs a step again, by another graph of a compiled layer than the one that kept "
+            "its tensors, and torch refuses that: leave it out, or compile no layer"
+        )
     if isinstance(draft, DraftModel):
         return
     if args.freeze_lm_head:
