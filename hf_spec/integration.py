@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .batching.hooks import HOOKS as BATCHING
 from .batching.hooks import signature_with_keywords
+from .batching.start import refuse_beside_engine
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator
 from .decoding.loop import SpeculativeDecoding
@@ -166,6 +167,7 @@ def _speculate(
     stream = _Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
     try:
         _refuse_other_ways(model, kwargs)
+        refuse_beside_engine(model)
         found, tokenizer = as_speculator(speculator, model), kwargs.pop("tokenizer", None)
         if config is None:
             config = configured(model, kwargs)

@@ -191,6 +191,8 @@ def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
             r"a\.jsonl is broken: line 2: 'utf-8' codec.* Write it as UTF",
         ),
         ("a.txt", "one\ncafé\n", r"a\.txt is broken: line 2: 'utf-8' codec"),
+        ("a.txt.gz", "one", r"a\.txt\.gz is broken: Not a gzipped file"),
+        ("a.jsonl.gz", "one", r"a\.jsonl\.gz is broken: Not a gzipped file"),
         ("a.doc", "one", r"a\.doc is none of \['\.csv'"),
         ("a.jsonl", None, r"there is no file .*a\.jsonl"),
     ],

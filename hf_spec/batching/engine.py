@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cache_allocators import (
     SLIDING_ATTENTION,
@@ -64,10 +65,12 @@ class SpeculativeManager(ContinuousBatchingManager):
     made_for: dict[str, Any]
 
     @classmethod
-    def take_over(cls, manager: ContinuousBatchingManager, speculation: Speculation) -> SpeculativeManager:
-        """Make a manager that transformers has made, and that has not begun, one that guesses."""
+    def take_over(
+        cls, manager: ContinuousBatchingManager, speculation: Speculation, settings: GenerationConfig
+    ) -> SpeculativeManager:
+        """Make a manager that transformers has made by ``settings``, and that has not begun, one that guesses."""
         ours = _become(cls, manager)
-        ours.speculation = speculation
+        ours.speculation, ours.made_for = speculation, settings.to_dict()
         ours.output_router = _become(_Router, manager.output_router)
         ours.output_router.speculation = speculation
         return ours

@@ -13,12 +13,13 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
-from ..decoding.refusals import Refusal, note_engine
+from ..decoding.refusals import Refusal
 from ..defaults import configured, default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig
+from .engine import SpeculativeManager
 from .refusals import refuse_dropped
-from .start import forget_manager, guesses_of, kept_manager, make_manager
+from .start import forget_manager, kept_manager, make_manager, note_engine
 
 KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
 DOCUMENTATION = """
@@ -128,7 +129,7 @@ def with_speculator(plain: Any) -> Any:
                     raise
                 logger.warning_once(f"The model's default speculator is not used: {refusal} Requests are plain.")
         if manager is None:
-            if (kept := kept_manager(self)) is not None and guesses_of(kept)[0] is not None:
+            if isinstance(kept_manager(self), SpeculativeManager):
                 forget_manager(self)
             manager = plain(self, *given)
         note_engine(self, manager)

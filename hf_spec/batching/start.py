@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from ..decoding.refusals import refusing
+from ..decoding.refusals import Refusal, refusing
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
 from .speculation import Speculation
+
+_engines: WeakKeyDictionary[PreTrainedModel, WeakSet[ContinuousBatchingManager]] = WeakKeyDictionary()
 
 
 def make_manager(
@@ -52,9 +56,7 @@ def make_manager(
         return manager
     speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
     switch_off(manager.continuous_batching_config, batching_config, reads_features=bool(speculation.features.layers))
-    made = SpeculativeManager.take_over(manager, speculation)
-    made.made_for = settings.to_dict()
-    return made
+    return SpeculativeManager.take_over(manager, speculation, settings)
 
 
 def kept_manager(model: Any) -> ContinuousBatchingManager | None:
@@ -73,19 +75,12 @@ def _does_so(
     the same weights and memory; what holds them is made anew by each call."""
     if not isinstance(manager, SpeculativeManager) or manager.made_for != settings.to_dict():
         return False
-    own, asked = guesses_of(manager)
+    own, asked = manager.speculation.speculator, manager.speculation.asked
     one, other = (
         (type(guesser), getattr(guesser, "model", None), getattr(guesser, "memory", None))
         for guesser in (own, speculator)
     )
     return asked == config and (own is speculator or (one == other and one[1] is not None))
-
-
-def guesses_of(manager: ContinuousBatchingManager) -> tuple[Speculator | None, SpeculationConfig | None]:
-    """Return what a manager guesses with, and the settings that were asked for."""
-    if not isinstance(manager, SpeculativeManager):
-        return None, None
-    return manager.speculation.speculator, manager.speculation.asked
 
 
 def forget_manager(model: Any) -> None:
@@ -100,3 +95,25 @@ def forget_manager(model: Any) -> None:
             "model.destroy_cached_continuous_batching_manager()"
         )
     model.destroy_cached_continuous_batching_manager()
+
+
+def note_engine(model: PreTrainedModel, manager: ContinuousBatchingManager) -> None:
+    """Remember that ``manager`` decodes with ``model``."""
+    _engines.setdefault(model, WeakSet()).add(manager)
+
+
+def refuse_beside_engine(model: PreTrainedModel) -> None:
+    """Raise a Refusal while an engine decodes with ``model`` in a thread of its own.
+
+    Its forwards switch the config of the model to attention that is not causal, and other threads' masks follow.
+    """
+    for manager in list(_engines.get(model, ())):
+        thread, processor = manager._generation_thread, manager.batch_processor
+        if thread is None or not thread.is_alive() or thread is threading.current_thread():
+            continue
+        if manager.input_queue.qsize() or (processor is not None and processor.has_pending_requests()):
+            raise Refusal(
+                f"Cannot decode speculatively: an engine of continuous batching is decoding with this "
+                f"{type(model).__name__} in another thread, which spoils other forwards meanwhile, plain ones too; "
+                "give it these prompts, or wait for its end."
+            )

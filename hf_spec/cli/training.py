@@ -115,13 +115,14 @@ def _write_prepared(args: argparse.Namespace) -> None:
     if args.endpoint and (args.speculator or not args.regenerate):
         raise ValueError("--endpoint answers for --regenerate FILE, and has a speculator of its own, if any")
     config = config_of(args.target)
-    data, tokenizer = load_raw(args.data, args.split), AutoTokenizer.from_pretrained(args.target)
+    data = load_raw(args.data, args.split)
     state, device = launched(args.device)
     if args.regenerate:
         data = load_raw(_regenerated(data, args, state, device))
     if not Processes(state).is_first:  # only answers are work to be shared
         return
     names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
     options = {name: getattr(args, name) for name in (*names.split(), "template_arguments", "end_of_text")}
     splits = prepared(data, tokenizer, positions=max_positions(config), **options)
     if args.features:

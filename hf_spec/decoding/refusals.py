@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticCache
-from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from ..scoring.architectures import drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from ..scoring.cache import has_states
@@ -27,9 +24,6 @@ OTHER_WAYS = (  # of decoding, by what asks transformers for them
     "constraints",
     "force_words_ids",
 )
-
-
-_engines: WeakKeyDictionary[PreTrainedModel, WeakSet[ContinuousBatchingManager]] = WeakKeyDictionary()
 
 
 class Refusal(ValueError):
@@ -55,7 +49,6 @@ def refuse_call(
     text: Text,
 ) -> None:
     """Raise a ValueError if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
-    _refuse_beside_engine(model)
     _refuse_options(model, generation_config, model_kwargs)
     _refuse_target(model, model_kwargs, config, len(text.lengths))
     if text.stops.max_length is not None:
@@ -63,27 +56,6 @@ def refuse_call(
         longest = prompt + text.stops.max_length - text.prompt_length
         _refuse_growing_rope(model, model_kwargs, prompt, longest)
         _refuse_short_cache(cache_among(model_kwargs), longest - 1)
-
-
-def note_engine(model: PreTrainedModel, manager: ContinuousBatchingManager) -> None:
-    """Remember an engine of continuous batching that decodes with ``model``."""
-    _engines.setdefault(model, WeakSet()).add(manager)
-
-
-def _refuse_beside_engine(model: PreTrainedModel) -> None:
-    """Refuse a call while an engine decodes with ``model`` in a thread of its own.
-
-    Its forwards switch the config of the model to attention that is not causal, and other threads' masks follow.
-    """
-    for manager in list(_engines.get(model, ())):
-        thread, processor = manager._generation_thread, manager.batch_processor
-        if thread is None or not thread.is_alive() or thread is threading.current_thread():
-            continue
-        if manager.input_queue.qsize() or (processor is not None and processor.has_pending_requests()):
-            raise _refusal(
-                f"an engine of continuous batching is decoding with this {type(model).__name__} in another thread, "
-                "which spoils other forwards meanwhile, plain ones too; give it these prompts, or wait for its end"
-            )
 
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

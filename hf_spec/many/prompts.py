@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..metrics import SpeculationStats
+from ..settings import is_int
 
 EXAMPLES = "a text, a list of token ids, a list of messages such as {'role': 'user', 'content': ...}, or the tensors"
 
@@ -77,7 +78,7 @@ def _parse(index: int, prompt: Any, tokenizer: Any) -> Pending:
             return Pending(index, _chat(list(prompt), _needed(tokenizer, index), index))
         if len(prompt) == 1 and isinstance(prompt[0], list):  # (1, length)
             prompt = prompt[0]
-        if all(isinstance(one, int) and not isinstance(one, bool) for one in prompt):
+        if all(map(is_int, prompt)):
             return Pending(index, list(prompt))
     raise TypeError(f"prompt {index} is {prompt!r:.80}; pass {EXAMPLES} that a processor returns for one prompt")
 

@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import HTTPException
 from transformers import GenerationConfig
 
+from ..settings import is_int
+
 
 def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
     """Raise an ``HTTPException`` 400 that names the field for what would fail late, or be passed over in silence.
@@ -42,7 +44,7 @@ def _refuse(name: str, reason: str) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_int(value) and value >= 1
 
 
 def _is_number(value: Any) -> bool:

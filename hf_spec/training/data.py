@@ -5,6 +5,7 @@ A draft is trained only on tokens that the target itself would say: ``loss_mask`
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -161,14 +162,17 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
         raise FileNotFoundError(f"there is no file {path}")
     if (kind := next((FILES[suffix] for suffix in path.suffixes if suffix in FILES), None)) is None:
         raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
-    with _opened(path) as lines:
-        if not any(line.strip() for line in lines):
-            raise ValueError(f"{path} is empty")
+    if _is_blank(path):
+        raise ValueError(f"{path} is empty")
     try:
         data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
-        problem = _broken_line(path) or _undecodable_line(path) or str(error.__cause__ or error)
-        raise ValueError(f"{path} is broken: {problem}. Mend it, or remove that line") from error
+    except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
+        problem = None
+        with contextlib.suppress(OSError, EOFError):  # a damaged gzip file, of which the first error says enough
+            problem = _broken_line(path) or _undecodable_line(path)
+        raise ValueError(
+            f"{path} is broken: {problem or error.__cause__ or error}. Mend it, or remove that line"
+        ) from error
     if kind == "json" and not streaming and (line := _undecodable_line(path)):  # which Arrow lets pass
         raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
     return data
@@ -176,6 +180,12 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
 
 def _opened(path: Path) -> IO[bytes]:
     return cast(IO[bytes], (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
+
+
+def _is_blank(path: Path) -> bool:
+    with contextlib.suppress(OSError, EOFError), _opened(path) as lines:  # whoever loads it says what is wrong
+        return not any(line.strip() for line in lines)
+    return False
 
 
 def _undecodable_line(path: Path) -> str | None:

@@ -103,7 +103,8 @@ class DraftTrainer(Trainer):
         self.target: PreTrainedModel = bare(target).eval()
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
-        self._peft_config, self._tokenizer = peft_config, kwargs.get("processing_class")
+        self._peft_config = peft_config
+        self._tokenizer = kwargs.get("processing_class")
         self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
         kwargs.setdefault("data_collator", DraftCollator())
         if args.muon_learning_rate is not None:
@@ -332,9 +333,10 @@ class DraftTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         self._sums[False] = RunningSums()
-        given = (prediction_loss_only, ignore_keys, metric_key_prefix)
         with weights_put_back(self.draft):
-            output = super().evaluation_loop(dataloader, description, *given)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
         if output.metrics is None:
             return output
         sums = self._sums[False]
