@@ -22,7 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from hf_spec import NgramSpeculator, SpeculationConfig
+from hf_spec.scoring import buffers
 from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
+from hf_spec.scoring.buffers import SlotBuffer
 from hf_spec.scoring.cache import SlotCache
 from hf_spec.scoring.masks import Block
 from hf_spec.scoring.names import CACHE
@@ -237,6 +239,21 @@ def test_an_error_of_a_compiler_is_told_in_short(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"\(RuntimeError: g\+\+ failed\); .* attn_implementation='sdpa'") as caught:
         check_target(model, trees=False)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("small", [0, 1600, 1 << 30], ids=["never", "for a while", "always"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v2"])
+def test_small_buffers_are_copied_and_large_ones_written_in_place(
+    name: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one length see the same columns either way, and where the one follows the other."""
+    copies = []
+    append = SlotBuffer._append
+    monkeypatch.setattr(SlotBuffer, "_append", lambda *given: copies.append(append(*given)) or copies[-1])
+    monkeypatch.setattr(buffers, "SMALL", small)
+    assert mistakes(build(name), (1, 3)) == []
+    assert bool(copies) == bool(small)
+    assert small != 1600 or 1000 < max(copy.nbytes for copy in copies) < 4 * small  # not all of them
 
 
 @pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])

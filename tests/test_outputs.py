@@ -324,7 +324,8 @@ def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, s
 
 
 def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A huge limit reserves nothing, and buffers are copied seldom."""
+    """A huge limit reserves nothing, and buffers are copied seldom, but for small ones."""
+    monkeypatch.setattr(buffers, "SMALL", 0)
     sizes: list[int] = []
     make_room = SlotBuffer._make_room
 

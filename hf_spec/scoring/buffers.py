@@ -11,6 +11,7 @@ from ..counting import numbers, repeated, uploaded
 
 GROWTH = 256  # slots added at least when a buffer is full
 AHEAD = 64  # columns behind the text that are numbered at once
+SMALL = 1 << 17  # bytes up to which it takes less time to copy a buffer than to find the place to write
 
 
 class Rows:
@@ -110,6 +111,8 @@ class SlotBuffer:
         """Add ``states`` as new nodes and return the columns from ``first`` on."""
         dim, data, count = self.dim, self.data, states.shape[self.dim]
         end = rows.longest + rows.open + count
+        if rows.is_level and data is not None and data.nbytes <= SMALL:
+            return self._append(data, states, first, end - count)
         if data is None or end - self.start > data.shape[dim]:
             data = self._make_room(states, first, end)
         start = self.start
@@ -118,6 +121,13 @@ class SlotBuffer:
         else:
             self.by_slot[self._index(*rows.places(count))] = states.transpose(1, dim)
         return data.narrow(dim, first - start, end - first)
+
+    def _append(self, data: Tensor, states: Tensor, first: int, end: int) -> Tensor:
+        """Hold the columns of ``data`` from ``first`` to ``end``, and ``states``, in a new buffer without room."""
+        if self.start != first or data.shape[self.dim] != end - first:
+            data = data.narrow(self.dim, first - self.start, end - first)
+        self.data, self.start = torch.cat((data, states), self.dim), first
+        return self.data
 
     def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
         """Hold columns up to ``end`` in a new buffer, and leave those before ``first`` behind."""
