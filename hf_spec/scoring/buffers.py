@@ -111,7 +111,8 @@ class SlotBuffer:
         """Add ``states`` as new nodes and return the columns from ``first`` on."""
         dim, data, count = self.dim, self.data, states.shape[self.dim]
         end = rows.longest + rows.open + count
-        if rows.is_level and data is not None and data.nbytes <= SMALL:
+        in_graph = torch.compiler.is_compiling()  # where sizes may be symbols
+        if rows.is_level and data is not None and not in_graph and data.nbytes <= SMALL:
             return self._append(data, states, first, end - count)
         if data is None or end - self.start > data.shape[dim]:
             data = self._make_room(states, first, end)
