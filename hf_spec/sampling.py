@@ -16,6 +16,7 @@ Chance = torch.Generator | Tensor | None  # where random numbers come from, or t
 
 NOTHING = -1  # where no token can be drawn
 SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
+WITHOUT_FLOAT64: tuple[str, ...] = ("mps",)  # types of devices
 LARGE = 1024  # words, from which on random numbers for all of them take a CPU longer than finding one
 MANY, PART = 1 << 16, 128  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
 
@@ -67,8 +68,8 @@ def _at_in_parts(coin: Tensor, p: Tensor) -> Tensor:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the most precise type that ``device`` computes in: Apple's have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """Return the most precise type that ``device`` computes in."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def is_seeded(device: torch.device) -> bool:

@@ -32,6 +32,11 @@ const c10::DispatchKeySet KEYS(c10::DispatchKey::PrivateUse1);
 std::mutex lock;
 std::vector<std::string> waits;  // what the host waited for, in order
 std::set<const void*> pinned;
+bool has_float64 = true;  // Apple's accelerators have none
+
+void check(at::ScalarType type) {
+  TORCH_CHECK_TYPE(has_float64 || type != at::kDouble, "this device has no float64");
+}
 
 void wait_for(const std::string& what) {
   std::lock_guard<std::mutex> guard(lock);
@@ -106,6 +111,7 @@ bool is_there(const Tensor& tensor) { return tensor.defined() && tensor.device()
 
 Tensor seen_from(c10::Device device, const Tensor& tensor) {
   if (!tensor.defined() || tensor.device().type() == device.type()) return tensor;
+  if (device.type() == TYPE) check(tensor.scalar_type());
   return at::for_blob(tensor.data_ptr(), tensor.sizes())
       .strides(tensor.strides())
       .deleter([tensor](void*) {})
@@ -222,6 +228,7 @@ Tensor empty(
     c10::SymIntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<at::Device>,
     optional<bool>, optional<at::MemoryFormat> format) {
   const auto type = c10::dtype_or_default(dtype);
+  check(type);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory, KEYS, type, format);
 }
 
@@ -229,7 +236,9 @@ Tensor empty_strided(
     c10::SymIntArrayRef size, c10::SymIntArrayRef stride, optional<at::ScalarType> dtype, optional<at::Layout>,
     optional<at::Device>, optional<bool>) {
   const auto sizes = C10_AS_INTARRAYREF_SLOW(size), strides = C10_AS_INTARRAYREF_SLOW(stride);
-  return at::detail::empty_strided_generic(sizes, strides, &memory, KEYS, c10::dtype_or_default(dtype));
+  const auto type = c10::dtype_or_default(dtype);
+  check(type);
+  return at::detail::empty_strided_generic(sizes, strides, &memory, KEYS, type);
 }
 
 Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, optional<c10::SymInt> at) {
@@ -322,6 +331,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  module.def("refuse_float64", [] { has_float64 = false; });
   module.def("take_waits", [] {
     std::lock_guard<std::mutex> guard(lock);
     return std::exchange(waits, {});

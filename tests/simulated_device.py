@@ -2,7 +2,8 @@
 
 Without a GPU it shows what a GPU would refuse, tensors of two devices in one operator, and what the host waits for.
 Once there is one, torch takes it for the accelerator of the machine, in the whole process. So tests that need it have
-a process of their own, which ``test_simulated_device.py`` starts. By hand: ``HF_SPEC_SIMULATED_DEVICE=1 pytest FILE``.
+a process of their own, which ``test_simulated_device.py`` starts. By hand: ``HF_SPEC_SIMULATED_DEVICE=1 pytest FILE``,
+or ``=apple`` for one that has no float64, as Apple's have none.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import load
 
+from hf_spec import sampling
+
 NAME = "simulated"
 WANTED = "HF_SPEC_SIMULATED_DEVICE"
+APPLE = "apple"
 
 _kernels: Any = None
 
@@ -33,6 +37,9 @@ def make() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
+    if os.environ[WANTED] == APPLE:
+        _kernels.refuse_float64()
+        sampling.WITHOUT_FLOAT64 += (NAME,)
 
 
 def take_waits() -> list[str]:
@@ -50,6 +57,7 @@ def _module() -> types.ModuleType:
         device_count=lambda: 1,
         current_device=lambda: 0,
         _is_in_bad_fork=lambda: False,
+        get_amp_supported_dtype=lambda: [torch.bfloat16],
         initial_seed=torch.initial_seed,
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),

@@ -209,13 +209,18 @@ def peagle(model: Any) -> Any:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("make", [eagle3, mtp, medusa, dspark, peagle])
-def test_training_loses_alike(make: Any, precision: str, device: str, tmp_path: Path) -> None:
+def test_training_loses_alike(
+    make: Any, precision: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for place, half in (("cpu", False), (device, precision == "bf16")):
+        if simulated_device.is_wanted():  # Trainer does not look for such a device
+            monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", place)
         model = sharp_target()
         args = arguments(tmp_path, use_cpu=place == "cpu", bf16=half)
         trainer = DraftTrainer(make(model), model, args, train_dataset=text(), eval_dataset=text(2, seed=5))
         trainer.train()
+        assert trainer.draft.device.type == trainer.target.device.type == place
         found.append(losses(trainer))
         assert trainer.evaluate()["eval_acceptance_length"] >= 1
     assert found[1] == pytest.approx(found[0], rel=2e-2 if precision == "bf16" else 1e-3)

@@ -28,7 +28,7 @@ class RunningSums:
         divisor = functional.pad(divisor, (0, len(counted) - len(divisor)))
         sums = [metrics.losses, divisor, counted.sum((1, 2)), correct.sum((1, 2))]
         sums += [(metrics.overlap * counted).sum((1, 2)), (metrics.inside & counted).sum((1, 2))]
-        found = torch.stack([one.double().cpu() for one in sums])
+        found = torch.stack([one.cpu().double() for one in sums])
         self.sums = found if self.sums is None else self.sums + found
 
     def averages(self, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
