@@ -110,3 +110,15 @@ def test_same_text_as_plain_generate(name: str) -> None:
                 accepted += out.speculation.counts.accepted
                 proposed += out.speculation.counts.proposed
             assert 0 < accepted < proposed, f"{kind}, {shape}: {accepted} of {proposed} guesses accepted"
+
+
+@pytest.mark.parametrize("sees_ahead", [False, True])
+def test_sliding_layers_without_a_window_read_padded_prompts(sees_ahead: bool) -> None:
+    """As of z-lab's files, which name layers sliding and set no window that is used."""
+    model, flags = build("llama"), FLAGS | {"sliding_window_non_causal": sees_ahead}
+    layers = LAYERS | WINDOW | {"use_sliding_window": False}
+    draft = DFlashDraftModel(DFlashSpeculatorConfig.for_target(model.config, layers, block_size=5, **flags)).eval()
+    assert draft.layer_config.sliding_window is None
+    for shape, config in SHAPES.items():
+        out = speculative(model, 8, Way(shape, draft, config))
+        assert torch.equal(out.sequences, plain(model, 8)), shape

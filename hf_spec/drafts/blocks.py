@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import SubConfigSpec
@@ -255,7 +256,7 @@ class BlockDraftModel(DraftModel):
             )
             if padding is not None:
                 known = padding.to(seen.device, torch.bool)[:, first:]
-                seen[:, :, : known.shape[1]] &= known[:, None]
+                seen = seen & functional.pad(known, (0, length - known.shape[1]), value=True)[:, None]
             masks[kind] = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
                 batch_size=len(seen),
                 q_length=slots,
@@ -275,7 +276,7 @@ class BlockDraftModel(DraftModel):
         place = column - lengths[:, None, None]  # (batch, 1, columns), from 0 on in the block
         seen = (place < slots).expand(-1, slots, -1)
         if kind == "full_attention":
-            return seen.clone()
+            return seen
         config = self.config
         window: int | None = getattr(self.layer_config, "sliding_window", None)
         if not config.sliding_window_non_causal:
