@@ -461,6 +461,9 @@ def work(folder: str) -> None:
     assert [one.tokens for one in found] == alone(model, prompts)
     assert [one.index for one in found] == list(range(10))
     assert all(one.speculation.steps for one in found)
+    # Where one prompt is left, a process has none.
+    left = list(generate_many(model, prompts[:1], engine="generate_batch", **given, **QUIET, **GREEDY))
+    assert [one.tokens for one in left] == alone(model, prompts[:1])
     # What goes wrong in one process ends both.
     mine = prompts if state.process_index == 0 else prompts[::-1]
     with pytest.raises(ValueError, match="different prompts"):

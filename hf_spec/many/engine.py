@@ -30,6 +30,8 @@ class Engine:
 
     def answer(self, prompts: Sequence[Pending]) -> Iterator[Completion]:
         """Generate for ``prompts``, the longest first. Errors: a RuntimeError that names the prompt that failed."""
+        if not prompts:  # fewer are left than there are processes
+            return
         waiting = {str(one.index): one for one in sorted(prompts, key=lambda one: (-len(one.ids), one.index))}
         if with_tensors := [one.index for one in prompts if one.per_token or one.others]:
             raise ValueError(f"prompt {with_tensors[0]} has more than token ids, which the engine does not take")
