@@ -340,6 +340,21 @@ class Weigher(Oracle):
         return drafter
 
 
+@pytest.mark.parametrize("tree", [None, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0), (1,)]], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_a_draft_goes_on_from_its_own_states_when_rows_have_ended(name: str, tree: Any) -> None:
+    """Of the target's own weights every guess is right: each step emits five tokens until its row's end."""
+    model = target(name)
+    new = plain(model, 3)[:, BATCHES[3][0] :].tolist()
+    end = new[0][5]  # for the first row, after six tokens or fewer
+    config = SpeculationConfig(num_speculative_tokens=4 if tree is None else None, tree=tree)
+    options = {"eos_token_id": end, "pad_token_id": 0, "return_dict_in_generate": True}
+    out = plain(model, 3, speculator=copy.deepcopy(model), speculation_config=config, **options)
+    rows = out.speculation.per_row
+    assert min(row.emitted for row in rows) < 7 and max(row.emitted for row in rows) >= 10
+    assert [row.steps for row in rows] == [-(-row.emitted // 5) for row in rows]
+
+
 @pytest.mark.parametrize(("name", "copies"), [("mamba2", 2), ("mamba", 1)])
 def test_states_are_saved_once(name: str, copies: int) -> None:
     """Lazy commit holds one copy; stepping holds none between two steps; neither gathers any over a long text."""

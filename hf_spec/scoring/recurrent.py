@@ -306,9 +306,10 @@ class Branches:
         self._saved, self._at = [], [NO_PARENT] * len(self._at)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only; no node is open."""
+        """Go on with ``rows`` only; a draft's nodes may still be open."""
         self._live.keep_rows(rows)
-        self._at = [NO_PARENT] * len(rows)
+        self._saved = [[state.index_select(0, rows.to(state.device)) for state in states] for states in self._saved]
+        self._at = [self._at[row] for row in numbers_of(rows)]
 
     def _go_to(self, nodes: list[int]) -> None:
         for node in set(nodes):
