@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from twins import Oracle, target
 from hf_spec import News, Proposal, SpeculationConfig
 from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decoding.pace import Pace
+from hf_spec.scoring.recurrent import Branches, States
 
 THERE = torch.device(NAME)
 
@@ -132,6 +134,22 @@ CEILINGS = {  # waits a step of 1 and of 8 rows
 @pytest.mark.parametrize(("draft", "tree", "sample"), CEILINGS)
 def test_a_step_waits_seldom(draft: str, tree: bool, sample: bool, rows: int) -> None:
     assert waits_per_step(draft, rows, tree, sample) <= CEILINGS[draft, tree, sample][rows > 1]
+
+
+def test_states_are_moved_without_waiting() -> None:
+    layer = types.SimpleNamespace(conv_states={0: torch.zeros(3, 2)}, recurrent_states={0: torch.zeros(3, 2)})
+    for states in vars(layer).values():
+        states[0] = states[0].to(THERE)
+    take_waits()
+    branches = Branches(layer, 0, 3)
+    for parents in ([-1, -1, -1], [0, 0, 0], [0, 0, -1]):
+        branches.read_behind(parents)
+        layer.conv_states[0] += 1
+        branches.add_node()
+    branches.commit([1, 2, -1])
+    States([layer]).settle([True, False, True])
+    assert take_waits() == []
+    assert layer.conv_states[0][:, 0].tolist() == [2, 2, 0]
 
 
 def test_one_more_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

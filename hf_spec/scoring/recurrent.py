@@ -17,6 +17,7 @@ open node; nothing is carried.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -105,9 +106,10 @@ class LazyRunner(RecurrentRunner):
 
     def score(self, proposal: Proposal) -> Scores:
         """Read every row's carried tokens, root and guesses in one forward, and score its root and guesses."""
-        lengths = proposal.present.sum(1).tolist()
-        rows = zip(self._carried, proposal.tokens.tolist(), lengths, strict=True)
-        self._block = [carried + tokens[:length] for carried, tokens, length in rows]
+        rows = torch.cat([proposal.present.sum(1, keepdim=True), proposal.tokens], dim=1).tolist()  # in one transfer
+        self._block = [
+            carried + tokens[:length] for carried, (length, *tokens) in zip(self._carried, rows, strict=True)
+        ]
         scores = self._read(self._block)
         skip = uploaded([len(carried) for carried in self._carried], self.slots.device)[:, None]
         columns = skip + torch.arange(proposal.tokens.shape[1], device=self.slots.device)
@@ -214,10 +216,9 @@ class States:
 
     def settle(self, right: Sequence[bool]) -> None:
         """Save the states of the rows that are ``right`` and take the others back to what was saved."""
-        keep = torch.tensor(right)
+        keep = {device: uploaded(right, device) for device in {saved.device for saved in self._saved}}
         for saved, live in zip(self._saved, self._live, strict=True):
-            keep = keep.to(live.device)
-            saved.copy_(torch.where(keep.view(-1, *[1] * (live.ndim - 1)), live, saved))
+            saved.copy_(torch.where(keep[live.device].view(-1, *[1] * (live.ndim - 1)), live, saved))
             live.copy_(saved)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -314,10 +315,19 @@ class Branches:
     def _go_to(self, nodes: list[int]) -> None:
         for node in set(nodes):
             rows = [row for row, wanted in enumerate(nodes) if wanted == node != self._at[row]]
-            if rows:
-                for saved, live in zip(self._saved[1 + node], self._live, strict=True):
-                    live[rows] = saved[rows]
+            for saved, live in zip(self._saved[1 + node], self._live, strict=True) if rows else ():
+                if len(rows) == len(nodes):
+                    live.copy_(saved)
+                else:
+                    index = _index(tuple(rows), live.device)
+                    live[index] = saved[index]
         self._at = nodes
+
+
+@functools.lru_cache(maxsize=256)
+def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return ``rows`` (n,) as a tensor, once: every layer asks for them, at every node."""
+    return uploaded(rows, device)
 
 
 class Live:
