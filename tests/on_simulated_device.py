@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from twins import Oracle, target
 
-from hf_spec import News, Proposal, SpeculationConfig
+from hf_spec import News, Proposal, SpeculationConfig, SpeculationStats
+from hf_spec.batching.drafting import Row, news_of
 from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decoding.pace import Pace
 from hf_spec.scoring.recurrent import Branches, States
@@ -150,6 +151,15 @@ def test_states_are_moved_without_waiting() -> None:
     States([layer]).settle([True, False, True])
     assert take_waits() == []
     assert layer.conv_states[0][:, 0].tolist() == [2, 2, 0]
+
+
+def test_an_engines_drafters_are_told_without_waiting() -> None:
+    rows = [Row(str(unread), None, SpeculationStats(1), unread=unread) for unread in ([5, 6], [7])]
+    take_waits()
+    told = news_of(rows, THERE)
+    assert (told.amounts, told.emitted) == ([2, 1], [[5, 6], [7]])
+    assert take_waits() == []
+    assert told.tokens.tolist() == [[5, 6], [7, 0]]
 
 
 def test_one_more_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

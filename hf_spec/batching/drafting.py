@@ -134,14 +134,15 @@ class Drafters:
 
 def news_of(rows: Sequence[Row], device: torch.device) -> News:
     """Put side by side what ``rows`` have not told their drafter, the shorter ones filled up on the right."""
-    width = max(len(row.unread) for row in rows)
-    counted = [[len(row.unread), *row.unread, *[0] * (width - len(row.unread))] for row in rows]
+    unread = [row.unread for row in rows]
+    counts = list(map(len, unread))
+    counted = [[count, *new, *[0] * (max(counts) - count)] for count, new in zip(counts, unread, strict=True)]
     both = uploaded(counted, device)  # (rows, 1 + tokens), in one transfer
     features = None
     if rows[0].unread_features:
         each = [torch.cat(row.unread_features) for row in rows]
         features = torch.nn.utils.rnn.pad_sequence(each, batch_first=True)  # (rows, tokens, widths)
-    return News(both[:, 1:], both[:, 0], features)
+    return News(both[:, 1:], both[:, 0], features, counts, unread)
 
 
 def guesses_of(proposal: Proposal) -> list[Guess]:
