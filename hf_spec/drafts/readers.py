@@ -39,12 +39,11 @@ class Reader:
             output: DraftOutput = self._draft(tokens, **given, logits_to_keep=1, **self._which, **beside)
             assert output.hidden_states is not None
             hidden = output.hidden_states
-        self._hold(cache, mask)
+        self._hold(cache, mask, padding)
         return hidden
 
-    def _hold(self, cache: DynamicCache, mask: Tensor) -> None:
-        """Keep what was read of the prompt in slots."""
-        padding = None if bool(mask.all()) else mask
+    def _hold(self, cache: DynamicCache, mask: Tensor, padding: Tensor | None) -> None:
+        """Keep what was read of the prompt in slots; ``padding`` is the ``mask`` if it hides anything."""
         self._slots = Slots(SlotCache.adopt(cache, len(mask), mask.device), cache, padding)
         self._origin = mask.sum(1, keepdim=True) - mask.shape[1]
 
@@ -114,7 +113,7 @@ class StaticReader(Reader):
         self.keys.before.fill_(1)
         return torch.zeros_like(hidden)
 
-    def _hold(self, cache: DynamicCache, mask: Tensor) -> None:
+    def _hold(self, cache: DynamicCache, mask: Tensor, padding: Tensor | None) -> None:
         self.keys = StaticKeys.adopt(cache, mask)
 
     def opened(self) -> Any:
