@@ -267,6 +267,21 @@ def test_the_first_step_of_a_kind_warms_up_and_does_not_count() -> None:
     assert list(experience.times(1)) == [0, 3] and list(looked_through) == [3]
 
 
+def test_a_curve_may_be_dropped_while_another_thread_reads_it() -> None:
+    class Dropping(dict[int, list[float]]):
+        def __contains__(self, size: object) -> bool:
+            found = super().__contains__(size)
+            self.clear()  # by another thread, which has measured a step just now
+            return found
+
+    experience = Experience()
+    for depth in (0, 0, 4, 4):
+        experience.measured(1, depth, 1.0 + depth)
+    curve = experience.curve(1, 1.0)
+    experience._curves = Dropping(experience._curves)
+    assert experience.curve(1, 1.0) == curve
+
+
 @pytest.mark.parametrize(("rows", "depth"), [(1, 5), (8, 5), (16, 3), (32, 1), (64, 1)])
 def test_many_rows_begin_with_few_guesses(rows: int, depth: int) -> None:
     assert Pace(Experience(), first=5).depth(rows) == depth

@@ -99,11 +99,11 @@ class Experience:
         higher than between that step and these two, so that less deep guesses are tried.
         """
         size = size_of(rows)
-        if size not in self._curves:
+        if (curve := self._curves.get(size)) is None:  # another thread may drop it at any moment
             times = self.times(rows)
             weights = {depth: len(self.seconds[size][depth]) for depth in times}
-            self._curves[size] = _smooth(times, weights, ordinary) if times else []
-        return self._curves[size]
+            curve = self._curves[size] = _smooth(times, weights, ordinary) if times else []
+        return curve
 
     def deepest(self, rows: int) -> int:
         """Return the largest depth that was measured, 0 if there is none."""
