@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from hf_spec import Drafter, NgramSpeculator, Request, SpeculationConfig, demo, get_speculator, set_speculator
+from hf_spec.drafts.base import network_of
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, RolloutCallback, train_on
 
 PROMPTS = ["Once upon a time", "Tom and Lily", "The sun was", "One day, a cat"]
@@ -229,6 +230,17 @@ def test_a_memory_serves_rollouts() -> None:
     ]
     assert lengths[1].mean_accepted_length > 1.5 * lengths[0].mean_accepted_length
     assert [len(text) for text in callback.texts] == [int(seen) + 24 for seen in rows["attention_mask"].sum(1)] * 2
+
+
+@pytest.mark.parametrize("kind", SPECULATORS)
+def test_a_speculator_that_is_listened_to_answers_as_it_does_alone(kind: str) -> None:
+    model, alone = policy(), SPECULATORS[kind]()
+    RolloutCallback(alone).on_train_begin(None, None, None, model=model)
+    heard = get_speculator(model)
+    assert heard is not alone
+    assert network_of(heard) is network_of(alone)
+    assert [heard.knows_chances(rows) for rows in (1, 4)] == [alone.knows_chances(rows) for rows in (1, 4)]
+    assert (heard.heeds_foresight, heard.defaults()) == (alone.heeds_foresight, alone.defaults())
 
 
 @pytest.mark.parametrize(("given", "problem"), [({"every": 0}, "every is 0"), ({"keep": 0}, "keep is 0")])

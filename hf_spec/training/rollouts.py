@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from ..checkpoints.resolve import as_speculator
 from ..defaults import get_speculator, set_speculator
-from ..drafts.base import Drafter, Request, Speculator
+from ..drafts.base import Drafter, Request, Speculator, network_of
 from ..settings import SpeculationConfig
 from .trainer import DraftTrainer
 
@@ -113,6 +113,18 @@ class _Listening(Speculator):
 
     def __init__(self, inner: Speculator, texts: deque[list[int]]) -> None:
         self.inner, self._texts = inner, texts
+
+    @property
+    def model(self) -> Any:
+        """Return the weights that guess, if there are some."""
+        return network_of(self.inner)
+
+    def knows_chances(self, rows: int) -> bool:
+        return self.inner.knows_chances(rows)
+
+    @property
+    def heeds_foresight(self) -> bool:
+        return self.inner.heeds_foresight
 
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return self.inner.feature_layers(target)
