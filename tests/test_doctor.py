@@ -162,6 +162,13 @@ def test_texts_beyond_the_positions_of_the_draft_are_named(target: PreTrainedMod
     assert "made for 24" in limit.evidence
 
 
+def test_prompts_beyond_the_positions_of_the_draft_leave_nothing_to_compare(target: PreTrainedModel) -> None:
+    draft = load("eagle3")
+    draft.config.layers.max_position_embeddings = 3
+    (limit,) = (one for one in examine(target, draft).findings if one.cause == "position limit")
+    assert limit.evidence.endswith("the draft is made for 3") and limit.gain == 0
+
+
 def test_another_tokenizer_is_named(target: PreTrainedModel, tmp_path: Path) -> None:
     shutil.copytree(demo.path("draft-vanilla"), tmp_path / "small")
     file = tmp_path / "small" / "tokenizer.json"

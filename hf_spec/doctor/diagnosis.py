@@ -233,16 +233,19 @@ class _Case:
         most, longest = getattr(config, "max_position_embeddings", None), max(a.ids.shape[1] for a in self.answers)
         if not most or longest <= most:
             return
-        behind = [s[max(0, most - a.start + 1) :] for s, a in zip(self.survived, self.answers, strict=True)]
-        before = [s[: max(0, most - a.start + 1)] for s, a in zip(self.survived, self.answers, strict=True)]
-        shares = [float(torch.cat(part)[:, 0].float().mean()) for part in (before, behind)]
-        yield Finding(
-            "position limit",
-            f"the texts are up to {longest} tokens long, the draft is made for {most}: its first guess is right at "
-            f"{shares[0]:.0%} of the tokens before that and at {shares[1]:.0%} of those behind",
-            "shorten the texts, or train the draft on long ones (max_position_embeddings of its config)",
-            max(0.0, shares[0] - shares[1]),
-        )
+        places = [max(0, most - answer.start + 1) for answer in self.answers]
+        before = torch.cat([one[:place, 0] for one, place in zip(self.survived, places, strict=True)]).float()
+        behind = torch.cat([one[place:, 0] for one, place in zip(self.survived, places, strict=True)]).float()
+        told, lost = f"the texts are up to {longest} tokens long, the draft is made for {most}", 0.0
+        if len(before) and len(behind):  # prompts alone may be longer than that
+            shares = float(before.mean()), float(behind.mean())
+            lost = max(0.0, shares[0] - shares[1])
+            told += (
+                f": its first guess is right at {shares[0]:.0%} of the tokens before that and at {shares[1]:.0%} of "
+                "those behind"
+            )
+        cure = "shorten the texts, or train the draft on long ones (max_position_embeddings of its config)"
+        yield Finding("position limit", told, cure, lost)
 
     def _template(self) -> Iterator[Finding]:
         """Ask raw prompts again as what a user says, where the tokenizer has a chat template."""
