@@ -30,11 +30,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokenizer_digest
+from ..checkpoints.resolve import base_model
 from ..scoring.plain import input_device
 from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import load_embeddings_and_head, save_embeddings_and_head
 from .origin import check_tokenizer
-from .teacher import Reader, bare
+from .teacher import Reader
 
 logger = logging.get_logger(__name__)
 
@@ -72,7 +73,7 @@ def cache_features(
     if batch_size < 1 or shard_size < 1:
         raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")
     _check_numbered(dataset)
-    target, path = bare(target).eval(), Path(directory)
+    target, path = base_model(target).eval(), Path(directory)
     index = _Index.read(path) or _Index(path, {"shard_size": shard_size}, 0)
     kept = _layers(layers, target, index.made_from.get("layers", ()))
     check_tokenizer(dataset, tokenizer)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.resolve import base_model
 from .arguments import DraftTrainingArguments
-from .teacher import bare
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -70,7 +70,7 @@ def _made_for(args: DraftTrainingArguments, draft: Any) -> MuonAndAdamW:
 
 def inner_matrices(draft: Any) -> list[Tensor]:
     """List the matrices of ``draft``'s linear layers that learn and that end in neither a vocabulary nor a number."""
-    config = bare(draft).config
+    config = base_model(draft).config
     ends = {1, getattr(config, "layers", config.get_text_config()).vocab_size}
     ends.add(getattr(config, "draft_vocab_size", None))
     linear = [module.weight for module in draft.modules() if isinstance(module, nn.Linear)]

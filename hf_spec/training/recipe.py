@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from ..checkpoints.files import looking_for
 from ..checkpoints.kinds import config_classes
-from ..checkpoints.resolve import as_speculator, load_draft
+from ..checkpoints.resolve import as_speculator, base_model, load_draft
 from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
@@ -37,7 +37,6 @@ from .features import FeatureCache
 from .origin import check_tokenizer
 from .resuming import asks_to_resume, check_output_dir
 from .sources import cache_splits, is_prepared, load_raw, prepared, weights_of
-from .teacher import bare
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
@@ -184,9 +183,9 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         splits = _splits(recipe, tokenizer, max_positions(target_config))
         check_tokenizer(splits["train"], tokenizer)
     target = (alone and _target_of_caches(features["directory"], splits)) or _target(**recipe["target"])
-    draft = _draft(recipe["draft"], bare(target), splits["train"])
+    draft = _draft(recipe["draft"], base_model(target), splits["train"])
     if features:
-        layers = draft.feature_layers(bare(target)) if isinstance(draft, DraftModel) else ()
+        layers = draft.feature_layers(base_model(target)) if isinstance(draft, DraftModel) else ()
         with args.main_process_first(desc="caching features"):
             splits = cache_splits(splits, _on(args.device, target), layers, tokenizer=tokenizer, **features)
         target = splits["train"].load_target() if alone else target
@@ -255,7 +254,7 @@ def _target(name: str, adapter: str | None = None, **options: Any) -> Any:
 
 
 def _on(device: Any, target: Any) -> Any:
-    return target if getattr(bare(target), "hf_device_map", None) else target.to(device)
+    return target if getattr(base_model(target), "hf_device_map", None) else target.to(device)
 
 
 def _draft(given: Any, target: PreTrainedModel, examples: Any) -> Any:

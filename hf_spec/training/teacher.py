@@ -21,11 +21,6 @@ from ..scoring.plain import input_device
 from ..scoring.trials import tried_once
 
 
-def bare(model: Any) -> Any:
-    """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 class Reader:
     """Run ``model`` over whole texts without working out their logits."""
 

@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import has_body
+from ..checkpoints.resolve import base_model
 from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
@@ -39,7 +40,7 @@ from .losses import (
 from .origin import check_tokenizer
 from .resuming import asks_to_resume, check_output_dir, checkpoint_to_resume, told_when_the_disk_is_full
 from .running_sums import RunningSums
-from .teacher import Reader, bare
+from .teacher import Reader
 from .unrolling import count_steps, unrolled
 from .wrapping import as_loaded, as_trained, let_forward_compute_a_loss, weights_put_back
 
@@ -98,9 +99,9 @@ class DraftTrainer(Trainer):
                 f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
                 "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
             )
-        if not isinstance(bare(target), PreTrainedModel) or isinstance(bare(target), DraftModel):
+        if not isinstance(base_model(target), PreTrainedModel) or isinstance(base_model(target), DraftModel):
             raise TypeError(f"the target is a {type(target).__name__}: pass the language model, loaded, as second")
-        self.target: PreTrainedModel = bare(target).eval()
+        self.target: PreTrainedModel = base_model(target).eval()
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
         self._peft_config = peft_config
@@ -128,7 +129,7 @@ class DraftTrainer(Trainer):
         return self._prepare_draft(super().call_model_init(trial), self.settings)
 
     def _prepare_draft(self, model: Any, args: DraftTrainingArguments) -> Any:
-        draft = bare(model)
+        draft = base_model(model)
         if not isinstance(draft, PreTrainedModel) or draft is self.target:
             raise TypeError(
                 f"the draft is {'the target' if draft is self.target else f'a {type(draft).__name__}'}: pass a "
@@ -176,7 +177,7 @@ class DraftTrainer(Trainer):
     @property
     def draft(self) -> Any:
         """Return the draft without what wraps it for training."""
-        return bare(self.accelerator.unwrap_model(self.model))
+        return base_model(self.accelerator.unwrap_model(self.model))
 
     @property
     def settings(self) -> DraftTrainingArguments:
@@ -350,8 +351,7 @@ class DraftTrainer(Trainer):
 
     def _measured(self, dataset: Any) -> dict[str, float]:
         """Generate from held-out prompts, each process from its own, and return what was accepted."""
-        args = self.settings
-        prompts = self.eval_prompts
+        args, prompts = self.settings, self.eval_prompts
         if prompts is None:
             prompts = prompts_of(dataset, args.eval_prompts, args.eval_prompt_length)
         if not args.eval_prompts or not prompts:
