@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from ..drafts.base import Speculator
+from ..drafts.base import Speculator, network_of
 from ..drafts.files import Checkpoint
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
@@ -161,7 +161,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
 
     A vocabulary of the same size says nothing about its words. Only local directories are looked at.
     """
-    draft = getattr(speculator, "model", speculator)
+    draft = network_of(speculator)
     if isinstance(draft, PreTrainedModel):
         own, wanted = draft.name_or_path, target.name_or_path
         if (share := common_tokens(own, wanted)) < MOST_IN_COMMON:
@@ -174,7 +174,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
 
 def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:
     """Warn once if the draft was left on the CPU, where it takes longer than the target beside it."""
-    draft, device = getattr(speculator, "model", speculator), input_device(target)
+    draft, device = network_of(speculator), input_device(target)
     if isinstance(draft, PreTrainedModel) and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
         logger.warning_once(
             f"the draft {type(draft).__name__} computes on the CPU and the target on {device}: guesses will be slow. "

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import looking_for
 from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import SpeculatorConfig
-from ..drafts.base import Speculator
+from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import NgramSpeculator
 from ..scoring.plain import input_device
@@ -37,8 +36,7 @@ def load_models(
     speculators = load_drafts(outline_of(target), drafts, dtype, configs)
     model, tokenizer = load_target(target, dtype, device)
     for speculator in speculators.values():
-        weights = getattr(speculator, "model", speculator)
-        if isinstance(weights, nn.Module):
+        if (weights := network_of(speculator)) is not None:
             weights.to(input_device(model))
     return model, tokenizer, {name: speculators.get(name) or as_speculator(to_be_read(name), model) for name in drafts}
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..drafts.base import Drafter, News, Request, Speculator
+from ..drafts.base import Drafter, News, Request, Speculator, network_of
 from ..proposal import Proposal
 from ..settings import SpeculationConfig
 
@@ -79,7 +79,7 @@ class Narrowed(Speculator):
     @property
     def model(self) -> Any:
         """Return what holds the draft's weights, by which its speed is remembered."""
-        return getattr(self.draft, "model", self.draft)
+        return network_of(self.draft)
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Read the layers that ``small`` has, too: those behind them add nothing."""

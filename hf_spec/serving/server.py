@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import split_model_id
@@ -15,7 +14,7 @@ from transformers.cli.serving.utils import split_model_id
 from ..batching.refusals import refuse_batch
 from ..checkpoints.resolve import as_speculator
 from ..defaults import set_speculator
-from ..drafts.base import Speculator
+from ..drafts.base import Speculator, network_of
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .app import add_to_app
@@ -98,8 +97,7 @@ class Server(Serve):
 
     def _let_guess(self, model: PreTrainedModel) -> None:
         speculator = as_speculator(self.speculator, model)
-        weights = getattr(speculator, "model", speculator)
-        if isinstance(weights, torch.nn.Module):
+        if (weights := network_of(speculator)) is not None:
             weights.to(input_device(model))
         config = self.config(speculator) if callable(self.config) else self.config
         if self._generation_state._continuous_batching:

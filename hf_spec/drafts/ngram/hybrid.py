@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...counting import numbers_of, uploaded
 from ...proposal import ABSENT, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
-from ..base import Drafter, News, Request, Speculator
+from ..base import Drafter, News, Request, Speculator, network_of
 from ..foresight import DRAFTED, Foresight
 from ..late import LateDrafter
 from ..trust import TrackRecord, agreeing, mean_chances
@@ -67,7 +67,7 @@ class HybridSpeculator(Speculator):
     @property
     def model(self) -> Any:
         """Return the weights of the draft."""
-        return getattr(self.draft, "model", self.draft)
+        return network_of(self.draft)
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Say what the draft reads."""
