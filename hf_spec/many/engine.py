@@ -9,6 +9,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
+from ..batching.hooks import KEYWORDS
 from ..batching.refusals import refuse_batch, refuse_dropped
 from ..decoding.refusals import Refusal
 from ..defaults import default_speculator, option
@@ -16,8 +17,7 @@ from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
 
-GUESSING = ("speculator", "speculation_config", "num_speculative_tokens")
-OURS = ("continuous_batching_config", "generation_config", "tokenizer", *GUESSING)
+OURS = ("continuous_batching_config", "generation_config", "tokenizer", *KEYWORDS)
 PAGE, TOKENS_PER_FORWARD = 32, 512  # of the cache on a CPU, whose memory the engine would take as a whole
 
 
@@ -41,7 +41,7 @@ class Engine:
             continuous_batching_config=self._engine_config(longest + new),
             warmup=False,
             workload_hints=WorkloadHints(longest, new, len(prompts)),
-            **{name: self.options[name] for name in GUESSING if name in self.options},
+            **{name: self.options[name] for name in KEYWORDS if name in self.options},
         ) as manager:
             for name, one in waiting.items():
                 manager.add_request(one.ids, request_id=name, max_new_tokens=new)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..batching.hooks import KEYWORDS
 from ..checkpoints.resolve import as_speculator, base_model
 from ..defaults import option
 from ..metrics import Counts
@@ -92,8 +93,7 @@ def generate_many(
     if speculator is not None and speculator is not False:
         speculator = as_speculator(speculator, base_model(model))  # once: a path would be read for every batch
     given = (speculator, speculation_config, num_speculative_tokens)
-    names = ("speculator", "speculation_config", "num_speculative_tokens")
-    options = generate_kwargs | {name: value for name, value in zip(names, given, strict=True) if value is not None}
+    options = generate_kwargs | {name: value for name, value in zip(KEYWORDS, given, strict=True) if value is not None}
     if tokenizer is not None and option(model, options, "stop_strings"):
         options["tokenizer"] = getattr(tokenizer, "tokenizer", tokenizer)
     processes = Processes(accelerator)
