@@ -20,7 +20,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from ..counting import numbers_of, uploaded
-from .graphs import Graphs, compiled_model, taking_turns
+from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
 from .names import CACHE
 from .rings import power_of_two
 from .runner import ModelRunner, Scores
@@ -172,8 +172,7 @@ class CompiledForward:
         try:
             return self._run(masks)
         except Exception as error:  # whatever torch.compile makes of an unforeseen architecture
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return self._give_up(" ".join([f"{type(error).__name__}:", *lines[:2]]), inputs)
+            return self._give_up(why_not_compiled(error), inputs)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         with self.graphs.counted():

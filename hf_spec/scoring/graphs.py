@@ -85,11 +85,15 @@ class Compiler:
         except Exception as error:  # whatever torch.compile makes of an unforeseen draft
             found = function(*args)  # fails too if it is not the compiler that failed
             _failed.add(owner)
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = " ".join([f"{type(error).__name__}:", *lines[:2]])
             name = getattr(owner, "__name__", type(owner).__name__)
-            logger.warning(f"{name} is not compiled, but run as it is: {reason}.")
+            logger.warning(f"{name} is not compiled, but run as it is: {why_not_compiled(error)}.")
         return found
+
+
+def why_not_compiled(error: Exception) -> str:
+    """Say in a line what went wrong; what torch.compile tells may fill pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join([f"{type(error).__name__}:", *lines[:2]])
 
 
 def compiled_model(model: Any, config: CompileConfig | None, watched: Sequence[int]) -> Callable[..., Any]:
