@@ -33,8 +33,7 @@ class Worth:
         ``chances`` are those of a guess of each depth to become text, on average over ``rows``. What has not been
         measured for long promises infinitely many: it is tried.
         """
-        plain, chances = self._kinds[PLAIN], chances[:DEEPEST]
-        own = self._kinds.setdefault(kind, self._experience_of(kind))
+        plain, own, chances = self._kinds[PLAIN], self._of(kind), chances[:DEEPEST]
         ordinary = plain.times(rows).get(0)
         seconds = own.curve(rows, ordinary or 0.0)
         if chances and not seconds:
@@ -55,7 +54,12 @@ class Worth:
         """Note that a step of this ``kind`` guessed ``depth`` deep, in so many ``seconds`` if they are usual ones."""
         if seconds is None:
             return
-        taken = self._kinds.setdefault(kind, self._experience_of(kind)) if depth else self._kinds[PLAIN]
+        taken = self._of(kind if depth else PLAIN)
         taken.measured(rows, depth, seconds)
         for one in self._kinds.values():
             one.idle = 0.0 if one is taken else one.idle + seconds
+
+    def _of(self, kind: str) -> Experience:
+        if kind not in self._kinds:
+            self._kinds[kind] = self._experience_of(kind)
+        return self._kinds[kind]
