@@ -14,6 +14,10 @@ import torch
 
 Part = Literal["propose", "verify", "choose"]
 
+SUMMED = (  # over the calls that are put together
+    *("steps", "propose_seconds", "verify_seconds", "choose_seconds", "compile_seconds", "graphs", "total_seconds"),
+    "first_tokens_in_steps",
+)
 # Tokens decoded before a piece of text, so that characters and spaces that tokens share come out right.
 CONTEXT = 8
 GUESSED_STYLE = "background: rgba(46, 160, 67, 0.35); border-radius: 2px"
@@ -149,16 +153,9 @@ class SpeculationStats:
         merged = cls(
             len(rows), per_row=rows, tokenizer=next((call.tokenizer for call in calls if call.tokenizer), None)
         )
-        for call in calls:
-            merged.steps += call.steps
-            merged.propose_seconds += call.propose_seconds
-            merged.verify_seconds += call.verify_seconds
-            merged.choose_seconds += call.choose_seconds
-            merged.compile_seconds += call.compile_seconds
-            merged.graphs += call.graphs
-            merged.total_seconds += call.total_seconds
-            merged.first_tokens_in_steps += call.first_tokens_in_steps
-            merged.time_to_first_token += call.time_to_first_token / len(calls)
+        for name in SUMMED:
+            setattr(merged, name, sum(getattr(call, name) for call in calls))
+        merged.time_to_first_token = sum(call.time_to_first_token for call in calls) / max(1, len(calls))
         return merged
 
     def of_row(self, number: int) -> SpeculationStats:
@@ -207,7 +204,7 @@ class SpeculationStats:
             return
         self._compiled[part] = graphs, seconds
         new = seconds - seconds_before
-        setattr(self, f"{part}_seconds", getattr(self, f"{part}_seconds") - new)
+        self.book(part, -new)
         self.graphs += graphs - graphs_before
         self.compile_seconds += new
 
