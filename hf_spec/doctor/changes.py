@@ -99,5 +99,5 @@ def _other_ropes(draft: DraftModel, target: PreTrainedModel) -> Iterator[Change]
     if of_target.get("rope_type") in ("linear", "llama3", "yarn"):
         others.insert(0, dict(of_target))
     for other in others:
-        if {**other, "rope_type": other["rope_type"]} != {name: rope.get(name) for name in other}:
+        if other != {name: rope.get(name) for name in other}:
             yield Change("rope", f"rope {rope}", f"rope {other}", {"rope_parameters": other})
