@@ -30,7 +30,7 @@ from ..drafts.base import network_of
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..scoring.names import CACHE
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, padded
 from ..scoring.rings import power_of_two
 from ..scoring.widths import now
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -204,7 +204,8 @@ class _Bench:
         """Take the prompts through all their turns."""
         answers: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
         while asking := [number for number, given in answers.items() if len(given) < len(prompts[number].turns)]:
-            inputs = self._inputs([prompts[number].render(answers[number], self.tokenizer) for number in asking])
+            rows = [prompts[number].render(answers[number], self.tokenizer) for number in asking]
+            inputs = padded(rows, self._pad, input_device(self.target))
             found = self._log.next()
             if found is None:
                 found = self._round(inputs)
@@ -215,14 +216,6 @@ class _Bench:
             for number, row in zip(asking, found[PLAIN].rows, strict=True):
                 answers[number].append(str(self.tokenizer.decode(row, skip_special_tokens=True)))
             yield found
-
-    def _inputs(self, rows: list[list[int]]) -> dict[str, Tensor]:
-        """Pad ``rows`` on the left: (batch, longest) each."""
-        width = max(map(len, rows))
-        ids = [[self._pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        device = input_device(self.target)
-        return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
     def _round(self, inputs: dict[str, Tensor]) -> Round:
         """Run every method ``repeats`` times, in an order that rotates, and keep the middle run of each."""

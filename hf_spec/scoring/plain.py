@@ -46,6 +46,14 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
 
 
+def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> dict[str, Tensor]:
+    """Pad token ids on the left by ``filler``: ``input_ids`` and ``attention_mask``, (batch, longest row) each."""
+    width = max(map(len, rows))
+    ids = [[filler] * (width - len(row)) + [*row] for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+
+
 def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
     """Build what ``generate`` would hand to the prefill, with an empty ``cache``, by default the model's usual one."""
     cache = new_cache(model) if cache is None else cache

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..checkpoints.resolve import as_speculator
 from ..decoding.loop import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, padded
 from ..settings import SpeculationConfig
 from .data import check_ids
 
@@ -57,14 +57,8 @@ def _generate(
     max_new_tokens: int,
     sampling: dict[str, Any],
 ) -> SpeculationStats:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor(
-        [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=input_device(target)
-    )
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=input_device(target))
     out = target.generate(
-        ids,
-        attention_mask=mask,
+        **padded(prompts, 0, input_device(target)),
         custom_generate=SpeculativeDecoding(speculator, config),
         max_new_tokens=max_new_tokens,
         return_dict_in_generate=True,

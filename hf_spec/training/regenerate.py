@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
 from ..processes import Processes
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, padded
 from .chat import (
     CUT,
     TEMPLATE_COLUMNS,
@@ -312,12 +312,11 @@ def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str
         return []
     ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     check_ids(0, max(max(row, default=0) for row in ids), len(target.get_input_embeddings().weight))
-    longest = max(len(row) for row in ids)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    padded = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=input_device(target))
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=input_device(target))
-    out = target.generate(padded, attention_mask=mask, pad_token_id=pad, **options)
-    said = out[:, longest:]  # (prompts, new tokens)
+    inputs = padded(ids, pad, input_device(target))
+    asked = inputs.pop("input_ids")  # (prompts, longest)
+    out = target.generate(asked, **inputs, pad_token_id=pad, **options)
+    said = out[:, asked.shape[1] :]  # (prompts, new tokens)
     ends = generation_settings(target, options).get("eos_token_id")  # perhaps 0
     cut = ~torch.isin(said, torch.tensor([] if ends is None else ends, device=said.device)).any(1)
     texts = tokenizer.batch_decode(said, skip_special_tokens=True)
