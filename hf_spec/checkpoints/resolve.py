@@ -20,7 +20,7 @@ from ..drafts.files import Checkpoint
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.hybrid import HybridSpeculator
-from ..drafts.ngram.speculator import NgramSpeculator
+from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.plain import input_device
 from .auto import AutoDraftModel, load
@@ -30,7 +30,6 @@ from .known import cached, known_drafts
 
 # Tokenizers of one family differ in a few tokens that were added.
 MOST_IN_COMMON = 0.9
-REMEMBERED = 100_000  # tokens of earlier calls, in which "auto" looks where there is no draft
 
 logger = logging.get_logger(__name__)
 

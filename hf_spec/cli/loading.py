@@ -13,11 +13,10 @@ from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
-from ..drafts.ngram.speculator import NgramSpeculator
+from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 
-REMEMBERED = 100_000  # tokens of a memory: 10 MB
 WITH_MEMORY = "memory+"  # before the name of a draft
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 
@@ -104,7 +103,7 @@ def to_be_read(name: str) -> str | Speculator:
 
 def with_memory(draft: str | Speculator) -> HybridSpeculator:
     """Put a memory beside a draft."""
-    return HybridSpeculator(draft, NgramSpeculator(remember=REMEMBERED))
+    return HybridSpeculator(draft)
 
 
 def check_device(name: str | None) -> None:

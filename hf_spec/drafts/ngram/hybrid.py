@@ -20,7 +20,7 @@ from ..foresight import DRAFTED, Foresight
 from ..late import LateDrafter
 from ..trust import TrackRecord, agreeing, mean_chances
 from .recall import RECALLED, Guesses, Path, chances_of, judge, shortened
-from .speculator import DEPTH, NgramSpeculator
+from .speculator import DEPTH, REMEMBERED, NgramSpeculator
 
 
 class HybridSpeculator(Speculator):
@@ -42,7 +42,7 @@ class HybridSpeculator(Speculator):
     """
 
     def __init__(self, draft: Any, memory: NgramSpeculator | None = None, draft_tokens: int | None = None) -> None:
-        memory = NgramSpeculator(remember=100_000) if memory is None else memory
+        memory = NgramSpeculator(remember=REMEMBERED) if memory is None else memory
         if not isinstance(memory, NgramSpeculator) or memory.memory is None:
             raise TypeError(f"memory must be a NgramSpeculator(remember=...), got {memory!r:.80}")
         if isinstance(draft, NgramSpeculator | HybridSpeculator) or draft == "ngram":

@@ -29,6 +29,7 @@ Match = Literal["recent", "frequent"]
 
 # How deep a memory guesses where nobody says: its chains end by themselves where they become unlikely.
 DEPTH = 16
+REMEMBERED = 100_000  # tokens of a memory, 10 MB, where nobody says how large it is to be
 
 
 class NgramSpeculator(Speculator):
