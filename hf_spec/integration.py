@@ -136,8 +136,8 @@ def _speculative(plain: Any) -> Any:
             _refuse_without_speculator(given, has_settings)
             return plain(self, *args, **kwargs)
         try:
-            config, ends_stream = speculation_config, not falls_back
-            return _speculate(plain, self, speculator, config, num_speculative_tokens, given, ends_stream)
+            asked = speculator, speculation_config, num_speculative_tokens
+            return _speculate(plain, self, *asked, given, ends_stream=not falls_back)
         except Refusal as refusal:
             if not falls_back:
                 raise

@@ -76,9 +76,8 @@ class RoundLog:
             return
         made_from = json.loads(json.dumps(made_from))
         content = self._path.read_bytes() if self._path.exists() else b""
-        header, *lines = content[: content.rfind(b"\n") + 1].splitlines() or [
-            b""
-        ]  # a line cut off by a kill counts not
+        whole = content[: content.rfind(b"\n") + 1]  # without a line that a kill has cut off
+        header, *lines = whole.splitlines() or [b""]
         if not header:
             self._path.write_text(json.dumps(made_from) + "\n", encoding="utf-8")
             return
