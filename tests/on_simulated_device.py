@@ -17,13 +17,16 @@ from architectures import prompts
 from simulated_device import NAME, take_waits
 from test_operators import NEW_TOKENS, models
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 from twins import Oracle, target
 
 from hf_spec import News, Proposal, SpeculationConfig, SpeculationStats
 from hf_spec.batching.drafting import Row, news_of
 from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decoding.pace import Pace
+from hf_spec.decoding.stopping import Stops
+from hf_spec.decoding.text import Text
 from hf_spec.scoring.recurrent import Branches, States
 
 THERE = torch.device(NAME)
@@ -160,6 +163,22 @@ def test_an_engines_drafters_are_told_without_waiting() -> None:
     assert (told.amounts, told.emitted) == ([2, 1], [[5, 6], [7]])
     assert take_waits() == []
     assert told.tokens.tolist() == [[5, 6], [7, 0]]
+
+
+def test_all_tokens_of_a_step_are_streamed_in_one_transfer() -> None:
+    class Kept(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            kept.append(value.tolist())
+
+        def end(self) -> None:
+            pass
+
+    kept: list[list[int]] = []
+    text = Text(torch.ones(2, 4, dtype=torch.long).to(THERE), Stops(StoppingCriteriaList()), None, Kept())
+    take_waits()
+    text.extend([[5, 6, 7], [8, 9]])
+    assert kept == [[5, 8], [6, 9]]
+    assert take_waits() == ["to the CPU"]
 
 
 def test_one_more_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

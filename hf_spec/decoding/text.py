@@ -146,12 +146,12 @@ class Text:
 
     def _stream(self) -> None:
         """Tell the streamer every column that all rows have reached."""
-        if self._streamer is None:
+        if self._streamer is None or self._streamed >= self._reached:
             return
-        ids = self.padded()
-        for column in range(self._streamed, self._reached):
-            self._streamed = column + 1  # first: a streamer that raises has seen it
-            self._streamer.put(ids[:, column].cpu())
+        new = self.padded()[:, self._streamed : self._reached].cpu()  # in one transfer
+        for column in new.unbind(1):
+            self._streamed += 1  # first: a streamer that raises has seen it
+            self._streamer.put(column)
 
     def finish(self) -> Tensor:
         """Close the stream and return the padded output, (batch, length)."""
