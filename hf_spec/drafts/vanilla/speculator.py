@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...counting import numbers, uploaded
+from ...counting import numbers, numbers_of, uploaded
 from ...proposal import Proposal
 from ...scoring.architectures import drops_cache, why_unsupported
 from ...scoring.factory import runner_for
@@ -92,7 +92,7 @@ class VanillaDrafter(Drafter):
         self._open: list[tuple[Tensor, Tensor | None]] = []  # tokens and parents of a forest, level by level
         mask = request.attention_mask.to(self._device)
         self._limit = position_limit(model)
-        self._lengths = None if self._limit is None else mask.sum(1)  # (batch,) of the text
+        self._lengths: list[int] = [] if self._limit is None else mask.sum(1).tolist()  # of the text, by row
         self._reads = self._room is None or self._room > 0
         if self._reads:
             self._runner.prefill_tokens(self._words.readable(request.input_ids.to(self._device)), mask)
@@ -101,8 +101,8 @@ class VanillaDrafter(Drafter):
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
         tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
         root = news.root.to(self._device)
-        if self._lengths is not None:
-            self._lengths = self._lengths + counts
+        if self._limit is not None:
+            self._lengths = [length + new for length, new in zip(self._lengths, news.amounts, strict=True)]
         if (room := self._room) is not None:
             self._reads = self._reads and room > 0  # once text went by unread, no guess can follow
             limit = min(limit, room)
@@ -118,7 +118,7 @@ class VanillaDrafter(Drafter):
     @property
     def _room(self) -> int | None:
         """Count the positions that the longest text leaves; ``None`` if there is no end to them."""
-        return None if self._limit is None or self._lengths is None else self._limit - int(self._lengths.max())
+        return None if self._limit is None else self._limit - max(self._lengths)
 
     def _step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         tokens = self._words.readable(tokens)
@@ -182,10 +182,11 @@ class VanillaDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        rows = rows.to(self._device)
-        self._lengths = None if self._lengths is None else self._lengths[rows]
+        if self._limit is not None:
+            self._lengths = [self._lengths[row] for row in numbers_of(rows)]
         if not self._reads:
             return
+        rows = rows.to(self._device)
         self._runner.keep_rows(rows)
         self._open = [(tokens[rows], None if above is None else above[rows]) for tokens, above in self._open]
 
