@@ -58,8 +58,7 @@ class Speculation:
     """Guess, verify and count for the requests of one engine, one step for all that are in its batch.
 
     ``counts`` sums up over all requests, also those that are gone; ``draft_slots`` counts the requests that a drafter
-    keeps something of. ``config`` follows from what the user ``asked`` for; ``sample``: the
-    engine draws its tokens.
+    keeps something of. ``config`` follows from what the user ``asked`` for; ``sample``: the engine draws its tokens.
     """
 
     def __init__(

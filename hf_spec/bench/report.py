@@ -17,8 +17,8 @@ class Figures:
     Ratios are of tokens per second: over all prompts together, and the median of the prompts' own.
     ``mean_accepted_length`` is τ, or tokens per target forward for transformers' methods. ``outside_forwards`` is the
     share of the time in which neither target nor draft was in its ``forward``. ``differing_rows`` counts, for greedy
-    decoding, the rows whose text is not that of plain ``generate``. A spread is where nine of ten
-    figures lie if as many prompts are drawn anew, with repeats, out of those that were measured.
+    decoding, the rows whose text is not that of plain ``generate``. A spread is where nine of ten figures lie if as
+    many prompts are drawn anew, with repeats, out of those that were measured.
     """
 
     rows: int

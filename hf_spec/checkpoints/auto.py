@@ -24,8 +24,8 @@ class AutoDraftModel:
         """Load the draft at ``path``, a directory or Hub id, in our format or anyone's.
 
         ``target`` is checked against the draft and lends what the file leaves out, unless it is on the meta device,
-        without weights. ``kwargs`` are those of any
-        ``from_pretrained`` of transformers (dtype, device_map, revision, ...). Nothing of the checkpoint is executed.
+        without weights. ``kwargs`` are those of any ``from_pretrained`` of transformers (dtype, device_map, revision,
+        ...). Nothing of the checkpoint is executed.
 
         Errors: OSError for missing, damaged or half-written files; ValueError for a format that is not known, weights
         that do not fit, or a target that does not.

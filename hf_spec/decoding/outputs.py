@@ -30,9 +30,8 @@ _last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary(
 def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
     """Return how the guessing went in the last ``generate`` call of ``model`` that asked for guesses; None: in none.
 
-    A default speculator that could not serve the last call leaves None, too.
-
-    For callers that are given no output of ``generate``, such as those of a pipeline.
+    For callers that are given no output of ``generate``, such as those of a pipeline. A default speculator that could
+    not serve the last call leaves None, too.
     """
     return _last.get(base_model(model))
 

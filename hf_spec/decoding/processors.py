@@ -160,8 +160,8 @@ class NodeScores:
 
     ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row
     at ``lengths[b] - 1``, and is not needed by processors without memory; ``rows`` are the places of these rows in the
-    batch that ``generate`` was called with;
-    ``last_tokens`` end a row: behind such a guess nobody is asked. Not for a list in lockstep.
+    batch that ``generate`` was called with; ``last_tokens`` end a row: behind such a guess nobody is asked. Not for a
+    list in lockstep.
     """
 
     def __init__(

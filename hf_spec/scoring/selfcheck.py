@@ -103,9 +103,9 @@ def difference_from_plain(model: PreTrainedModel, shape: _Shape, static: bool = 
     """Score a block of two rows of different lengths, or one if the model takes no more, and compare it with plain
     steps along every path.
 
-    The difference in logits is the worst one of a path: of all paths in float32,
-    of the median path in half precision, where a mixture of experts may route one token otherwise. Some models of
-    transformers read a padded row unlike the same row alone (Git): then the row alone is what counts.
+    The difference in logits is the worst one of a path: of all paths in float32, of the median path in half precision,
+    where a mixture of experts may route one token otherwise. Some models of transformers read a padded row unlike the
+    same row alone (Git): then the row alone is what counts.
     """
     reads = _read_block(model, shape, static)
     together = _difference(model, reads, _plain(model, reads))
