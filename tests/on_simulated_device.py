@@ -18,6 +18,7 @@ from simulated_device import NAME, take_waits
 from test_operators import NEW_TOKENS, models
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from twins import Oracle, target
 
@@ -179,6 +180,16 @@ def test_all_tokens_of_a_step_are_streamed_in_one_transfer() -> None:
     text.extend([[5, 6, 7], [8, 9]])
     assert kept == [[5, 8], [6, 9]]
     assert take_waits() == ["to the CPU"]
+
+
+def test_rows_that_go_on_are_read_without_waiting() -> None:
+    ends = StoppingCriteriaList([EosTokenCriteria(9)])
+    text = Text(torch.ones(3, 4, dtype=torch.long).to(THERE), Stops(ends), None, None)
+    take_waits()
+    text.extend([[5, 6], [9], [7]])
+    ids = text.ids
+    assert take_waits() == []
+    assert ids[:, :6].tolist() == [[1, 1, 1, 1, 5, 6], [1, 1, 1, 1, 7, 0]]
 
 
 def test_one_more_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,9 @@ class Text:
     def ids(self) -> Tensor:
         """Return the text of the growing rows, (rows, capacity); what lies beyond a row's length means nothing."""
         self._write()
-        return self._ids if len(self.rows) == len(self._ids) else self._ids[self.rows]
+        if len(self.rows) == len(self._ids):
+            return self._ids
+        return self._ids.index_select(0, uploaded(self.rows, self._ids.device))
 
     @property
     def row_lengths(self) -> list[int]:
