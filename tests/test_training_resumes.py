@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from golden import in_another_process
@@ -21,9 +22,9 @@ __all__ = ["stories"]  # a fixture
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "data_seed": 0}
 
 
-def trainer(folder: Path, **changes: Any) -> DraftTrainer:
-    target = sharp_target()
-    return DraftTrainer(eagle3(target), target, arguments(folder, **SAVED | changes), train_dataset=text())
+def trainer(folder: Path, train_dataset: Any = None, **changes: Any) -> DraftTrainer:
+    target, data = sharp_target(), train_dataset or text()
+    return DraftTrainer(eagle3(target), target, arguments(folder, **SAVED | changes), train_dataset=data)
 
 
 def cut_off(path: Path) -> None:
@@ -78,6 +79,18 @@ def test_a_second_run_into_the_same_directory_is_refused(tmp_path: Path) -> None
     again = trainer(tmp_path, max_steps=4)
     again.train(resume_from_checkpoint=True)
     assert losses(again)[:2] == losses(first) and len(losses(again)) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_finished_run_trains_no_more(stream: bool, tmp_path: Path) -> None:
+    rows: Any = datasets.Dataset.from_list(text()).to_iterable_dataset() if stream else text()
+    whole = trainer(tmp_path, max_steps=5, save_steps=1, train_dataset=rows)
+    whole.train()
+    again = trainer(tmp_path, max_steps=5, save_steps=1, train_dataset=rows)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 5 and not (tmp_path / "checkpoint-6").exists()
+    for name, tensor in again.draft.state_dict().items():
+        assert torch.equal(tensor, whole.draft.state_dict()[name]), name
 
 
 def test_the_command_line_resumes_and_keeps_runs_apart(stories: Path, tmp_path: Path, capsys: Any) -> None:

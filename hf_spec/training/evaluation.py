@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.resolve import as_speculator
@@ -14,6 +15,8 @@ from ..metrics import Counts, SpeculationStats
 from ..scoring.plain import input_device, padded
 from ..settings import SpeculationConfig
 from .data import check_ids
+
+DEPTH = 32  # processes may have guessed to different depths
 
 
 @torch.no_grad()
@@ -66,6 +69,31 @@ def _generate(
     )
     stats: SpeculationStats = out.speculation
     return stats
+
+
+def sums_of(counts: Counts, prompts: int) -> Tensor:
+    """Return what is added up over processes, of which each has guessed after ``prompts`` of its own."""
+    flat = [prompts, counts.steps, counts.emitted]
+    for by_depth in (counts.offered, counts.reached):
+        flat += [*by_depth[:DEPTH], *[0] * (DEPTH - len(by_depth))]
+    return torch.tensor(flat, dtype=torch.float64)
+
+
+def acceptance(sums: Tensor) -> dict[str, float]:
+    """Say by the ``sums`` of all processes what was accepted: of the steps, and of those that got so far."""
+    prompts, steps, emitted, *found = sums.tolist()
+    figures = {
+        "acceptance_length": emitted / max(1, steps),
+        "measured_prompts": prompts,
+        "measured_tokens": emitted,
+    }
+    offered, reached = found[:DEPTH], found[DEPTH:]
+    for k in range(DEPTH):
+        if offered[k]:
+            share = figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
+            before = figures[f"acceptance_{k}"] if k else 1.0  # of more steps: the last ones of a text are short
+            figures[f"conditional_acceptance_{k + 1}"] = min(1.0, share / before) if before else 0.0
+    return figures
 
 
 def token_ids(prompts: Iterable[Any], vocabulary: int) -> list[list[int]]:

@@ -20,13 +20,12 @@ from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.unrolling import UnrollInput
-from ..metrics import Counts
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
 from .checks import check_arguments, check_before_saving, name_target
 from .data import DraftCollator, check_examples
-from .evaluation import measure, prompts_of, token_ids
+from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
 from .features import LAST, FeatureCache
 from .losses import (
     ChunkedLoss,
@@ -368,27 +367,8 @@ class DraftTrainer(Trainer):
             draft = self.draft
             with sharding.gathered(cast(nn.Module, self.model)), as_loaded(draft):
                 counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
-            figures |= {f"{name}{key}": value for key, value in self._acceptance(counts, len(mine)).items()}
-        return figures
-
-    def _acceptance(self, counts: Counts, prompts: float) -> dict[str, float]:
-        """Return what was accepted after all processes' ``prompts``: of the steps, and of those that got so far."""
-        depth = 32  # processes may have guessed to different depths
-        flat = [prompts, counts.steps, counts.emitted]
-        for by_depth in (counts.offered, counts.reached):
-            flat += [*by_depth[:depth], *[0] * (depth - len(by_depth))]
-        prompts, steps, emitted, *found = self._over_processes(torch.tensor(flat, dtype=torch.float64)).tolist()
-        figures = {
-            "acceptance_length": emitted / max(1, steps),
-            "measured_prompts": prompts,
-            "measured_tokens": emitted,
-        }
-        offered, reached = found[:depth], found[depth:]
-        for k in range(depth):
-            if offered[k]:
-                share = figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
-                before = figures[f"acceptance_{k}"] if k else 1.0  # of more steps: the last ones of a text are short
-                figures[f"conditional_acceptance_{k + 1}"] = min(1.0, share / before) if before else 0.0
+            sums = self._over_processes(sums_of(counts, len(mine)))
+            figures |= {f"{name}{key}": value for key, value in acceptance(sums).items()}
         return figures
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -402,6 +382,13 @@ class DraftTrainer(Trainer):
         if self.model is not None:
             vars(self.draft).update(self._around)  # for whatever wraps it now
         return super().train(checkpoint, *args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train no more where all of ``max_steps`` are done: Trainer would take a step before it looks."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # -- files --------------------------------------------------------------------------------------------------------
 
