@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, BadRequestError, OpenAI
-from servers import DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
+from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
 
@@ -27,10 +27,6 @@ from hf_spec.serving.batched import Batched
 from hf_spec.serving.meter import Meter
 
 DAY = "day"  # a word of the answers
-
-
-# Room for 640 tokens in small blocks: a crowd does not fit, so that requests wait, and some are put aside.
-BATCHES = {"continuous_batching": True, "cb_block_size": 16, "cb_num_blocks": 40, "cb_max_batch_tokens": 128}
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +172,8 @@ def test_a_chat_that_the_template_does_not_take_is_refused(client):
 
 def test_a_stream_that_fails_says_why(one_by_one):
     with pytest.raises(APIError) as caught:
-        one_by_one.complete(PROMPTS[0], 5, stream=True, **BAD["top_k"])
-    assert "`top_k` has to be a strictly positive integer" in str(caught.value.body)
+        one_by_one.complete(PROMPTS[0], 5, stream=True, extra_body={"generation_config": '{"repetition_penalty": 0}'})
+    assert "`penalty` has to be a strictly positive float" in str(caught.value.body)
 
 
 def test_metrics_agree_with_the_answers(client):

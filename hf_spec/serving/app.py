@@ -36,6 +36,7 @@ def _tell(_request: Request, error: Exception) -> JSONResponse:
     message = str(getattr(error, "detail", "") or error or type(error).__name__)
     if isinstance(error, RequestValidationError):
         message = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    message = message.encode(errors="replace").decode()  # it may quote half of a surrogate pair, which no answer holds
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}, "detail": message}, status)
 

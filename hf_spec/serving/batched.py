@@ -252,7 +252,7 @@ def sampling_of(model: Any, config: GenerationConfig) -> dict[str, Any]:
     everything = model.config.get_text_config(decoder=True).vocab_size
     return {
         "temperature": float(1.0 if config.temperature is None else config.temperature),
-        "top_k": int(config.top_k or everything),
+        "top_k": min(int(config.top_k or everything), everything),  # the engine counts in 32 bits
         "top_p": float(1.0 if config.top_p is None else config.top_p),
     }
 
