@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from servers import BATCHES, PROMPTS, TARGET, Client, plain, serving
@@ -78,3 +79,13 @@ def test_no_setting_ends_the_engine(client, setting):
     status, _ = client.post("v1/completions", {"model": TARGET, "prompt": PROMPTS[0], "generation_config": config})
     assert status == (200 if "top_k" in setting else 400)
     assert client.complete(PROMPTS[0], 5) == plain(PROMPTS[0], 5)
+
+
+def test_requests_may_have_one_id(client):
+    """Proxies and clients that try again send ``X-Request-Id``."""
+    asked = [{"model": TARGET, "prompt": prompt, "max_tokens": 20, "temperature": 0} for prompt in PROMPTS[:3]]
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda body: client.post("v1/completions", body, **{"X-Request-Id": "one"}), asked))
+    for (status, answer), body in zip(answers, asked, strict=True):
+        assert (status, answer["id"]) == (200, "one")
+        assert answer["choices"][0]["text"] == plain(body["prompt"], 20)

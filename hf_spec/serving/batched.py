@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import itertools
 import time
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ class Batched(CBGenerateManager):
         config.per_request_processors = True
         super().__init__(config)
         self.meter = meter
+        self.numbers = itertools.count()
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Start the engine, the first time; ValueError for what the engine cannot do for a single request."""
@@ -131,7 +133,8 @@ class _Text:
         self, manager: Batched, model: Any, processor: Any, inputs: Any, config: GenerationConfig, request_id: str
     ) -> None:
         manager._check_alive(request_id)
-        self.manager, self.engine, self.config, self.request_id = manager, manager._engine, config, request_id
+        self.manager, self.engine, self.config = manager, manager._engine, config
+        self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may send one id with several requests
         self.prompt: list[int] = list(inputs["input_ids"])
         size = manager._scheduler.cache.max_tokens_read
         room = size - len(self.prompt)
