@@ -301,6 +301,15 @@ def test_a_processor_that_writes_in_place_does_no_harm() -> None:
     assert not scores.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_pure_processor_may_return_another_type(dtype: torch.dtype) -> None:
+    block = Block(tree, 0)
+    every = block.scores(LogitsProcessorList([pure(lambda ids, scores: scores.to(dtype))])).every()
+    for b, node in block.nodes():
+        if every[b, node].any():  # others are behind a guess without a chance
+            assert torch.equal(every[b, node], block.logits[b, node].to(dtype).float())
+
+
 def test_plain_call_is_in_float32() -> None:
     scores = torch.randn(2, VOCAB, dtype=torch.bfloat16)
     input_ids = torch.randint(0, WORDS, (2, 5))

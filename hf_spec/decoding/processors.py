@@ -151,7 +151,7 @@ class Processors:
         for length, pairs in groups.items():
             index = uploaded(pairs, logits.device)
             bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
-            scores[index] = _call(bound, tokens[index, :length], logits[index])
+            scores[index] = _call(bound, tokens[index, :length], logits[index]).float()  # theirs may be of any type
         return scores
 
 
