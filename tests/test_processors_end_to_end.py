@@ -257,6 +257,30 @@ def test_nobody_is_asked_behind_the_end(sample: bool, shape: SpeculationConfig) 
             assert sample or torch.equal(out, plain)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES.values(), DRAWN], ids=[*SHAPES, "drawn"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_nobody_is_asked_behind_a_stop_string(sample: bool, shape: SpeculationConfig) -> None:
+    inputs, start = prompts(3), 13
+    said = text("ragged")
+    stop = tokenizer().convert_ids_to_tokens(said[:, 4].tolist())
+
+    def constraint(batch: int, prefix: Tensor) -> list[int]:
+        assert not set(said[:, 4].tolist()) & set(prefix[start:].tolist()), "asked behind the end"
+        return list(range(99)) if len(prefix) < start + 7 else said[:, 4].tolist()
+
+    options = {"stop_strings": stop, "tokenizer": tokenizer(), "do_sample": sample, "pad_token_id": 0}
+    options |= {"prefix_allowed_tokens_fn": pure(constraint), "eos_token_id": 98}
+    for row in range(3):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        plain = generate(alone, options)
+        oracle = Oracle(torch.cat([plain, said[row : row + 1]], dim=1), wrong=1000)
+        for seed in range(10):
+            for speculator in (draft(), oracle) if shape is not DRAWN else (draft(),):
+                torch.manual_seed(seed)
+                out = generate(alone, options, speculator=speculator, speculation_config=shape)
+                assert sample or torch.equal(out, plain)
+
+
 class DeadEnd(LogitsProcessor):
     """Leave no token behind the fourth."""
 

@@ -113,7 +113,7 @@ class Chooser:
     def _row_by_row(self, proposal: Proposal, logits: Tensor, scores: Scores) -> Choice | None:
         text = self.text
         ids = text.ids if not self.processors.memoryless else None
-        nodes = NodeScores(self.processors, logits, proposal, ids, text.row_lengths, text.rows, text.stops.last_tokens)
+        nodes = NodeScores(self.processors, logits, proposal, ids, text.row_lengths, text.rows, text.stops)
         verdict, figures = self._judged(proposal, nodes, logits)
         if not figures.are_sound:
             return None

@@ -27,6 +27,7 @@ from ..counting import numbers, uploaded
 from ..proposal import Proposal
 from ..sampling import largest, likeliest
 from .prefixes import TOGETHER, Prefixes
+from .stopping import Stops
 from .warpers import in_less_time
 
 P = TypeVar("P")
@@ -160,8 +161,8 @@ class NodeScores:
 
     ``logits`` (batch, nodes, vocab) are the target's, raw; ``text`` (batch, capacity) ends with the root of each row
     at ``lengths[b] - 1``, and is not needed by processors without memory; ``rows`` are the places of these rows in the
-    batch that ``generate`` was called with; ``last_tokens`` end a row: behind such a guess nobody is asked. Not for a
-    list in lockstep.
+    batch that ``generate`` was called with; ``stops`` end a row: behind such a guess nobody is asked. Not for a list
+    in lockstep.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class NodeScores:
         text: Tensor | None,
         lengths: list[int],
         rows: list[int],
-        last_tokens: Collection[int] = (),
+        stops: Stops | None = None,
     ) -> None:
         self._processors = processors
         self._logits = logits
@@ -180,7 +181,7 @@ class NodeScores:
         self._text = text
         self._lengths = lengths
         self._rows = rows
-        self._last_tokens = last_tokens
+        self._stops = stops
 
     def at(self, node: Tensor) -> Tensor:
         """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
@@ -287,8 +288,15 @@ class NodeScores:
     @functools.cached_property
     def _ended(self) -> Tensor:
         """Tell which nodes are guesses that end their row, or stand behind one: (batch, nodes) bool."""
-        last = torch.tensor(list(self._last_tokens), dtype=torch.long, device=self._logits.device)
-        ends = torch.isin(self._proposal.tokens, last)
+        tokens, stops = self._proposal.tokens, self._stops
+        if stops is None:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        last = torch.tensor(list(stops.last_tokens), dtype=torch.long, device=self._logits.device)
+        ends = torch.isin(tokens, last)
+        if stops.reads_text:
+            batch, node = (self._proposal.present & (self._proposal.depth > 0)).nonzero(as_tuple=True)
+            complete = stops.completes_string(self._prefixes_at(batch, node), self._ends[batch, node].tolist())
+            ends[batch, node] |= torch.tensor(complete, dtype=torch.bool, device=ends.device)
         ends[:, 0] = False  # the root is text that goes on
         return (self._proposal.ancestors & ends[:, None]).any(-1)
 
@@ -313,6 +321,11 @@ class NodeScores:
 
     def _with_prefix(self, logits: Tensor, batch: Tensor, node: Tensor) -> Tensor:
         """Process float32 ``logits`` (pairs, vocab) at the pairs (batch, node), each after its own prefix."""
+        rows, tokens = [self._rows[b] for b in batch.tolist()], self._prefixes_at(batch, node)
+        return self._processors.scores_at(logits, tokens, self._ends[batch, node].tolist(), rows)
+
+    def _prefixes_at(self, batch: Tensor, node: Tensor) -> Tensor:
+        """Return the prefixes of the pairs (batch, node), right-padded: (pairs, longest)."""
         assert self._text is not None
         proposal, longest = self._proposal, max(self._lengths)
         spill = longest + proposal.max_depth
@@ -321,9 +334,7 @@ class NodeScores:
         column = (self._ends[batch] - 1).masked_fill(~guessed, spill)
         tokens = self._text.new_zeros((len(batch), spill + 1))
         tokens[:, :longest] = self._text[batch, :longest]
-        tokens.scatter_(1, column, proposal.tokens[batch])
-        rows = [self._rows[b] for b in batch.tolist()]
-        return self._processors.scores_at(logits, tokens, self._ends[batch, node].tolist(), rows)
+        return tokens.scatter_(1, column, proposal.tokens[batch])
 
 
 def _warped(memoryless: Collection[Any], scores: Tensor) -> Tensor:

@@ -75,6 +75,12 @@ class Stops:
                     ends[row] = end if earlier is None else min(end, earlier)
         return ends
 
+    def completes_string(self, text: Tensor, lengths: Sequence[int]) -> list[bool]:
+        """Tell which prefixes, the first ``lengths`` of ``text`` (prefixes, capacity), end in a stop string."""
+        before, one_token = [length - 1 for length in lengths], [[0]] * len(lengths)
+        strings = [one for one in self._all if isinstance(one, StopStringCriteria)]
+        return list(map(any, zip(*(_first_stop_string(one, text, before, one_token) for one in strings), strict=True)))
+
     def _remind(self, criterion: MaxLengthCriteria, length: int) -> None:
         """Let the ``criterion`` warn, as in plain ``generate``, if a ``length`` is more than the model is made for."""
         length, most = min(length, criterion.max_length - 1), criterion.max_position_embeddings
