@@ -322,6 +322,15 @@ def test_options_are_checked_before_anything_is_loaded(options, problem, capsys)
     assert problem in capsys.readouterr().err
 
 
+def test_files_that_may_not_be_written_are_told_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "old.json").touch()
+    monkeypatch.setattr(os, "access", lambda place, mode: False)  # root may write anywhere
+    for name, place in {"new.json": tmp_path, "old.json": tmp_path / "old.json"}.items():
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "no-model", "--prompts", "no-file", "--json", str(tmp_path / name)])
+        assert f"you may not write to {place}; " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["", " ", "memory+"])
 @pytest.mark.parametrize(
     "command",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,12 +146,14 @@ def tree_of(text: str) -> Any:
 
 
 def writable(text: str) -> Path:
-    """Return the path of a file in a directory that exists, so that no result is lost after a long run."""
+    """Return the path of a file that may be written, so that no result is lost after a long run."""
     path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{path.parent} is not a directory; make it first")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a directory; name a file in it")
+    if not os.access(place := path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"you may not write to {place}; change its permissions or name another file")
     return path
 
 
