@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from test_ngram import news, random_text, start
 from tokenizers import Tokenizer, models
@@ -25,7 +26,7 @@ import hf_spec.drafts.ngram.recall
 from hf_spec import NgramSpeculator, SpeculationConfig
 from hf_spec.drafts.ngram.memory import BLOCK, BREAK, LONGEST_MATCH, SIZES, Memory, Place
 from hf_spec.drafts.ngram.recall import DOUBT, best_continuations
-from hf_spec.drafts.ngram.remembered import Remembered
+from hf_spec.drafts.ngram.remembered import Remembered, read_remembered
 
 Guess = tuple[int, ...]
 
@@ -425,14 +426,32 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         NgramSpeculator.load(tmp_path / "none", tokenizer())
 
 
+def marked(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="pt") as opened:
+        return dict(opened.metadata())
+
+
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    speculator = NgramSpeculator(remember=9)
+    speculator, file = NgramSpeculator(remember=9), tmp_path / "memory"
     speculator.learn([[3, 500]])
-    speculator.save(tmp_path / "memory", tokenizer())
-    with pytest.raises(OSError, match="no token ids of this tokenizer"):
-        NgramSpeculator.load(tmp_path / "memory", tokenizer())
     with pytest.raises(ValueError, match=r"token 500.*knows 99.*per tokenizer"):
         speculator.check(target())
+    speculator.save(file, tokenizer())
+    marks = marked(file)
+    for tokens, size in (([3, 500], "9"), ([3, 4], "0"), ([3, 4], "nine")):
+        save_file({"tokens": torch.tensor(tokens, dtype=torch.int32)}, file, metadata=marks | {"size": size})
+        with pytest.raises(OSError, match="no token ids of this tokenizer"):
+            NgramSpeculator.load(file, tokenizer())
+
+
+def test_a_token_that_the_tokenizer_has_not_makes_no_file_unreadable(tmp_path: Path) -> None:
+    """Targets have more tokens than their tokenizers, as padding, and may draw one."""
+    speculator, file = NgramSpeculator(remember=40), tmp_path / "memory"
+    speculator.learn([[3, 4, 500, 5, 6], [7, 8]])
+    speculator.save(file, tokenizer())
+    assert [*read_remembered(file, tokenizer()).texts()] == [[3, 4], [5, 6], [7, 8]]
+    again = NgramSpeculator.load(file, tokenizer()).memory
+    assert again is not None and again.tokens() == [3, 4, BREAK, 5, 6, BREAK, 7, 8, BREAK]
 
 
 def test_a_file_is_never_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

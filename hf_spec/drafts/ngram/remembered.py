@@ -34,9 +34,14 @@ class Remembered:
 
 
 def write_remembered(path: str | os.PathLike[str], remembered: Remembered, tokenizer: Any) -> None:
-    """Write ``remembered`` to ``path``, which never holds half of it: what was there stays until all is written."""
+    """Write ``remembered`` to ``path``, which never holds half of it: what was there stays until all is written.
+
+    Targets have more tokens than their tokenizers, as padding, and may draw one. It stands for no word, and would make
+    the file look damaged: there a text is cut in two.
+    """
     marks = {"format": FORMAT, "version": VERSION, "size": str(remembered.size), "tokenizer": _mark(tokenizer)}
-    content = save({"tokens": torch.tensor(remembered.tokens, dtype=torch.int32)}, metadata=marks)
+    tokens, most = torch.tensor(remembered.tokens, dtype=torch.int32), _largest(tokenizer)
+    content = save({"tokens": tokens.masked_fill(tokens > most, BREAK)}, metadata=marks)
     folder, name = os.path.split(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=f".{name}-", dir=folder)  # readable by its owner alone, and so it stays
@@ -56,13 +61,13 @@ def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
         with safe_open(os.fspath(path), framework="pt") as file:
             marks = file.metadata() or {}
             _refuse(path, marks, tokenizer)
-            tokens, size = file.get_tensor("tokens"), int(marks["size"])
+            tokens, size = file.get_tensor("tokens"), marks["size"]
     except (SafetensorError, KeyError) as error:
         raise OSError(f"{path} is cut off, damaged or no memory ({error}); remove it and begin a new one") from error
-    most = max(_vocabulary(tokenizer).values(), default=BREAK)
-    if tokens.dtype != torch.int32 or tokens.ndim != 1 or size < 1 or not _all_known(tokens, most):
+    is_list, has_size = tokens.dtype == torch.int32 and tokens.ndim == 1, size.isdecimal() and int(size) >= 1
+    if not (is_list and has_size and _all_known(tokens, _largest(tokenizer))):
         raise OSError(f"{path} holds no token ids of this tokenizer; remove it and begin a new one")
-    return Remembered(size, tokens.tolist())
+    return Remembered(int(size), tokens.tolist())
 
 
 def _refuse(path: str | os.PathLike[str], marks: dict[str, str], tokenizer: Any) -> None:
@@ -82,6 +87,10 @@ def _refuse(path: str | os.PathLike[str], marks: dict[str, str], tokenizer: Any)
 
 def _all_known(tokens: torch.Tensor, most: int) -> bool:
     return not len(tokens) or bool(tokens.min() >= BREAK and tokens.max() <= most)
+
+
+def _largest(tokenizer: Any) -> int:
+    return max(_vocabulary(tokenizer).values(), default=BREAK)
 
 
 def _mark(tokenizer: Any) -> str:
