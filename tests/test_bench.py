@@ -374,9 +374,33 @@ def test_rounds_of_something_else_are_refused(target, tokenizer, tmp_path):
     run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2, baselines=False), rounds_file=file)
     with pytest.raises(ValueError, match=r"rounds\.jsonl were measured otherwise \(settings, prompts\): repeat"):
         run_bench(target, tokenizer, [CAT], [], BenchSettings(max_new_tokens=3), rounds_file=file)
-    file.write_text("[]\n")
-    with pytest.raises(ValueError, match="its first line"):
-        run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2), rounds_file=file)
+    for other in ("[]\n", "my notes", "\nmy notes\n", '{"settings": 0}'):
+        file.write_text(other)
+        with pytest.raises(ValueError, match="its first line"):
+            run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2), rounds_file=file)
+        assert file.read_text() == other
+
+
+def test_a_benchmark_goes_on_behind_half_a_first_line(target, tokenizer, tmp_path):
+    file, settings = tmp_path / "rounds.jsonl", BenchSettings(max_new_tokens=2, baselines=False)
+    run_bench(target, tokenizer, [STORY], [], settings, rounds_file=file)
+    header = file.read_text().splitlines()[0]
+    file.write_text(header[:40])  # a kill
+    run_bench(target, tokenizer, [STORY], [], settings, rounds_file=file)
+    assert [line.startswith('{"plain"') for line in file.read_text().splitlines()] == [False, True]
+    assert file.read_text().splitlines()[0] == header
+
+
+@pytest.mark.parametrize("line", ["garbage", "{}", "[1]", '{"plain": {}}', ""])
+def test_a_damaged_line_of_rounds_is_named(target, tokenizer, tmp_path, line):
+    file, settings = tmp_path / "rounds.jsonl", BenchSettings(max_new_tokens=2, baselines=False)
+    given = (target, tokenizer, [STORY, CAT], [], settings)
+    run_bench(*given, rounds_file=file)
+    header, _, last = file.read_text().splitlines()
+    file.write_text(damaged := f"{header}\n{line}\n{last}\n")
+    with pytest.raises(ValueError, match=r"rounds\.jsonl, line 2 is no round: remove it and what follows"):
+        run_bench(*given, rounds_file=file)
+    assert file.read_text() == damaged
 
 
 def test_rounds_of_other_weights_are_refused(target, twin, tokenizer, tmp_path):

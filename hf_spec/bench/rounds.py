@@ -66,7 +66,7 @@ class RoundLog:
 
     The first line says what was measured, ``made_from``. Without a file nothing is kept.
 
-    Errors: a ValueError if the file holds rounds of something else; it names what differs.
+    Errors: a ValueError if the file holds rounds of something else, where it names what differs, or none at all.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, made_from: dict[str, Any]) -> None:
@@ -74,17 +74,17 @@ class RoundLog:
         self._kept: list[Round] = []
         if self._path is None:
             return
-        made_from = json.loads(json.dumps(made_from))
+        header = json.dumps(made_from).encode()
         content = self._path.read_bytes() if self._path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]  # without a line that a kill has cut off
-        header, *lines = whole.splitlines() or [b""]
-        if not header:
-            self._path.write_text(json.dumps(made_from) + "\n", encoding="utf-8")
+        end = content.rfind(b"\n") + 1
+        if not end and header.startswith(content):  # nothing is there, or the beginning of a first line
+            self._path.write_bytes(header + b"\n")
             return
-        _refuse_others(self._path, header, made_from)
-        self._path.write_bytes(b"".join(line + b"\n" for line in (header, *lines)))
-        self._kept = [{name: _read_run(run) for name, run in json.loads(line).items()} for line in lines]
+        first, *lines = content[:end].splitlines() or [b""]
+        _refuse_others(self._path, first, json.loads(header))
+        self._kept = [_read_round(self._path, line, number) for number, line in enumerate(lines, start=2)]
         self._kept.reverse()
+        os.truncate(self._path, end)  # a line cut off by a kill counts not
 
     def next(self) -> Round | None:
         """Return the next round that was kept; ``None`` behind the last one."""
@@ -108,6 +108,17 @@ def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None
             f"the rounds in {path} were measured otherwise ({', '.join(differing)}): repeat the call that began it, "
             "or name another file"
         )
+
+
+def _read_round(path: Path, line: bytes, number: int) -> Round:
+    try:
+        found = {name: _read_run(run) for name, run in json.loads(line).items()}
+        found[PLAIN]
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"{path}, line {number} is no round: remove it and what follows, or name another file"
+        ) from error
+    return found
 
 
 def _read_run(kept: dict[str, Any]) -> Run:
