@@ -34,7 +34,12 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
 
 def get_speculator(model: PreTrainedModel) -> Speculator | None:
     """Return what ``set_speculator`` stored for ``model``; None where nothing is."""
-    return _stored.get(base_model(model), (None, None))[0]
+    return stored_for(model)[0]
+
+
+def stored_for(model: PreTrainedModel) -> tuple[Speculator | None, SpeculationConfig | None]:
+    """Return what ``set_speculator`` was given for ``model``."""
+    return _stored.get(base_model(model), (None, None))
 
 
 def default_speculator(

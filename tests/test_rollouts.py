@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from hf_spec import Drafter, NgramSpeculator, Request, SpeculationConfig, demo, get_speculator, set_speculator
+from hf_spec.defaults import stored_for
 from hf_spec.drafts.base import network_of
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, RolloutCallback, train_on
 
@@ -197,6 +198,25 @@ def test_refreshing_teaches_the_draft_what_was_written(tmp_path: Path) -> None:
     assert lengths[0] == lengths[1] < lengths[2] == lengths[3] < lengths[4]
     callback.on_train_end(None, None, None, model=model)
     assert get_speculator(model) is default
+
+
+def test_a_policy_gets_its_default_back() -> None:
+    """With its settings, and also where an error ended an earlier training."""
+    model, config = policy(), SpeculationConfig(num_speculative_tokens=3)
+    set_speculator(model, "ngram", config)
+    default = stored_for(model)
+    for ends in ((True,), (False, True)):
+        callback = RolloutCallback(NgramSpeculator(remember=100))
+        for is_whole in ends:
+            callback.on_train_begin(None, None, None, model=model)
+            if is_whole:
+                callback.on_train_end(None, None, None, model=model)
+        assert stored_for(model) == default and default[1] is config
+    RolloutCallback("ngram").on_train_begin(None, None, None, model=model)
+    other = RolloutCallback("ngram")
+    other.on_train_begin(None, None, None, model=model)
+    other.on_train_end(None, None, None, model=model)
+    assert get_speculator(model) is None
 
 
 def test_a_policy_is_read_as_it_generates(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..checkpoints.resolve import as_speculator
-from ..defaults import get_speculator, set_speculator
+from ..defaults import set_speculator, stored_for
 from ..drafts.base import Drafter, Request, Speculator, network_of
 from ..settings import SpeculationConfig
 from .trainer import DraftTrainer
@@ -53,11 +53,13 @@ class RolloutCallback(TrainerCallback):
         self.speculator, self.config = speculator, config
         self.draft_trainer, self.every = draft_trainer, every
         self.texts: deque[list[int]] = deque(maxlen=keep)
-        self._before: Speculator | None = None
+        self._before: tuple[Speculator | None, SpeculationConfig | None] = None, None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Give the policy its speculator."""
-        self._before = get_speculator(model)
+        before = stored_for(model)
+        if not isinstance(before[0], _Listening):  # as a training leaves it that an error ended
+            self._before = before
         found: Any = self.speculator
         if found is None and self.draft_trainer is not None:
             found = self.draft_trainer.draft
@@ -75,7 +77,7 @@ class RolloutCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Leave the policy as it was."""
-        set_speculator(model, self._before)
+        set_speculator(model, *self._before)
 
     def _set_to_evaluation(self) -> None:
         if self.draft_trainer is not None:
