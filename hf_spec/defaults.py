@@ -23,6 +23,8 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
     or ``custom_generate=`` comes first; ``speculator=False`` turns it off once. A call that cannot be decoded
     speculatively, such as one with beams, is decoded plainly, with one warning.
     """
+    if config is not None and not isinstance(config, SpeculationConfig):
+        raise TypeError(f"config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
     model = base_model(model)
     if speculator is None:
         _stored.pop(model, None)

@@ -66,6 +66,13 @@ def test_what_is_stored_is_given_back(model: PreTrainedModel) -> None:
     assert hf_spec.get_speculator(model) is None
 
 
+def test_settings_of_another_type_are_refused(model: PreTrainedModel) -> None:
+    for settings in ({"tree": "dynamic"}, "dynamic", 3):
+        with pytest.raises(TypeError, match=r"config must be a hf_spec\.SpeculationConfig, got "):
+            hf_spec.set_speculator(model, "ngram", settings)  # type: ignore[arg-type]
+    assert hf_spec.get_speculator(model) is None
+
+
 def test_a_path_is_read_once(model: PreTrainedModel, tmp_path: Path) -> None:
     draft().save_pretrained(tmp_path)
     hf_spec.set_speculator(model, str(tmp_path))
