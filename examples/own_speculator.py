@@ -39,14 +39,13 @@ class PhraseDrafter(Drafter):
 
     def __init__(self, speculator: PhraseSpeculator, request: Request) -> None:
         self.speculator = speculator
-        self.depth = request.config.num_speculative_tokens or 5
         self.ends = request.input_ids.tolist()
 
     def propose(self, news: News, limit: int) -> Proposal:
         for end, tokens, count in zip(self.ends, news.tokens.tolist(), news.counts.tolist(), strict=True):
             end += tokens[:count]
         found = [self.speculator.following.get(tuple(end[-self.speculator.context :]), []) for end in self.ends]
-        found = [guesses[: min(limit, self.depth)] for guesses in found]
+        found = [guesses[:limit] for guesses in found]
         width = max(map(len, found))
         padded = [guesses + [0] * (width - len(guesses)) for guesses in found]
         tokens = torch.tensor(padded, dtype=torch.long, device=news.tokens.device).view(len(found), width)

@@ -30,6 +30,20 @@ def test_a_text_is_written_with_guesses(name: str, capsys: pytest.CaptureFixture
     assert lengths and all(float(length) > 1 for length in lengths)
 
 
+@pytest.mark.parametrize("count", [None, "auto", 2])
+def test_a_speculator_of_ones_own_guesses_as_deep_as_it_is_asked(count: Any) -> None:
+    names = runpy.run_path(str(ROOT / "examples" / "own_speculator.py"))
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    speculator = names["PhraseSpeculator"](tokenizer(names["PHRASES"], add_special_tokens=False)["input_ids"])
+    call = {**tokenizer("Once upon", return_tensors="pt"), "max_new_tokens": 20, "do_sample": False}
+    call |= {"return_dict_in_generate": True}
+    out = target.generate(**call, speculator=speculator, num_speculative_tokens=count)
+    assert torch.equal(out.sequences, target.generate(**call).sequences)
+    assert out.speculation.accepted > 0
+    assert count != 2 or len(out.speculation.counts.offered) == 2
+
+
 def test_a_memory_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
