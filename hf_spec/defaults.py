@@ -93,3 +93,12 @@ def option(model: Any, kwargs: dict[str, Any], name: str) -> Any:
         return kwargs[name]
     found = (getattr(config, name, None) for config in (kwargs.get("generation_config"), model.generation_config))
     return next((value for value in found if value is not None), None)
+
+
+def fill_in(model: Any, config: GenerationConfig) -> None:
+    """Let ``config`` say what ``generate`` would find: what it leaves open is the model's, or transformers' default.
+
+    The engine of continuous batching knows none of these defaults, of which ``top_k=50`` is one.
+    """
+    config.update(**model.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+    config.update(**config._get_default_generation_params(), defaults_only=True)

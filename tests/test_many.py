@@ -248,6 +248,17 @@ def check_distribution(engine: str, rounds: int) -> None:
         assert square < 26.1  # 8 degrees of freedom, one in a thousand
 
 
+@pytest.mark.parametrize("engine", ["generate", "generate_batch"])
+@pytest.mark.parametrize("given", [{}, {"generation_config": GenerationConfig(temperature=9.0)}, {"top_k": None}])
+def test_options_that_are_left_out_are_those_of_generate(given: dict[str, Any], engine: str) -> None:
+    """Of which ``top_k`` is 50."""
+    model = copy.deepcopy(target())
+    model.generation_config.temperature = 9.0
+    options = {"do_sample": True, "max_new_tokens": 1, "speculator": "ngram", "batch_size": 200}
+    found = {token for [token] in many(model, texts((5,)) * 600, engine=engine, **options | given)}
+    assert (len(found) <= 50) == ("top_k" not in given)
+
+
 @torch.no_grad()
 def best(model: PreTrainedModel, ids: list[int]) -> dict[int, float]:
     scores, tokens = model(torch.tensor([ids])).logits[0, -1].topk(3)

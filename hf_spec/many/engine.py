@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..batching.hooks import KEYWORDS
 from ..batching.refusals import refuse_batch, refuse_dropped
 from ..decoding.refusals import Refusal
-from ..defaults import default_speculator, option
+from ..defaults import default_speculator, fill_in, option
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
@@ -94,9 +94,8 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
 
 def merged_config(model: Any, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
     """Put together what ``generate`` would find in a call and two generation configs, and what no config knows."""
-    config = copy.deepcopy(model.generation_config)
-    if (given := options.get("generation_config")) is not None:
-        config.update(**given.to_diff_dict())
+    config = copy.deepcopy(options.get("generation_config") or GenerationConfig())
+    fill_in(model, config)
     others: dict[str, Any] = config.update(**{name: value for name, value in options.items() if name not in OURS})
     return config, others
 
