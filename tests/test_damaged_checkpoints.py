@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,13 @@ def test_an_index_that_leads_elsewhere_is_refused(places: Any, tmp_path: Path) -
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     with pytest.raises(OSError, match=r"model\.safetensors\.index\.json.* copy or download it again"):
         AutoDraftModel.from_pretrained(path)
+
+
+def test_weights_that_may_not_be_read_are_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_draft(tmp_path / "draft", {})
+    monkeypatch.setattr(os, "access", lambda file, mode: Path(file).name != "model.safetensors")  # root may read all
+    with pytest.raises(PermissionError, match=r"you may not read .*model\.safetensors; change its permissions"):
+        read_checkpoint(path)
 
 
 def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:

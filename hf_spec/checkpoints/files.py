@@ -131,6 +131,8 @@ def _of_the_draft(names: Iterable[str], inside_target: bool) -> list[str]:
 
 
 def _tensors(file: str, inside_target: bool, only_names: bool) -> dict[str, Tensor]:
+    if not os.access(file, os.R_OK):  # of which safetensors says that the file is not there
+        raise PermissionError(f"you may not read {file}; change its permissions")
     try:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
