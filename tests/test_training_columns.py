@@ -98,6 +98,16 @@ def test_the_template_is_told_of_tools_and_arguments(template: str, as_json: boo
     assert (text(wet), text(dry_too)) == (text(untold), text(dry))  # an example's own go first
 
 
+@pytest.mark.parametrize("given", ["{bad", "[1]", '"thinking"'])
+def test_arguments_of_the_template_that_are_none_break_their_example_only(given: str, tmp_path: Path) -> None:
+    columns = {"messages": [CHAT, CHAT], "chat_template_kwargs": [given, "{}"]}
+    assert len(prepared(columns)) == 1
+    rows = conversations(datasets.Dataset.from_dict(columns))
+    target, path = tiny_target(vocab_size=len(tokenizer())), tmp_path / "new.jsonl"
+    regenerate(rows, target, tokenizer(), path, max_new_tokens=4, do_sample=False, progress=False)
+    assert [bool(line["messages"]) for line in read(path)] == [False, True]
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_documents_of_plain_text_are_ended(packing: bool) -> None:
     ending = tokenizer(None)

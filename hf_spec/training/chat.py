@@ -78,7 +78,9 @@ def template_arguments_of(example: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = _said(json.loads(value) if isinstance(value, str) and value else value)
         except ValueError as error:
             raise Unusable from error
-    return {**({"tools": found["tools"]} if found["tools"] else {}), **(found["chat_template_kwargs"] or {})}
+    if not isinstance(arguments := found["chat_template_kwargs"] or {}, Mapping):
+        raise Unusable
+    return {**({"tools": found["tools"]} if found["tools"] else {}), **arguments}
 
 
 def _said(value: Any) -> Any:
