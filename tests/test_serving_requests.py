@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers import BATCHES, PROMPTS, TARGET, Client, plain, serving
+from servers import BATCHES, PROMPTS, TARGET, Client, plain, serving, target
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 @pytest.fixture(scope="module", params=["one_by_one", "batched"])
@@ -89,3 +90,35 @@ def test_requests_may_have_one_id(client):
     for (status, answer), body in zip(answers, asked, strict=True):
         assert (status, answer["id"]) == (200, "one")
         assert answer["choices"][0]["text"] == plain(body["prompt"], 20)
+
+
+def test_settings_that_are_left_out_are_those_of_generate(client, monkeypatch):
+    """Of the model, and of transformers, where ``top_k`` is 50."""
+    [loaded] = client.server._model_manager.loaded_models.values()
+    given = {"prompt": PROMPTS[0], "generation_config": '{"do_sample": true, "max_new_tokens": 1}'}
+    monkeypatch.setattr(loaded.model.generation_config, "temperature", 9.0)
+    answers = [client.post("v1/completions", given)[1]["choices"][0]["text"] for _ in range(100)]
+    assert 20 < len(set(answers)) <= 50
+    monkeypatch.setattr(loaded.model.generation_config, "temperature", 0.001)
+    assert client.post("v1/completions", given)[1]["choices"][0]["text"] == plain(PROMPTS[0], 1)
+
+
+def test_a_length_may_count_the_prompt(client):
+    given = {"prompt": PROMPTS[0], "generation_config": '{"max_length": 14}'}
+    assert client.post("v1/completions", given)[1]["usage"]["total_tokens"] == 14
+    status, answer = client.post("v1/completions", given | {"generation_config": '{"max_length": 3}'})
+    assert status == 400 and "max_length" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("options", [{}, BATCHES])
+def test_a_text_ends_where_the_positions_of_the_model_do(options, tmp_path):
+    sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 1, "n_head": 1, "bos_token_id": None, "eos_token_id": None}
+    GPT2LMHeadModel(GPT2Config(vocab_size=2048, **sizes)).save_pretrained(tmp_path)
+    target()[1].save_pretrained(tmp_path)
+    with serving("ngram", target=str(tmp_path), **options) as client:
+        for given in ({}, {"max_tokens": 500}, {"max_tokens": 9}):
+            _, answer = client.post("v1/completions", {"prompt": PROMPTS[0], "temperature": 0} | given)
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert answer["usage"]["total_tokens"] == (20 if given == {"max_tokens": 9} else 62)
+        status, answer = client.post("v1/completions", {"prompt": " a" * 80})
+        assert status == 400 and "the prompt has 81 tokens, and the model has room for 62" in answer["detail"]

@@ -18,8 +18,10 @@ from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWork
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..batching.refusals import processors_of
+from ..defaults import fill_in, option
+from ..scoring.plain import position_limit
 from .meter import Meter
-from .requests import quotable
+from .requests import quotable, room_behind
 
 OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what the engine can set for each
 
@@ -36,6 +38,9 @@ class Batched(CBGenerateManager):
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Start the engine, the first time; ValueError for what the engine cannot do for a single request."""
+        longest = option(model, {"generation_config": gen_config}, "max_length")
+        fill_in(model, gen_config)
+        gen_config.max_length = longest  # left out, a text may be as long as there is room for
         refuse_options(model, gen_config)
         if self._cb is None:
             super().init_cb(model, _of_all(gen_config))
@@ -136,18 +141,22 @@ class _Text:
         self.manager, self.engine, self.config = manager, manager._engine, config
         self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may send one id with several requests
         self.prompt: list[int] = list(inputs["input_ids"])
-        size = manager._scheduler.cache.max_tokens_read
-        room = size - len(self.prompt)
-        if room < 1:  # the engine would end, with all requests
-            raise ValueError(
-                f"the prompt has {len(self.prompt)} tokens, and the paged cache has room for {size}; shorten it, or "
-                "start the server with more --cb-num-blocks"
-            )
-        config.max_new_tokens = min(config.max_new_tokens or room, room)  # as where a model's context ends
+        config.max_new_tokens = self._room(model)  # as where a model's context ends
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)
         self.seen, self.ended = 0, False
+
+    def _room(self, model: Any) -> int:
+        """Count the tokens that may follow; a ValueError if there is no room: the engine would end, with all texts."""
+        prompt, config = len(self.prompt), self.config
+        cache = self.manager._scheduler.cache.max_tokens_read
+        room = room_behind(prompt, cache, "the paged cache", ", or start the server with more --cb-num-blocks")
+        if (size := position_limit(model)) is not None:
+            room = min(room, room_behind(prompt, size, "the model"))
+        if config.max_new_tokens is None and config.max_length is not None:
+            room = min(room, room_behind(prompt, config.max_length, "max_length"))
+        return min(config.max_new_tokens or room, room)
 
     def start(self, pass_on: Any, streaming: bool) -> None:
         """Hand the request to the engine; ``pass_on(output, ended)`` is called in the server's loop."""

@@ -33,6 +33,13 @@ def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
 
 
+def room_behind(prompt: int, size: int, where: str, instead: str = "") -> int:
+    """Count the tokens that fit behind a prompt into ``size``; a ValueError if there is no room for one."""
+    if size <= prompt:
+        raise ValueError(f"the prompt has {prompt} tokens, and {where} has room for {size}; shorten it{instead}")
+    return size - prompt
+
+
 def quotable(error: BaseException) -> str:
     """Return the message of ``error`` such that it may stand between the quotes of a JSON string.
 

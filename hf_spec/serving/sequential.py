@@ -11,8 +11,9 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decoding.outputs import forget_speculation, last_speculation
+from ..scoring.plain import position_limit
 from .meter import Meter
-from .requests import quotable
+from .requests import quotable, room_behind
 
 
 class OneByOne(GenerateManager):
@@ -82,11 +83,14 @@ class _Measured:
         self.manager.began()
         prompt_length = kwargs["input_ids"].shape[-1]
         meter.prompt_tokens.inc(prompt_length)
-        has_beams = (kwargs["generation_config"].num_beams or 1) > 1  # which take no streamer
+        config = kwargs["generation_config"]
+        has_beams = (config.num_beams or 1) > 1  # which take no streamer
         if streams or not has_beams:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
         forget_speculation(self.model)  # what this request does not guess is not that of the one before
         try:
+            if (size := position_limit(self.model)) is not None and config.max_new_tokens is not None:
+                config.max_new_tokens = min(config.max_new_tokens, room_behind(prompt_length, size, "the model"))
             out = self.model.generate(**kwargs)
         except _GenerationCancelled:
             meter.texts.labels("cancelled").inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Callable
@@ -80,7 +81,7 @@ class Server(Serve):
         manager: OneByOne | Batched
         if state._continuous_batching:
             manager = state._cb_manager = Batched(meter, state._cb_config)
-            manager.init_cb(model, model.generation_config)
+            manager.init_cb(model, copy.deepcopy(model.generation_config))
             state._cb_model_id = name
             meter.gauge("cache_used", "Share of the paged cache that is taken.", manager.cache_used)
             meter.gauge("draft_slots", "Requests that the draft keeps something of.", manager.draft_slots)
