@@ -126,6 +126,18 @@ def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 
+@pytest.mark.parametrize("case", VANILLA)
+def test_everything_is_banned_behind_an_end(case: str) -> None:
+    """What could follow an end is never drawn, but a guess is weighed by what could follow it."""
+    end, texts = 1, torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH)))
+    ends = (texts == end).long()
+    texts = texts.masked_fill(ends.cumsum(1) > ends, 0)
+    places = (texts * VOCAB ** torch.arange(DEPTH).flip(0)).sum(1)
+    ended = torch.zeros(2, VOCAB**DEPTH, dtype=torch.double).index_add(1, places, distribution().view(2, -1))
+    options = {"eos_token_id": end, "pad_token_id": 0, "bad_words_ids": [[end, token] for token in range(VOCAB)]}
+    assert deviation(sample(guesser(), VANILLA[case], **options), ended) < TOO_FAR
+
+
 def test_many_rounds() -> None:
     found = [sample(guesser(), VANILLA["chain, block"], seed) for seed in range(6)]
     assert deviation(torch.cat(found), distribution()) < TOO_FAR

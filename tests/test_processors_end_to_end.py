@@ -301,6 +301,28 @@ def test_sampling_from_nothing(score: float, shape: SpeculationConfig) -> None:
         generate(prompts(3), options, speculator=draft(), speculation_config=shape)
 
 
+@pytest.mark.parametrize("shape", [*SHAPES.values(), DRAWN], ids=[*SHAPES, "drawn"])
+@pytest.mark.parametrize("end", ["token", "string"])
+def test_nothing_is_left_behind_an_end(end: str, shape: SpeculationConfig) -> None:
+    """Processors of transformers that ban every token there say nothing about the text, which has ended."""
+    stop = int(text("one")[0, 2])
+    options = {
+        "bad_words_ids": [[stop, token] for token in range(99)],
+        "pad_token_id": 0,
+        "do_sample": True,
+        "top_k": 1,
+    }
+    if end == "token":
+        options |= {"eos_token_id": stop}
+    else:
+        options |= {"stop_strings": tokenizer().convert_ids_to_tokens([stop]), "tokenizer": tokenizer()}
+    plain = generate(prompts(1), options)
+    assert plain[0, -1] == stop
+    for speculator in (draft(), Oracle(plain, wrong=1000)) if shape is not DRAWN else (draft(),):
+        out = generate(prompts(1), options, speculator=speculator, speculation_config=shape)
+        assert torch.equal(out, plain)
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer"}, "tags": {"enum": [[], ["x"]]}},

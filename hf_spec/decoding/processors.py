@@ -254,7 +254,15 @@ class NodeScores:
         guesses = self._proposal.tokens[:, None].expand(-1, nodes, -1)
         tokens = text[:, None].expand(-1, nodes, -1).scatter(2, column, guesses)[:, :, :spill]
         prefixes = self._prefixes(tokens.flatten(0, 1), self._ends.flatten(), depth)
-        return self._processors.at_once(flat, prefixes).view(scores.shape)
+        return self._weighable(self._processors.at_once(flat, prefixes).view(scores.shape))
+
+    def _weighable(self, scores: Tensor) -> Tensor:
+        """Let any token follow an end: processors may ban all, and a guess is weighed by what could follow it."""
+        if self._stops is None:
+            return scores
+        if self._stops.reads_text and bool((scores.amax(-1) == -torch.inf).any()):  # a look at the texts takes long
+            return scores.masked_fill(self._ended[:, :, None], 0.0)
+        return scores.masked_fill(self._behind(self._are_last)[:, :, None], 0.0) if self._stops.last_tokens else scores
 
     def _prefixes(self, tokens: Tensor, lengths: Tensor, depth: int) -> Prefixes:
         """Take ``tokens`` (batch * nodes, n) for the prefixes of nodes that are at most ``depth`` deep."""
@@ -288,16 +296,24 @@ class NodeScores:
     @functools.cached_property
     def _ended(self) -> Tensor:
         """Tell which nodes are guesses that end their row, or stand behind one: (batch, nodes) bool."""
-        tokens, stops = self._proposal.tokens, self._stops
-        if stops is None:
-            return torch.zeros_like(tokens, dtype=torch.bool)
-        last = torch.tensor(list(stops.last_tokens), dtype=torch.long, device=self._logits.device)
-        ends = torch.isin(tokens, last)
-        if stops.reads_text:
+        ends, stops = self._are_last, self._stops
+        if stops is not None and stops.reads_text:
             batch, node = (self._proposal.present & (self._proposal.depth > 0)).nonzero(as_tuple=True)
             complete = stops.completes_string(self._prefixes_at(batch, node), self._ends[batch, node].tolist())
             ends[batch, node] |= torch.tensor(complete, dtype=torch.bool, device=ends.device)
+        return self._behind(ends)
+
+    @property
+    def _are_last(self) -> Tensor:
+        """Tell which guesses are tokens that end their row: (batch, nodes) bool."""
+        tokens = self._proposal.tokens
+        if self._stops is None or not self._stops.last_tokens:
+            return torch.zeros_like(tokens, dtype=torch.bool)
+        ends = torch.isin(tokens, uploaded(sorted(self._stops.last_tokens), tokens.device))
         ends[:, 0] = False  # the root is text that goes on
+        return ends
+
+    def _behind(self, ends: Tensor) -> Tensor:
         return (self._proposal.ancestors & ends[:, None]).any(-1)
 
     def _is_possible(self, scores: Tensor, reachable: Tensor, batch: Tensor, node: Tensor) -> Tensor:
