@@ -40,7 +40,7 @@ def _repeated(number: int, count: int, device: torch.device) -> Tensor:
 
 def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
     """Put numbers, lists of them or lists of lists on ``device``; a GPU is not waited for, see also ``numbers_of``."""
-    here = torch.tensor(values)
+    here = torch.tensor(values, device="cpu")  # whatever torch's default is
     there = here.pin_memory().to(device, non_blocking=True) if _pins_memory(device.type) else here.to(device)
     setattr(there, UPLOADED, values)
     return there
@@ -53,7 +53,7 @@ def _pins_memory(kind: str) -> bool:
     if accelerator is None or accelerator.type != kind or kind == "mps":
         return False
     try:
-        torch.empty(1).pin_memory()
+        torch.empty(1, device="cpu").pin_memory()
     except RuntimeError:  # not every backend does
         return False
     return True

@@ -21,6 +21,7 @@ from twins import SHAPES, noisy, target
 from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig, generate_many
 from hf_spec.counting import numbers_of, uploaded
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
+from hf_spec.drafts.drawn_trees import plan_drawn
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
@@ -118,6 +119,29 @@ SPECULATORS = {
     "small": lambda small: small,
     "small and memory": HybridSpeculator,
 }
+
+
+@pytest.mark.parametrize("tree", [None, "dynamic", "sampled"])
+@pytest.mark.parametrize("kind", ["vanilla", *CONFIGS])
+def test_defaults_of_torch_change_nothing(kind: str, tree: str | None) -> None:
+    """A dtype and a device for what the caller makes; nothing of them is left in what is kept for later calls."""
+    model, config = target(), SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_nodes=6)
+    draft, inputs = draft_of(kind, model), prompts(3)
+
+    def drawn() -> Tensor:
+        plan_drawn.cache_clear()
+        torch.manual_seed(0)
+        options = {"do_sample": True, "max_new_tokens": 12, "speculation_config": config}
+        return model.generate(**inputs, **options, speculator=draft)
+
+    expected = drawn()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = drawn()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("device", ELSEWHERE)

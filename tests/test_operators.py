@@ -69,7 +69,7 @@ class Count(TorchDispatchMode):
     def _waiting(self, function: Any) -> Any:
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if function is not TENSOR or "device" in kwargs:  # an upload
+            if function is not TENSOR or kwargs.get("device", "cpu") != "cpu":  # an upload; "cpu" is where it is made
                 self.wait()
             return function(*args, **kwargs)
 

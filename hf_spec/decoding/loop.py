@@ -324,12 +324,13 @@ class Call:
 
     def _shown_path(self, proposal: Proposal, before: list[int]) -> tuple[Tensor, list[int]]:
         """Follow what was shown of the last block through its guesses: nodes (rows, m), and how many of them count."""
-        ids, rows = self.text.padded(), torch.tensor(self.rows)
+        ids = self.text.padded()
+        rows, first = (torch.tensor(values, device=ids.device) for values in (self.rows, before))
         ends = [min(self.text.lengths[row], self.text.shown) for row in self.rows]
         counts = [max(0, end - start) for start, end in zip(before, ends, strict=True)]
         path = [torch.zeros_like(proposal.root)]
         for step in range(max(counts) - 1):
-            column = (torch.tensor(before) + step).clamp(max=ids.shape[1] - 1)
+            column = (first + step).clamp(max=ids.shape[1] - 1)
             path.append(proposal.child(path[-1], ids[rows, column]).clamp(min=0))
         return torch.stack(path, dim=1), counts
 

@@ -84,20 +84,21 @@ def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torc
     least = [BASE[0], *((1 - BASE[0]) * share for share in later)]
     more = [OWN[0], *(-OWN[0] * share for share in later)]
     put, levels, width = functools.partial(torch.tensor, device=device), [], 1
+    weigh = functools.partial(put, dtype=torch.float32)  # as distributions are, whatever torch's default is
     first: list[int] = []
     above: list[int] = []
     for depth in range(limit):
         rank, below = zip(*_imagined(siblings, nodes, limit - depth), strict=True)
         children = below.count(1.0)
         parts = ([table[child] * share for child, share in zip(rank, below, strict=True)] for table in (least, more))
-        levels.append(Level(width, children, *map(put, parts)))
+        levels.append(Level(width, children, *map(weigh, parts)))
         begin = len(first) + 1 - width  # of the level's nodes among all that are looked behind
         above += [begin + node for node in range(width) for _ in range(children)]
         width = min(top_k, width * children, nodes)
         first += [len(above) - levels[-1].width * children] * (width if depth + 1 < limit else 0)
-    mix = torch.diag(torch.tensor(OWN[:siblings]))
-    mix[0, 1:] = -torch.tensor(BASE[1:siblings])
-    return Plan(nodes, tuple(levels), put(BASE[:siblings]), mix.to(device), put(first), put(above))
+    mix = torch.diag(weigh(OWN[:siblings]))
+    mix[0, 1:] = -weigh(BASE[1:siblings])
+    return Plan(nodes, tuple(levels), weigh(BASE[:siblings]), mix, put(first), put(above))
 
 
 def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: Iterator[Tensor]) -> Proposal:

@@ -136,8 +136,8 @@ class ModelRunner:
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
         """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
-        if self.features.layers and model_kwargs.get("logits_to_keep") == 1:
-            model_kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number, Gemma 4 gives no more states either
+        if self.features.layers and model_kwargs.get("logits_to_keep") == 1:  # for which Gemma 4 gives no more states
+            model_kwargs["logits_to_keep"] = torch.tensor([-1], device="cpu")  # goes with a head on any device
         if asked := self.features.asked:
             model_kwargs["output_hidden_states"] = asked
             generation_config = copy.copy(generation_config)
