@@ -412,9 +412,10 @@ def test_a_half_copied_directory_is_refused(tmp_path: Path) -> None:
     (path / "config.json").unlink()
     with pytest.raises(OSError, match=r"no config\.json"):
         AutoDraftModel.from_pretrained(path)
-    for absent in (path / "away", path / "model-00001-of-00002.safetensors"):
-        with pytest.raises(OSError, match="no such directory, and it cannot be a name on the Hub"):
-            AutoDraftModel.from_pretrained(absent)
+    with pytest.raises(OSError, match="no such directory, and it cannot be a name on the Hub"):
+        AutoDraftModel.from_pretrained(path / "away")
+    with pytest.raises(OSError, match="is a file; pass the directory of a model"):
+        AutoDraftModel.from_pretrained(path / "model-00001-of-00002.safetensors")
 
 
 def test_a_draft_that_is_out_of_reach_is_not_taken_for_none() -> None:

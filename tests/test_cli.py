@@ -383,6 +383,13 @@ def test_prepare_counts_from_one(option, capsys):
         ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
         ("generate {demo} --speculator ngram --prompt x", "is a draft, which guesses for a language model: pass it"),
         ("prepare {prompts} {empty} --target {demo}", "is a draft, which guesses for a language model: pass it"),
+        ("generate {bad} --speculator ngram --prompt x", "bad' is a file; pass the directory of a model"),
+        ("generate {target} --speculator {bad} --prompt x", "bad' is a file; pass the directory of a model"),
+        ("inspect {bad}", "bad' is a file; pass the directory of a model"),
+        ("generate {cut} --speculator ngram --prompt x", "a weight file of the target '{cut}' is cut off or damaged"),
+        ("convert {eagle} {empty} --whole {cut}", "a weight file of the target '{cut}' is cut off or damaged"),
+        ("generate {mute} --speculator ngram --prompt x", "no tokenizer can be read at the target '{mute}'; copy "),
+        ("prepare {prompts} {empty} --target {mute}", "no tokenizer can be read at the target '{mute}'; copy "),
     ],
 )
 def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, capsys, command, problem):
@@ -390,12 +397,17 @@ def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, caps
     (tmp_path / "bad").write_text('{"prompt": "a"}\n{"prompt": 1}', encoding="utf-8")
     (tmp_path / "latin").write_bytes('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"))
     places = {"target": models["target"], "prompts": prompts, "eagle": EAGLE, "demo": demo.path("draft-eagle3")}
-    places |= {name: tmp_path / name for name in ("empty", "bad", "latin")}
+    places |= {name: tmp_path / name for name in ("empty", "bad", "latin", "cut", "mute")}
+    for name in ("cut", "mute"):
+        shutil.copytree(models["target"], places[name])
+    os.truncate(places["cut"] / "model.safetensors", 1000)
+    (places["mute"] / "tokenizer.json").unlink()
+    (places["mute"] / "model.safetensors").unlink()  # the tokenizer is looked at before
     argv = [part.format(**places) for part in command.split()]
     assert main(argv) == 1
     err = capsys.readouterr().err
     assert "hf-spec: " in err
-    assert problem in err
+    assert problem.format(**places) in err
     with pytest.raises((ValueError, OSError)):
         main(["--traceback", *argv])
 

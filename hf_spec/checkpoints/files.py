@@ -80,10 +80,15 @@ def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str |
 
 
 @contextlib.contextmanager
-def looking_for(what: str) -> Iterator[None]:
-    """Let the error of a model that is nowhere name ``what`` was looked for: a FileNotFoundError."""
+def looking_for(path: str | os.PathLike[str], role: str = "") -> Iterator[None]:
+    """Let errors name the model at ``path``: a FileNotFoundError if it is nowhere, an OSError for damaged weights."""
+    what = f"{role} {os.fspath(path)!r}".lstrip()
+    if os.path.isfile(path):
+        raise FileNotFoundError(f"{what} is a file; pass the directory of a model, or its name on the Hub, ORG/MODEL")
     try:
         yield
+    except SafetensorError as error:
+        raise OSError(f"a weight file of {what} is cut off or damaged ({error}); copy or download it again") from error
     except OSError as error:
         if (why := NOWHERE.get(type(error.__cause__))) is None:
             raise
@@ -94,7 +99,7 @@ def looking_for(what: str) -> Iterator[None]:
 
 
 def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
-    with looking_for(repr(os.fspath(path))):
+    with looking_for(path):
         if (found := _find(path, CONFIG, hub)) is not None:
             return found
         if (adapter := _find(path, ADAPTER, hub)) is not None:

@@ -52,7 +52,7 @@ def _convert(args: argparse.Namespace) -> None:
     if args.whole:
         from transformers import AutoModelForCausalLM
 
-        with looking_for(f"the target {args.whole!r}"):
+        with looking_for(args.whole, "the target"):
             given = {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
     convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
     if args.to == "native":  # no draft by itself any more

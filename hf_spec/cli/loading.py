@@ -53,7 +53,7 @@ def config_of(target: str) -> Any:
 
     Errors: a FileNotFoundError if there is nothing at ``target``, or a draft.
     """
-    with looking_for(f"the target {target!r}"):
+    with looking_for(target, "the target"):
         config = AutoConfig.from_pretrained(target)
     if isinstance(config, SpeculatorConfig):
         raise FileNotFoundError(
@@ -80,8 +80,20 @@ def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrai
     """Load a model and its tokenizer; ``device`` may be anything that ``device_map`` takes, ``None`` chooses."""
     check_device(device)
     device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device)
-    return model, AutoTokenizer.from_pretrained(name)
+    tokenizer = tokenizer_of(name)  # first, because weights take long
+    with looking_for(name, "the target"):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device), tokenizer
+
+
+def tokenizer_of(target: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a target; errors: a ValueError that names the target."""
+    try:
+        return AutoTokenizer.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer can be read at the target {target!r}; copy tokenizer.json and tokenizer_config.json of the "
+            f"model that it was made from into it. {error}"
+        ) from error
 
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:

@@ -96,12 +96,10 @@ def _as_typed(message: str, names: list[str]) -> str:
 
 def _write_prepared(args: argparse.Namespace) -> None:
     _need_extra()
-    from transformers import AutoTokenizer
-
     from ..configuration import max_positions
     from ..processes import Processes, launched
     from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
-    from .loading import config_of
+    from .loading import config_of, tokenizer_of
 
     out = Path(args.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -122,7 +120,7 @@ def _write_prepared(args: argparse.Namespace) -> None:
     if not Processes(state).is_first:  # only answers are work to be shared
         return
     names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer = tokenizer_of(args.target)
     options = {name: getattr(args, name) for name in (*names.split(), "template_arguments", "end_of_text")}
     splits = prepared(data, tokenizer, positions=max_positions(config), **options)
     if args.features:

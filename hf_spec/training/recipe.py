@@ -174,7 +174,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         args.check_without_target()
     set_seed(args.seed)
     name, revision = recipe["target"]["name"], recipe["target"].get("revision", "main")
-    with looking_for(f"the target {name!r}"):
+    with looking_for(name, "the target"):
         target_config = AutoConfig.from_pretrained(name, revision=revision)
     if not isinstance(recipe["draft"], str):
         _config(recipe["draft"], target_config)  # wrong values are told first
@@ -245,7 +245,8 @@ def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
 
 
 def _target(name: str, adapter: str | None = None, **options: Any) -> Any:
-    target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto"} | options)
+    with looking_for(name, "the target"):
+        target = AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto"} | options)
     if adapter is None:
         return target
     from peft import PeftModel
