@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import ALL, CLOSE, GOLDENS, load_draft, load_target, outputs, tiny_target
+from golden import ALL, CLOSE, GOLDENS, in_another_process, load_draft, load_target, outputs, tiny_target
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -487,6 +488,23 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 
 # --- reports and conversion ------------------------------------------------------------------------------------------
+
+
+def fill_the_disk(source: Path, out: Path, to: str) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, 4_000))
+    with pytest.raises(OSError, match=r"out could not be written, and nothing of it is kept .*File too large"):
+        convert(source, out, to)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("to", ["speculators", "eagle3"])
+def test_nothing_is_left_when_the_disk_is_full(to: str, tmp_path: Path) -> None:
+    source = GOLDENS / "eagle3_orig_a" / "checkpoint"
+    assert in_another_process(lambda: fill_the_disk(source, tmp_path / "out", to)) == 0
+    assert list(tmp_path.iterdir()) == []
+
 
 EXPRESSIBLE = {
     "eagle3": {"eagle3_orig_a", "eagle3_orig_b_fullvocab", PLAIN, "sp_eagle3_e2e_llama"} | {"specforge_eagle3_plain"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from golden import in_another_process
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
@@ -69,6 +71,21 @@ def test_prepared_text_is_what_a_draft_is_trained_on(stories: Path, tmp_path: Pa
     assert AutoModel.from_pretrained(tmp_path / "draft").config.num_heads == 2
     assert main(["prepare", str(stories), str(out), *options]) == 1
     assert "exists; choose another directory" in capsys.readouterr().err
+
+
+def prepare_on_a_full_disk(*argv: str) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))
+    assert main(["prepare", *argv]) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_preparing_is_repeated_after_a_full_disk(stories: Path, tmp_path: Path) -> None:
+    argv = [str(stories), str(tmp_path / "rows"), "--target", TARGET]
+    assert in_another_process(lambda: prepare_on_a_full_disk(*argv)) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [stories.name]
+    assert main(["prepare", *argv]) == 0
 
 
 def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path, capsys: Any) -> None:

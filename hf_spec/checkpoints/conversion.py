@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its list of names lacks
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.utils import logging
 
@@ -75,15 +78,24 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
     files = None if to == SPECULATORS.name else _in_layout(draft, to)
     if files is None and (found := draft.engines(draft.config, *_as_saved(draft)).get("speculators")):
         logger.warning_once(f"the speculators library {'; '.join(found)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
+    with written_whole(path) as partial:
         if files is None:
             draft.save_pretrained(partial)
         else:
             _write(files, partial)
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a directory to write, which becomes ``path`` when all is written. Errors: an OSError if that fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield partial
         partial.chmod(0o755)
         os.replace(partial, path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"{path} could not be written, and nothing of it is kept ({error}); repeat the call") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

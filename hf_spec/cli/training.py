@@ -96,6 +96,7 @@ def _as_typed(message: str, names: list[str]) -> str:
 
 def _write_prepared(args: argparse.Namespace) -> None:
     _need_extra()
+    from ..checkpoints.conversion import written_whole
     from ..configuration import max_positions
     from ..processes import Processes, launched
     from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
@@ -129,7 +130,8 @@ def _write_prepared(args: argparse.Namespace) -> None:
         target, _ = load_target(args.target, args.dtype, args.device)
         layers = default_layers(target) if args.layers is None else args.layers
         cache_splits(splits, target, layers, args.features, tokenizer=tokenizer, batch_size=args.batch_size)
-    splits.save_to_disk(str(out))  # last, so that an interrupted call can be repeated
+    with written_whole(out) as partial:
+        splits.save_to_disk(str(partial))  # last, so that an interrupted call can be repeated
     for name, split in splits.items():
         tokens, answers = sizes(split)
         print(f"{name}: {len(split):,} examples, {tokens:,} tokens, {answers:,} of them answers")
