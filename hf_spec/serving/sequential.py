@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
@@ -91,6 +92,8 @@ class _Measured:
         try:
             if (size := position_limit(self.model)) is not None and config.max_new_tokens is not None:
                 config.max_new_tokens = min(config.max_new_tokens, room_behind(prompt_length, size, "the model"))
+            if (seed := vars(config).pop("seed", None)) is not None:
+                torch.manual_seed(seed)
             out = self.model.generate(**kwargs)
         except _GenerationCancelled:
             meter.texts.labels("cancelled").inc()

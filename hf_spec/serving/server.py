@@ -6,8 +6,9 @@ import copy
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from fastapi import FastAPI, HTTPException
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import split_model_id
@@ -23,9 +24,6 @@ from .batched import Batched
 from .meter import Meter
 from .requests import refuse_request
 from .sequential import OneByOne
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 
 class Server(Serve):
@@ -58,6 +56,7 @@ class Server(Serve):
         (loaded,) = models.loaded_models.values()
         self._let_guess(loaded.model)
         models._load_model = _then(self._let_guess, models._load_model)  # it may be loaded anew, after POST /reset
+        models.process_model_name = functools.partial(_only, models.force_model, models.process_model_name)
         listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": ""}
         models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all that was ever downloaded
         self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)
@@ -69,7 +68,9 @@ class Server(Serve):
         for needs, handler in handlers.items():
             check = functools.partial(refuse_request, needs=needs)
             handler._validate_request = _first(check, handler._validate_request)
-        add_to_app(cast("FastAPI", self.server.config.app), self.meter)
+            if not self._generation_state._continuous_batching:  # where all requests draw from one stream
+                handler._build_generation_config = _with_seed(handler._build_generation_config)
+        add_to_app(cast(FastAPI, self.server.config.app), self.meter)
         if self._in_thread:
             super().start_server()  # type: ignore[no-untyped-call]
         else:
@@ -112,6 +113,25 @@ def _of_batches(speculator: Speculator, config: SpeculationConfig | None) -> Spe
     if config is None:
         config = speculator.settings(tree=None).merge(num_speculative_tokens=None)
     return config.merge(num_speculative_tokens=config.num_speculative_tokens or "auto")
+
+
+def _only(target: str, process: Callable[[str], str], name: str) -> str:
+    """Return the full ``name`` of the model that is served; ``POST /load_model`` would load others beside it."""
+    if (full := process(name)) != process(split_model_id(target)[0]):
+        raise HTTPException(400, f"this server serves {target!r} alone, not {name!r}; start another one for it")
+    return full
+
+
+def _with_seed(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the settings of a request keep its seed until its turn comes: set at once, it would be another text's."""
+
+    @functools.wraps(build)
+    def built(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        config = build(body | {"seed": None}, *args, **kwargs)
+        config.seed = body.get("seed")
+        return config
+
+    return built
 
 
 def _then(more: Callable[[Any], None], load: Callable[..., Any]) -> Callable[..., Any]:
