@@ -247,10 +247,8 @@ class _Processor(ContinuousBatchProcessor):
         kwargs["logits_indices"] = index
         if self.model_runner.supports_logits_to_keep(model):
             kwargs["logits_to_keep"] = index
-        if features.asked:
-            kwargs["output_hidden_states"] = features.asked
         with features.watching() as caught:
-            outputs: Any = model(**kwargs)
+            outputs: Any = model(**kwargs, **features.asked)
         logits = outputs.logits[0] if "logits_to_keep" in kwargs else outputs.logits[0, index]
         width = max(map(len, places), default=1)
         if width > 1:

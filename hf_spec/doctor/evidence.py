@@ -103,5 +103,5 @@ def _features(target: PreTrainedModel, draft: DraftModel, ids: Tensor) -> Tensor
     """Let ``target`` read a text, (1, length), and return what ``draft`` reads of it, (1, length, widths)."""
     features = Features(target, draft.feature_layers(target))
     with features.watching() as caught:
-        outputs = target(ids, output_hidden_states=features.asked, use_cache=False, return_dict=True)
+        outputs = target(ids, **features.asked, use_cache=False, return_dict=True)
     return cast(Tensor, features.joined(outputs, caught))

@@ -17,16 +17,21 @@ class Features:
     """Read the hidden states of ``model`` at ``layers``, which are named as transformers does.
 
     ``hidden_states[i]`` is what layer i is given. The number of layers itself names what the last layer gives, before
-    the final norm, and -1 the same after it: transformers has one of these two at most, so both are caught by hooks.
+    the final norm, and -1 the same after it: transformers has one of these two at most.
 
-    ``asked`` is the ``output_hidden_states`` of a forward: all of them (``every``), or those in front of some layers.
+    States are caught by hooks at these layers alone: transformers' own ones stay at all layers for good, and took a
+    tenth of a small target's forward. Where it is not known which modules give what it calls hidden states, it is
+    asked for some, and for ``every`` one where that is wanted: ``asked`` are the arguments of a forward that do so.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), every: bool = False) -> None:
         self.layers = tuple(layers)
         self._count: int = model.config.get_text_config(decoder=True).num_hidden_layers
         self.every = every
-        self.asked: bool | list[int] = every or [layer for layer in self.layers if 0 <= layer < self._count]
+        stack = [] if every else _stack(model, self._count)
+        self._read: dict[nn.Module, int] = {stack[i]: i for i in self.layers if 0 <= i < len(stack)}  # where given
+        others = every or [i for i in self.layers if 0 <= i < self._count and i not in self._read.values()]
+        self.asked: dict[str, Any] = {"output_hidden_states": others} if others else {}
         self._watched: dict[nn.Module, int] = {}  # what gives states that have to be caught, and the layers' names
         if self._count in self.layers:
             self._watched[_last_layer(model, self._count)] = self._count
@@ -36,17 +41,20 @@ class Features:
     @property
     def watched(self) -> list[int]:
         """Name the layers whose states are caught by hooks."""
-        return list(self._watched.values())
+        return [*self._read.values(), *self._watched.values()]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[int, Tensor]]:
-        """Catch what the last layer and the final norm give in the forwards of this context, by the layer's name."""
+        """Catch states in the forwards of this context, by the layer's name."""
         caught: dict[int, Tensor] = {}
+
+        def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            caught[self._read[module]] = args[0] if args else kwargs["hidden_states"]
 
         def catch(module: nn.Module, args: Any, output: Any) -> None:
             caught[self._watched[module]] = output if isinstance(output, Tensor) else output[0]
 
-        with hooked(self._watched, after=catch):
+        with hooked(self._read, before=read), hooked(self._watched, after=catch):
             yield caught
 
     def states(self, outputs: Any, caught: dict[int, Tensor]) -> list[Tensor]:
@@ -80,6 +88,19 @@ def decoder_of(model: Any) -> Any:
     if found.get_output_embeddings() is not None:  # Llama 4 and Mllama stop at the whole model
         return found.model
     return found
+
+
+def _stack(model: PreTrainedModel, count: int) -> list[nn.Module]:
+    """List the layers whose inputs are the hidden states of transformers; none where that is not known.
+
+    Its own hooks stand at the modules of one class then, of which there are ``count``.
+    """
+    decoder = decoder_of(model)
+    kind = (getattr(decoder, "_can_record_outputs", None) or {}).get("hidden_states")
+    if not isinstance(kind, type):
+        return []
+    layers = [module for module in decoder.modules() if issubclass(type(module), kind)]
+    return layers if len(layers) == count else []
 
 
 def _last_layer(model: PreTrainedModel, count: int) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
 NOTHING = contextlib.nullcontext()  # changes nothing, and takes a step no time
@@ -21,7 +21,7 @@ def hooked(
 ) -> contextlib.AbstractContextManager[None]:
     """Call ``before`` and ``after`` around the forwards of ``modules`` while the context is open, as torch does.
 
-    ``before(module, args, kwargs)`` returns what the module is given; ``after(module, args, output)`` returns what it
+    ``before(module, args, kwargs)`` returns what the module is given, and ``after(module, args, output)`` what it
     gives, or ``None`` to leave that as it is.
     """
     return _hooked(modules, before, after) if modules else NOTHING

@@ -138,10 +138,10 @@ class ModelRunner:
         """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
         if self.features.layers and model_kwargs.get("logits_to_keep") == 1:  # for which Gemma 4 gives no more states
             model_kwargs["logits_to_keep"] = torch.tensor([-1], device="cpu")  # goes with a head on any device
-        if asked := self.features.asked:
-            model_kwargs["output_hidden_states"] = asked
+        if self.features.layers or self.features.every:
+            model_kwargs |= self.features.asked
             generation_config = copy.copy(generation_config)
-            generation_config.disable_compile = True  # of chunks: states are caught behind a lock no graph holds
+            generation_config.disable_compile = True  # of chunks: a graph holds the hooks that it was made with
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)

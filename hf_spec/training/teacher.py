@@ -53,11 +53,9 @@ class Reader:
             )
 
     def _read(self, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
-        kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        kwargs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False} | self._features.asked
         if position_ids is not None:
             kwargs["position_ids"] = position_ids
-        if asked := self._features.asked:
-            kwargs["output_hidden_states"] = asked
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number 1, Gemma 4 gives no more states either
         last: list[Any] = []
