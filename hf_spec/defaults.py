@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .checkpoints.resolve import as_speculator, base_model
 from .drafts.base import Speculator
-from .settings import SpeculationConfig
+from .settings import SpeculationConfig, check_settings
 
 _stored: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, SpeculationConfig | None]] = WeakKeyDictionary()
 # What a generation config names is read once per model.
@@ -23,8 +23,7 @@ def set_speculator(model: PreTrainedModel, speculator: Any, config: SpeculationC
     or ``custom_generate=`` comes first; ``speculator=False`` turns it off once. A call that cannot be decoded
     speculatively, such as one with beams, is decoded plainly, with one warning.
     """
-    if config is not None and not isinstance(config, SpeculationConfig):
-        raise TypeError(f"config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
+    check_settings(config, "config")
     model = base_model(model)
     if speculator is None:
         _stored.pop(model, None)

@@ -115,6 +115,12 @@ class SpeculationConfig:
         return asdict(self)
 
 
+def check_settings(config: object, name: str = "speculation_config") -> None:
+    """Raise a TypeError if ``config``, passed as ``name``, is neither ``None`` nor a ``SpeculationConfig``."""
+    if not isinstance(config, SpeculationConfig | None):
+        raise TypeError(f"{name} must be a hf_spec.SpeculationConfig, got {config!r:.80}")
+
+
 def is_int(value: object) -> TypeGuard[int]:
     """Tell whether ``value`` is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

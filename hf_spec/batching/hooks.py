@@ -16,7 +16,7 @@ from ..checkpoints.resolve import as_speculator
 from ..decoding.refusals import Refusal
 from ..defaults import configured, default_speculator
 from ..drafts.base import Speculator
-from ..settings import SpeculationConfig
+from ..settings import SpeculationConfig, check_settings
 from .engine import SpeculativeManager
 from .refusals import refuse_dropped
 from .start import forget_manager, kept_manager, make_manager, note_engine
@@ -148,8 +148,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 @contextlib.contextmanager
 def _asking(speculator: Any, config: SpeculationConfig | None, num_speculative_tokens: Any) -> Iterator[None]:
     """Keep what a call says until its manager is made; a call that says nothing leaves what the outer one said."""
-    if config is not None and not isinstance(config, SpeculationConfig):
-        raise TypeError(f"speculation_config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
+    check_settings(config)
     asked = Asked(speculator, config, num_speculative_tokens)
     token = _asked.set(_asked.get() if asked == Asked() else asked)
     try:

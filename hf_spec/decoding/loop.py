@@ -26,7 +26,7 @@ from ..scoring.products import quick_products
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..scoring.widths import costs_of_widths
-from ..settings import SpeculationConfig
+from ..settings import SpeculationConfig, check_settings
 from .choice import Choice, Chooser
 from .outputs import Record, SpeculativeOutput, remember_speculation
 from .pace import Pace, faster, may_adapt, paced
@@ -64,8 +64,7 @@ class SpeculativeDecoding:
         streamer: BaseStreamer | None = None,
         tokenizer: Any = None,
     ) -> None:
-        if config is not None and not isinstance(config, SpeculationConfig):
-            raise TypeError(f"speculation_config must be a hf_spec.SpeculationConfig, got {config!r:.80}")
+        check_settings(config)
         self.speculator = speculator
         self.config = config
         self.streamer = streamer
