@@ -265,6 +265,15 @@ def test_allowed_tokens_function_gets_original_rows_and_prefixes_that_can_be() -
     assert sorted(seen) == sorted((ROWS[b], tuple(block.prefix(b, 0))) for b in range(len(ROWS)))
 
 
+def test_an_allowed_tokens_function_that_allows_nothing_is_told_which_row() -> None:
+    def nothing_in_row_2(row: int, prefix: Tensor) -> list[int]:
+        return [] if row == 2 else [1]
+
+    constrain = logits_process.PrefixConstrainedLogitsProcessor(pure(nothing_in_row_2), 1)
+    with pytest.raises(ValueError, match=r"batch ID 2 behind 5 tokens: nothing could follow"):
+        Block(chain, 0).scores(LogitsProcessorList([constrain])).at(torch.zeros(len(ROWS), dtype=torch.long))
+
+
 def test_scores_at_serves_any_pairs() -> None:
     torch.manual_seed(0)
     lengths, rows = [3, 1, 3, 5, 2], [1, 3, 1, 0, 2]

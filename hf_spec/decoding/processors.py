@@ -381,10 +381,20 @@ def is_declared_pure(one: Any) -> bool:
 def _bind(processor: Any, rows: list[int]) -> Any:
     """Return ``processor`` as it has to be called for some ``rows`` of the batch it was made for."""
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return logits_process.PrefixConstrainedLogitsProcessor(lambda row, prefix: allowed(rows[row], prefix), 1)
+        allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, rows)
+        return logits_process.PrefixConstrainedLogitsProcessor(allowed, 1)
     if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor and isinstance(
         processor.prompt_ignore_length, Tensor
     ):
         return logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[rows])
     return processor
+
+
+def _allowed(function: Callable[[int, Tensor], list[int]], rows: list[int], pair: int, prefix: Tensor) -> list[int]:
+    tokens = function(rows[pair], prefix)
+    if len(tokens) == 0:
+        raise ValueError(
+            f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {rows[pair]} behind {len(prefix)} "
+            "tokens: nothing could follow. Let it allow at least one token, such as the end of the sequence"
+        )
+    return tokens
