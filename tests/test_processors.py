@@ -344,6 +344,16 @@ def test_draft_distribution_applies_the_warpers_once_and_nothing_else() -> None:
     )
 
 
+@pytest.mark.parametrize("change", [lambda scores: scores[:, :20], lambda scores: scores[:1].repeat(7, 1)])
+def test_a_pure_processor_that_gives_other_scores_than_asked(change: Callable[[Tensor], Tensor]) -> None:
+    class Other(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return change(scores)
+
+    with pytest.raises(ValueError, match=r"Other: scores of shape \(1, 48\) became .*a score for every token"):
+        Block(chain, 0).scores(LogitsProcessorList([pure(Other())])).every()
+
+
 def lockstep(processor: object) -> bool:
     return Processors(LogitsProcessorList([processor])).lockstep
 

@@ -152,8 +152,18 @@ class Processors:
         for length, pairs in groups.items():
             index = uploaded(pairs, logits.device)
             bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
-            scores[index] = _call(bound, tokens[index, :length], logits[index]).float()  # theirs may be of any type
+            processed = _call(bound, tokens[index, :length], logits[index])
+            if processed.shape != (len(pairs), logits.shape[-1]):
+                raise ValueError(self._misshapen(processed.shape, len(pairs), logits.shape[-1]))
+            scores[index] = processed.float()  # theirs may be of any type
         return scores
+
+    def _misshapen(self, shape: torch.Size, rows: int, vocabulary: int) -> str:
+        theirs = [type(one).__name__ for one in self._all if is_declared_pure(one)]
+        return (
+            f"{', '.join(theirs)}: scores of shape {(rows, vocabulary)} became {tuple(shape)}. A processor that is "
+            "declared pure has to return a score for every token: -inf for those that may not come"
+        )
 
 
 class NodeScores:
