@@ -354,6 +354,14 @@ def test_a_pure_processor_that_gives_other_scores_than_asked(change: Callable[[T
         Block(chain, 0).scores(LogitsProcessorList([pure(Other())])).every()
 
 
+def test_a_penalty_for_another_number_of_rows() -> None:
+    penalty = LogitsProcessorList([logits_process.RepetitionPenaltyLogitsProcessor(1.7, torch.tensor([0, 2, 4]))])
+    Processors(penalty, 3)
+    for rows in (2, 4):
+        with pytest.raises(ValueError, match=f"is for 3 rows, but {rows} are generated"):
+            Processors(penalty, rows)
+
+
 def lockstep(processor: object) -> bool:
     return Processors(LogitsProcessorList([processor])).lockstep
 

@@ -160,7 +160,7 @@ class Call:
         # guesses, made when it is first asked; the target that scores the guesses; and the chooser that makes text.
         self.ranks, self.pace = ranks, pace
         self.drafter: LateDrafter
-        self.processors = Processors(logits_processor)
+        self.processors = Processors(logits_processor, len(text.rows))
         self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
         if self.chooser.lockstep and len(text.rows) > 1:
             pace.worth = None  # a guess counts only if all rows' are right, whatever its chance

@@ -91,10 +91,15 @@ def pure(processor: P) -> P:
 
 
 class Processors:
-    """Sort the user's ``LogitsProcessorList`` into memoryless, of the prefix and lockstep, and call it accordingly."""
+    """Sort the user's ``LogitsProcessorList`` into memoryless, of the prefix and lockstep, and call it accordingly.
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
+    ``rows`` are those of the batch, if they are known. Errors: a ValueError for a processor made for another number.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, rows: int | None = None) -> None:
         self._all = processors
+        if rows is not None:
+            _check_rows(processors, rows)
         memoryless = [one for one in processors if type(one) in MEMORYLESS]
         self._warpers = list(map(in_less_time, memoryless))
         self._warpers_of_drafts = [in_less_time(one, nearly=True) for one in memoryless]
@@ -376,6 +381,23 @@ def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) ->
     return processed
 
 
+def _check_rows(processors: LogitsProcessorList, rows: int) -> None:
+    for one in processors:
+        ignored = _ignored_by_row(one)
+        if ignored is not None and len(ignored) != rows:
+            raise ValueError(
+                f"prompt_ignore_length of the RepetitionPenaltyLogitsProcessor is for {len(ignored)} rows, but "
+                f"{rows} are generated; give one length for each of them, or one number for all"
+            )
+
+
+def _ignored_by_row(processor: Any) -> Tensor | None:
+    """Return how much of each row's prompt a repetition penalty leaves out, if that is not the same for all."""
+    is_penalty = type(processor) is logits_process.RepetitionPenaltyLogitsProcessor
+    ignored = processor.prompt_ignore_length if is_penalty else None
+    return ignored if isinstance(ignored, Tensor) else None
+
+
 def _is_of_the_prefix(processor: Any) -> bool:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         one_text = processor._num_beams == 1  # it looks at all beams of a row together
@@ -393,10 +415,8 @@ def _bind(processor: Any, rows: list[int]) -> Any:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, rows)
         return logits_process.PrefixConstrainedLogitsProcessor(allowed, 1)
-    if type(processor) is logits_process.RepetitionPenaltyLogitsProcessor and isinstance(
-        processor.prompt_ignore_length, Tensor
-    ):
-        return logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, processor.prompt_ignore_length[rows])
+    if (ignored := _ignored_by_row(processor)) is not None:
+        return logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[rows])
     return processor
 
 
