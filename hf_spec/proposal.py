@@ -45,8 +45,9 @@ class once(cached_property[T]):
 class Proposal:
     """Hold one tree of guesses per row.
 
-    ``tokens`` and ``parents`` are (batch, nodes) integers. ``max_depth`` bounds the depth of every row; it is a Python
-    number so that nobody has to ask the accelerator for it.
+    ``tokens``, of the target's vocabulary even where ABSENT, and ``parents`` are (batch, nodes) integers.
+    ``max_depth`` bounds the depth of every row; it is a Python number so that nobody has to ask the accelerator for
+    it.
 
     ``q`` says which distribution the guesses were drawn from, and so how they may be verified. ``None``: the guesses
     were *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from architectures import prompts
+from twins import target
 
+from hf_spec import Drafter, News, Request, SpeculationConfig, Speculator
+from hf_spec.drafts.base import ask
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal, ancestors_of, tree_from_paths
 
 VOCABULARY = 4
@@ -113,3 +119,73 @@ def test_tree_from_paths() -> None:
     parents, ranks = tree_from_paths(paths)
     assert sorted(tuple(ranks[i] for i in walk(parents, node)) for node in range(1, len(parents))) == sorted(paths)
     assert all(parent < node for node, parent in enumerate(parents))
+
+
+# --- Of drafters that users write ------------------------------------------------------------------------------------
+
+TREE = SpeculationConfig(tree="dynamic", num_speculative_tokens=2)
+
+
+class Own(Speculator):
+    """Say what ``say`` makes of news."""
+
+    def __init__(self, say: Callable[[News], Any]) -> None:
+        self.say = say
+
+    def drafter(self, request: Request) -> Drafter:
+        return OwnDrafter(self.say)
+
+
+class OwnDrafter(Drafter):
+    def __init__(self, say: Callable[[News], Any]) -> None:
+        self.say = say
+
+    def propose(self, news: News, limit: int) -> Any:
+        return self.say(news)
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        pass
+
+
+def two(news: News) -> torch.Tensor:
+    return news.tokens.new_full((len(news.tokens), 2), 3)
+
+
+def tree(news: News, *parents: int) -> Proposal:
+    tokens = torch.cat([news.root[:, None], two(news)], dim=1)
+    return Proposal(tokens, torch.tensor([parents]).expand_as(tokens), max_depth=2)
+
+
+WRONG: dict[str, tuple[Callable[[News], Any], str]] = {
+    "no proposal": (lambda news: None, r"returned None; return a hf_spec\.Proposal"),
+    "floats": (lambda news: Proposal.chain(news.root, two(news).float()), "tokens are torch.float32"),
+    "one row": (lambda news: Proposal.chain(news.root[:1], two(news)[:1]), r"shape \(1, 3\).*with 3 rows here"),
+    "other root": (lambda news: Proposal.chain((news.root + 1) % 99, two(news)), "begin with news.root"),
+    "negative": (lambda news: Proposal.chain(news.root, two(news) - 4, torch.zeros(3)), "negative tokens"),
+    "two roots": (lambda news: tree(news, -1, -1, 0), "a guess has no parent"),
+    "child first": (lambda news: tree(news, -1, 2, 0), "one that stands behind it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_proposal_of_guesses(case: str) -> None:
+    say, problem = WRONG[case]
+    with pytest.raises((TypeError, ValueError), match=rf"OwnDrafter\.propose.*{problem}"):
+        target().generate(**prompts(3), max_new_tokens=8, speculator=Own(say), speculation_config=TREE)
+
+
+def test_the_root_is_the_last_token_that_counts() -> None:
+    news = News(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]))
+    assert ask(OwnDrafter(lambda news: Proposal.chain(news.root, two(news))), news, 2).root.tolist() == [7, 9]
+    for column in (0, -1):
+        with pytest.raises(ValueError, match=r"the texts end with \[7, 9\]"):
+            ask(OwnDrafter(lambda news: Proposal.chain(news.tokens[:, column], two(news))), news, 2)  # noqa: B023
+
+
+def test_what_is_no_drafter() -> None:
+    class Nobody(Speculator):
+        def drafter(self, request: Request) -> Any:
+            return None
+
+    with pytest.raises(TypeError, match=r"Speculator\.drafter returned None; return an object of a subclass"):
+        target().generate(**prompts(1), max_new_tokens=8, speculator=Nobody())

@@ -343,7 +343,7 @@ class _KnownDrafter(Drafter):
         self._done += int(news.counts[0])
         place = self._done - self._answer["prompt"] - 1
         right = int(self._answer["drafted"][place : place + 1] or 0)  # nothing is guessed behind the last but one
-        guesses = (self._answer["ids"][self._done : self._done + right] + [-7] * 5)[: min(limit, 5)]
+        guesses = (self._answer["ids"][self._done : self._done + right] + [10**9] * 5)[: min(limit, 5)]
         return Proposal.chain(news.root, torch.tensor([guesses]))
 
     def keep_rows(self, rows: Tensor) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..decoding.pace import Pace, paced
 from ..decoding.ranks import Ranks
 from ..decoding.verification import Verdict, follow, match, rule_for
-from ..drafts.base import Drafter, News, Request, Speculator
+from ..drafts.base import Drafter, News, Request, Speculator, ask
 from ..metrics import Counts, Part, SpeculationStats
 from ..proposal import Proposal, tree_from_paths
 from ..sampling import draw, likeliest
@@ -242,7 +242,7 @@ class Speculation:
 
     def _ask(self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], news: News, limit: int) -> Proposal:
         self._asked_rows = rows
-        proposal = self._ranks.agree_on_proposal(drafter.propose(news, limit))
+        proposal = self._ranks.agree_on_proposal(ask(drafter, news, limit))
         return proposal.within([rooms.get(row, 0) for row in rows])
 
     def _start(self, row: Row) -> Drafter:

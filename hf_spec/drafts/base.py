@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
-from ..counting import numbers_of
-from ..proposal import Proposal
+from ..counting import numbers, numbers_of
+from ..proposal import NO_PARENT, Proposal
 from ..scoring.names import CACHE
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
@@ -194,6 +194,58 @@ class Drafter(ABC):
         """Take over the rows of ``other``, a drafter of the same speculator, behind one's own, and tell whether that
         is possible: by default it is not, and each is asked by itself. All rows have something new when asked."""
         return False
+
+
+def ask(drafter: Any, news: News, limit: int) -> Proposal:
+    """Let ``drafter``, which may be a user's own, propose, and see whether its proposal is one.
+
+    Numbers are looked at on a CPU alone, where nobody has to wait for them. Errors: a TypeError or ValueError that
+    names the cure.
+    """
+    if not isinstance(drafter, Drafter):
+        raise TypeError(
+            f"Speculator.drafter returned {drafter!r:.80}; return an object of a subclass of hf_spec.Drafter."
+        )
+    name, proposal = f"{type(drafter).__name__}.propose", drafter.propose(news, limit)
+    if not isinstance(proposal, Proposal):
+        raise TypeError(
+            f"{name} returned {proposal!r:.80}; return a hf_spec.Proposal, such as Proposal.chain(news.root, guesses) "
+            "or Proposal.nothing(news.root)."
+        )
+    problem = _misshapen(proposal, len(news.tokens))
+    if problem is None and proposal.tokens.device.type == "cpu":
+        problem = _misguided(proposal, [new[-1] for new in news.emitted])
+    if problem is not None:
+        raise ValueError(f"{name}: {problem}.")
+    return proposal
+
+
+def _misshapen(proposal: Proposal, rows: int) -> str | None:
+    tokens, parents = proposal.tokens, proposal.parents
+    if tokens.is_floating_point() or parents.is_floating_point():
+        return f"tokens are {tokens.dtype} and parents {parents.dtype}; make both whole numbers"
+    if tokens.ndim != 2 or len(tokens) != rows or parents.shape != tokens.shape:
+        return (
+            f"tokens have shape {tuple(tokens.shape)} and parents {tuple(parents.shape)}; make both (rows, 1 + "
+            f"guesses), with {rows} rows here"
+        )
+    return None
+
+
+def _misguided(proposal: Proposal, roots: list[int]) -> str | None:
+    if (own := proposal.root.tolist()) != roots:
+        return (
+            f"the roots are {own!r:.80}, but the texts end with {roots!r:.80}: other text would follow; begin with "
+            "news.root"
+        )
+    if bool((proposal.tokens < 0).any()):
+        return "there are negative tokens; fill up with tokens of the vocabulary, and say how many count in each row"
+    if proposal.is_chain:
+        return None
+    later = proposal.parents[:, 1:]
+    if bool((later == NO_PARENT).any()) or bool((later > numbers(later.shape[1], later.device)).any()):
+        return "a guess has no parent, or one that stands behind it; put parents before their children"
+    return None
 
 
 class Speculator(ABC):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..counting import numbers_of
 from ..proposal import Proposal
-from .base import Drafter, News
+from .base import Drafter, News, ask
 from .foresight import DRAFTED, Foresight
 
 
@@ -37,7 +37,7 @@ class LateDrafter(Drafter):
             return Proposal.nothing(news.root)
         unread, self._unread = News.joined(self._unread), []
         drafter = self._begun()
-        proposal = drafter.propose(unread, limit)
+        proposal = ask(drafter, unread, limit)
         self.kind, self.caught_up = drafter.kind, late or drafter.caught_up
         if self._foresight is not None:
             self.kind = DRAFTED
