@@ -70,9 +70,9 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
-        "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'auto' or a path or Hub id of "
-        f"one, got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
-        "AutoModelForCausalLM.from_pretrained."
+        "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'auto', a path or Hub id of one, "
+        f"or a hf_spec.Speculator, got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a "
+        "language model with AutoModelForCausalLM.from_pretrained."
         + (" An encoder-decoder model assists its like: generate(..., assistant_model=...)." if _encodes(base) else "")
     )
 
