@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -219,6 +219,29 @@ def test_each_row_teaches_how_far_a_draft_can_be_trusted() -> None:
     assert ending.record.of(3)[2] > unknown[2]
     ending.became_text([[4], [4]])  # an ordinary step teaches nothing
     assert ending.sure == []
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("is_hybrid", [False, True])
+@torch.no_grad()
+def test_drafters_that_end_their_own_chains_are_asked_each_by_itself(is_hybrid: bool, ends: bool) -> None:
+    prompt, worth = torch.tensor([[5, 6, 7]]), (lambda rows, kind, chances: (len(chances), 1.0)) if ends else None
+    own, memory = as_speculator(draft(), target()), NgramSpeculator(remember=100)
+
+    def start() -> Drafter:
+        request = Request(
+            target(), prompt, torch.ones_like(prompt), None, own.defaults(), lambda x: x, False, worth=worth
+        )
+        if is_hybrid:
+            return cast(HybridSpeculator, as_speculator(HybridSpeculator(draft(), memory), target())).drafter(request)
+        ending = None if worth is None else Foresight(worth, TrackRecord(), 5)
+        return LateDrafter(lambda: own.drafter(request), ending)
+
+    one, other = start(), start()
+    for drafter in (one, other):
+        drafter.propose(news([[8]]), 3)
+    assert one.join(other) is not ends
+    one.propose(news([[9]]) if ends else news([[9], [10]]), 3)
 
 
 @pytest.mark.parametrize("sample", [False, True])

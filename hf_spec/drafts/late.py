@@ -54,6 +54,8 @@ class LateDrafter(Drafter):
     def join(self, other: Drafter) -> bool:
         """Let both drafters read what they have put off, and join them if they can be."""
         assert isinstance(other, LateDrafter)
+        if self._foresight is not None or other._foresight is not None:  # each knows the guesses of its own rows
+            return False
         return self._up_to_date().join(other._up_to_date())
 
     def _up_to_date(self) -> Drafter:

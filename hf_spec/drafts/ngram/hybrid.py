@@ -197,6 +197,8 @@ class HybridDrafter(Drafter):
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, if the draft can; what those guessed last teaches nothing."""
         assert isinstance(other, HybridDrafter)
+        if self._foresight is not None or other._foresight is not None:  # each knows the guesses of its own rows
+            return False
         if not self._draft.join(other._draft):
             return False
         self._rows += other._rows
