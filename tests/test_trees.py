@@ -120,6 +120,12 @@ def test_a_dynamic_tree_keeps_the_most_probable_paths(top_k: int, nodes: int, de
         assert sorted(paths_of(proposal, row)) == sorted(_dynamic_by_hand(draft, row, top_k, nodes, depth))
 
 
+def test_no_more_paths_are_followed_than_nodes_are_kept() -> None:
+    draft = TableDraft(3)
+    draft.grow(3, tree="dynamic", tree_top_k=10**9, tree_nodes=4)
+    assert draft.asked == 4
+
+
 def _dynamic_by_hand(draft: TableDraft, row: int, top_k: int, nodes: int, depth: int) -> list[tuple[int, ...]]:
     """EAGLE-2 with lists: follow the best paths of each depth, then keep the best of all."""
     scores: dict[tuple[int, ...], float] = {}

@@ -265,7 +265,7 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
     At each depth the ``top_k`` most probable paths are followed, each by its ``top_k`` best tokens; of all guesses the
     ``nodes`` on the most probable paths are kept, in the order in which they were made.
     """
-    top_k = min(top_k, log_probs.shape[-1])
+    top_k = min(top_k, nodes, log_probs.shape[-1])  # behind a path that as many beat, none is kept
     forest = Forest(step)
     score, token = log_probs.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
     frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its numbers among all guesses
