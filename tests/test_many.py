@@ -406,6 +406,7 @@ def test_the_models_default_speculator_is_used_and_refused_calls_are_plain() -> 
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": "2"}, "batch_size is '2'; set a whole number"),
         ({"look_ahead": 0}, "look_ahead is 0"),
+        ({"speculator": "ngram", "speculation_config": {"tree": "dynamic"}}, "must be a hf_spec.SpeculationConfig"),
     ],
 )
 def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) -> None:
@@ -413,7 +414,7 @@ def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) ->
         raise AssertionError
         yield
 
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises((ValueError, TypeError), match=problem):
         generate_many(target(), unread(), **QUIET | GREEDY | given)
 
 

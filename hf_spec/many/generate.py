@@ -15,7 +15,7 @@ from ..defaults import option
 from ..metrics import Counts
 from ..processes import Processes
 from ..scoring.plain import input_device
-from ..settings import SpeculationConfig, is_int
+from ..settings import SpeculationConfig, check_settings, is_int
 from .batches import Batches
 from .engine import Engine, why_not_engine
 from .prompts import Completion, Pending, pending
@@ -90,6 +90,7 @@ def generate_many(
     """
     ahead = BATCHES_AHEAD * batch_size if look_ahead is None else look_ahead
     _check(model, prompts, batch_size, ahead, generate_kwargs)
+    check_settings(speculation_config)
     if speculator is not None and speculator is not False:
         speculator = as_speculator(speculator, base_model(model))  # once: a path would be read for every batch
     given = (speculator, speculation_config, num_speculative_tokens)
