@@ -435,8 +435,9 @@ def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) ->
 def test_bad_prompts_are_named(prompt: Any, problem: str) -> None:
     with pytest.raises((ValueError, TypeError), match=problem):
         list(generate_many(target(), [[5], prompt], **QUIET, **GREEDY))
-    with pytest.raises(TypeError, match="one text"):
-        generate_many(target(), "text", **QUIET, **GREEDY)
+    for prompts, problem in (("text", "one text"), (tokenizer()(["a", "b"]), "one BatchEncoding: pass a list")):
+        with pytest.raises(TypeError, match=problem):
+            generate_many(target(), prompts, tokenizer=tokenizer(), **QUIET, **GREEDY)
 
 
 def test_what_fails_while_generating_names_the_prompts() -> None:

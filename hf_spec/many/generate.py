@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -110,6 +110,8 @@ def generate_many(
 def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: dict[str, Any]) -> None:
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of texts")
+    if isinstance(prompts, Mapping):  # of which only the names would be read, as texts
+        raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list with one for each prompt, or texts")
     for name, number in (("batch_size", batch_size), ("look_ahead", look_ahead)):
         if not is_int(number) or number < 1:
             raise ValueError(f"{name} is {number!r}; set a whole number of at least 1")
