@@ -429,12 +429,16 @@ def test_refused_before_anything_is_read(given: dict[str, Any], problem: str) ->
         ([5, 99], "prompt 1 has token 99, but the model knows 99"),
         (torch.tensor([[-1, 5]]), "prompt 1 has token -1"),
         ({"pixel_values": torch.zeros(1)}, "prompt 1 has no input_ids"),
+        ([{"role": "user"}], "prompt 1: the chat template does not take its messages .*content"),
         ({"input_ids": torch.ones(2, 3)}, "one prompt at a time"),
     ],
 )
 def test_bad_prompts_are_named(prompt: Any, problem: str) -> None:
+    words = copy.copy(tokenizer()) if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else None
+    if words is not None:
+        words.chat_template = "{{ messages[0].content + eos_token }}"
     with pytest.raises((ValueError, TypeError), match=problem):
-        list(generate_many(target(), [[5], prompt], **QUIET, **GREEDY))
+        list(generate_many(target(), [[5], prompt], tokenizer=words, **QUIET, **GREEDY))
     for prompts, problem in (("text", "one text"), (tokenizer()(["a", "b"]), "one BatchEncoding: pass a list")):
         with pytest.raises(TypeError, match=problem):
             generate_many(target(), prompts, tokenizer=tokenizer(), **QUIET, **GREEDY)

@@ -92,7 +92,10 @@ def _needed(tokenizer: Any, index: int) -> Any:
 def _chat(messages: list[Any], tokenizer: Any, index: int) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(f"prompt {index} is a chat, but the tokenizer has no chat template: set one, or pass a text")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # what templates raise is their own
+        raise ValueError(f"prompt {index}: the chat template does not take its messages ({error})") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
