@@ -284,6 +284,11 @@ def test_the_engine_takes_windows_of_a_stream(ordered: bool) -> None:
     next(generate_many(model, iter(texts()), speculator="ngram", **given, **QUIET, **GREEDY))  # and no more is read
 
 
+def test_the_engine_makes_room_for_no_more_prompts_than_there_are() -> None:
+    options = {"engine": "generate_batch", "batch_size": 10**6, "look_ahead": 8}
+    assert many(target(), texts(), **options) == alone(target(), texts())
+
+
 @pytest.mark.slow
 def test_the_engine_samples_from_the_targets_distribution() -> None:
     torch.manual_seed(0)

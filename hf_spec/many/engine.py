@@ -38,7 +38,7 @@ class Engine:
         longest, new = max(len(one.ids) for one in prompts), self.config.max_new_tokens
         with self.model.continuous_batching_context_manager(
             generation_config=self.config,
-            continuous_batching_config=self._engine_config(longest + new),
+            continuous_batching_config=self._engine_config(longest + new, min(self.size, len(prompts))),
             warmup=False,
             workload_hints=WorkloadHints(longest, new, len(prompts)),
             **{name: self.options[name] for name in KEYWORDS if name in self.options},
@@ -53,15 +53,15 @@ class Engine:
                 elif result.is_finished():
                     yield _completion(waiting.pop(result.request_id), result)
 
-    def _engine_config(self, longest: int) -> ContinuousBatchingConfig:
+    def _engine_config(self, longest: int, rows: int) -> ContinuousBatchingConfig:
         given = self.options.get("continuous_batching_config")
         config = copy.copy(given) if given is not None else ContinuousBatchingConfig()
         if given is None and input_device(self.model).type == "cpu":
             pages = -(-longest // PAGE) + 1
             config = ContinuousBatchingConfig(
-                page_size=PAGE, num_blocks=self.size * pages + 2, max_batch_tokens=max(TOKENS_PER_FORWARD, longest)
+                page_size=PAGE, num_blocks=rows * pages + 2, max_batch_tokens=max(TOKENS_PER_FORWARD, longest)
             )
-        config.max_requests_per_batch = config.max_requests_per_batch or self.size
+        config.max_requests_per_batch = config.max_requests_per_batch or rows
         return config
 
 
