@@ -422,6 +422,8 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps({"tokens": [1, 2]}))
     with pytest.raises(OSError, match="no memory"):
         NgramSpeculator.load(file, tokenizer())
+    with pytest.raises(IsADirectoryError, match="is a directory; pass a file that"):
+        NgramSpeculator.load(tmp_path, tokenizer())
     with pytest.raises(OSError, match="No such file"):
         NgramSpeculator.load(tmp_path / "none", tokenizer())
 

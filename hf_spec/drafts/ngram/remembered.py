@@ -57,6 +57,8 @@ def write_remembered(path: str | os.PathLike[str], remembered: Remembered, token
 
 def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
     """Read what ``write_remembered`` wrote with the same ``tokenizer``. Errors: those of ``NgramSpeculator.load``."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a directory; pass a file that NgramSpeculator.save wrote")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             marks = file.metadata() or {}
