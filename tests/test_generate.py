@@ -22,6 +22,7 @@ from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, to
 
 import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
+from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.scoring.names import CACHE
 from hf_spec.training import new_draft
@@ -241,6 +242,21 @@ def test_peft_target_and_draft(model: PreTrainedModel) -> None:
         assert out.speculation.steps
     finally:
         hf_spec.set_speculator(wrapped, None)
+
+
+def test_what_torch_compile_returns_is_the_model_inside(model: PreTrainedModel) -> None:
+    inputs, other = prompts(3), adapted(model, seed=3, size=0.2)
+    for wrapped in (torch.compile(noisy(model, 0.0), backend="eager"), torch.compile(other, backend="eager")):
+        plain = greedy(wrapped, inputs)
+        try:
+            hf_spec.set_speculator(wrapped, torch.compile(draft(), backend="eager"))
+            out = greedy(wrapped, inputs, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, plain)
+            assert hf_spec.last_speculation(wrapped) is out.speculation and out.speculation.steps
+        finally:
+            hf_spec.set_speculator(wrapped, None)
+        assert hf_spec.as_speculator("auto", wrapped) is hf_spec.as_speculator("auto", base_model(wrapped))
+        assert hf_spec.known_drafts(wrapped) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

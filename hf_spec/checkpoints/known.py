@@ -40,7 +40,7 @@ def known_drafts(target: PreTrainedModel | str | os.PathLike[str] | None = None)
     """
     if target is None:
         return list(_table())
-    path = target.config.name_or_path or "" if isinstance(target, PreTrainedModel) else os.fspath(target)
+    path = os.fspath(target) if isinstance(target, str | os.PathLike) else target.config.name_or_path or ""
     wanted = _name(path)
     return [known for known in _table() if _same(wanted, known.target)]
 

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
+from torch._dynamo import OptimizedModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -49,6 +50,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
+    target = base_model(target)
     if isinstance(speculator, HybridSpeculator):
         return speculator.with_draft(as_speculator(speculator.draft, target))
     if isinstance(base := base_model(speculator), Speculator):
@@ -215,5 +217,12 @@ def _beside(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def base_model(model: Any) -> Any:
-    """Look through a PEFT wrapper: its adapter layers sit inside the model and stay active."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    """Look through the wrappers of PEFT, whose adapter layers sit inside the model and stay active, and torch.compile.
+
+    The ``generate`` of what torch.compile returns is that of the model inside, too.
+    """
+    if isinstance(model, OptimizedModule):
+        return base_model(model._orig_mod)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return base_model(model.get_base_model())
+    return model
