@@ -241,6 +241,17 @@ def test_an_error_of_a_compiler_is_told_in_short(monkeypatch: pytest.MonkeyPatch
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("way", ["compile", "forward"])
+def test_a_model_that_was_compiled_as_one_graph_is_told_of(way: str) -> None:
+    model = build("llama")
+    if way == "compile":
+        model.compile(backend="eager", fullgraph=True)
+    else:
+        model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match=r"cannot score a chain .*, or without torch\.compile as one graph"):
+        check_target(model, trees=False)
+
+
 @pytest.mark.parametrize("small", [0, 1600, 1 << 30], ids=["never", "for a while", "always"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v2"])
 def test_small_buffers_are_copied_and_large_ones_written_in_place(
