@@ -19,9 +19,9 @@ import torch
 from architectures import CORE, build, names, prompts
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_spec import NgramSpeculator, SpeculationConfig
+from hf_spec import NgramSpeculator, SpeculationConfig, demo
 from hf_spec.scoring import buffers
 from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
 from hf_spec.scoring.buffers import SlotBuffer
@@ -239,6 +239,20 @@ def test_an_error_of_a_compiler_is_told_in_short(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match=r"\(RuntimeError: g\+\+ failed\); .* attn_implementation='sdpa'") as caught:
         check_target(model, trees=False)
     assert len(str(caught.value)) < 300
+
+
+def test_a_target_is_measured_by_what_autocast_lets_it_compute_in() -> None:
+    """And once more by its own precision."""
+    model = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    mistaken = model.get_output_embeddings().register_forward_hook(
+        lambda module, args, logits: logits * (1.02 if logits.shape[1] > 1 else 1)
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        check_target(model, trees=True)
+    with pytest.raises(ValueError, match="differently from single steps"):
+        check_target(model, trees=True)
+    mistaken.remove()
+    check_target(model, trees=True)
 
 
 @pytest.mark.parametrize("way", ["compile", "forward"])

@@ -11,7 +11,7 @@ from transformers.cache_utils import StaticCache
 from .architectures import keeps_own_states
 from .cache import has_states
 from .compiled import StaticRunner
-from .plain import difference, input_device, plain_logits
+from .plain import difference, input_device, plain_logits, precision
 from .recurrent import LazyRunner, StepRunner
 from .runner import ModelRunner
 from .trials import tried_once
@@ -61,4 +61,4 @@ def reads_blocks(model: PreTrainedModel) -> bool:
     prompt, rest = ids[:, :PROBE], ids[:, PROBE:]
     block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
     steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
-    return bool(difference(block, steps).max() <= TOLERANCE.get(model.dtype, 1e-3))
+    return bool(difference(block, steps).max() <= TOLERANCE.get(precision(model), 1e-3))

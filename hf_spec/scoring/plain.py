@@ -24,6 +24,12 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return model.device
 
 
+def precision(model: PreTrainedModel) -> torch.dtype:
+    """Return what ``model`` computes its products in, which torch.autocast may have changed."""
+    kind = input_device(model).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
 def new_cache(model: PreTrainedModel) -> DynamicCache | None:
     """Make the empty cache that transformers would make for ``model``; ``None`` if it makes one of its own kind."""
     if keeps_own_states(model):

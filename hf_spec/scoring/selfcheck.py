@@ -16,7 +16,7 @@ from ..proposal import Proposal
 from .adapters import adapter_of_inputs
 from .architectures import why_one_row
 from .factory import runner_for
-from .plain import difference, input_device, new_cache, new_static_cache, plain_logits, prompt_kwargs
+from .plain import difference, input_device, new_cache, new_static_cache, plain_logits, precision, prompt_kwargs
 from .runner import ModelRunner
 from .trials import in_short, tried_once
 
@@ -155,11 +155,11 @@ def _difference(model: PreTrainedModel, reads: list[_Read], plain: Tensor) -> fl
         expected = whole[read.start : read.start + len(read.logits)]  # (path, vocabulary)
         differences.append(difference(read.logits, expected).max())
     found = torch.stack(differences)
-    return float(found.max() if model.dtype == torch.float32 else found.median())
+    return float(found.max() if precision(model) == torch.float32 else found.median())
 
 
 def _tolerance(model: PreTrainedModel) -> float:
-    return TOLERANCE.get(model.dtype, 1e-2)
+    return TOLERANCE.get(precision(model), 1e-2)
 
 
 def _is_compiled(model: PreTrainedModel) -> bool:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .adapters import adapted_layers, adapter_of_inputs, with_adapters
+from .plain import precision
 
 Options = ParamSpec("Options")
 Found = TypeVar("Found")
@@ -26,7 +27,8 @@ def in_short(error: Exception) -> str:
 def tried_once(
     trial: Callable[Concatenate[PreTrainedModel, Options], Found],
 ) -> Callable[Concatenate[PreTrainedModel, Options], Found]:
-    """Let ``trial(model, ...)`` run once for each model, way of preparing its inputs, attention and other arguments.
+    """Let ``trial(model, ...)`` run once for each model, way of preparing its inputs, attention, precision and other
+    arguments.
 
     What it returns is remembered, what it raises is not. It runs without gradients and leaves the model as it was.
     """
@@ -34,7 +36,8 @@ def tried_once(
 
     @functools.wraps(trial)
     def remembered(model: PreTrainedModel, /, *args: Options.args, **kwargs: Options.kwargs) -> Found:
-        way = model.config.get_text_config(decoder=True)._attn_implementation, adapter_of_inputs(model)
+        attention = model.config.get_text_config(decoder=True)._attn_implementation
+        way = attention, adapter_of_inputs(model), precision(model)
         found = known.setdefault(model, {})
         if (key := (way, args, tuple(kwargs.items()))) not in found:
             of_the_first_row = with_adapters(adapted_layers(model), lambda names, count: names[:1] * count)

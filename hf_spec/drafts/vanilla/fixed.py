@@ -17,7 +17,15 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ...proposal import Proposal
 from ...scoring.factory import TOLERANCE
 from ...scoring.names import CACHE
-from ...scoring.plain import difference, input_device, new_cache, plain_logits, position_limit, prompt_kwargs
+from ...scoring.plain import (
+    difference,
+    input_device,
+    new_cache,
+    plain_logits,
+    position_limit,
+    precision,
+    prompt_kwargs,
+)
 from ...scoring.trials import in_short, tried_once
 from ..base import News, Request
 from ..static import OpenKeys, StaticDrafter, StaticKeys, Told, why_not_static
@@ -84,7 +92,7 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
         logits = reader.run(reader.keys.opened(), rest, None)
     except Exception as error:  # whatever a model makes of slots that are no cache of transformers
         return f"it takes no fixed slots ({in_short(error)})"
-    if not bool((difference(logits, expected) <= TOLERANCE.get(model.dtype, 1e-3)).all()):
+    if not bool((difference(logits, expected) <= TOLERANCE.get(precision(model), 1e-3)).all()):
         return "it reads fixed slots differently"
     return None
 
