@@ -15,6 +15,7 @@ from architectures import build, prompts
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     BartConfig,
@@ -27,11 +28,14 @@ from transformers import (
     StaticCache,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from twins import TREE, draft, noisy, target
 
 import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig, demo
 from hf_spec.checkpoints import resolve
+from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
 INPUTS = prompts(2)
 SAMPLED = SpeculationConfig(tree="sampled")
@@ -192,6 +196,16 @@ def test_flash_attention() -> None:
     refuse("flash_attention_2 takes no custom mask", "tree=None", model, speculation_config=TREE, **one)
     refuse("mask, which a static cache needs", "leave the cache dynamic", model, cache_implementation="static", **one)
     refuse("rows that advance", "sdpa", model, num_return_sequences=2, do_sample=True, **one)
+
+
+@pytest.mark.parametrize("who", ["target", "draft", "small model"])
+def test_an_attention_without_a_mask_function(who: str) -> None:
+    AttentionInterface.register("mine", sdpa_attention_forward)
+    model, cure = noisy(target()), r"AttentionMaskInterface\.register\('mine'"
+    eagle = Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(model.config))
+    guesser = eagle if who == "draft" else noisy(target())
+    (model if who == "target" else guesser).set_attn_implementation("mine")
+    refuse(rf"attends by 'mine', which has no mask function: .*{cure}", "sdpa", model, speculator=guesser)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

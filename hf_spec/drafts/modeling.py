@@ -19,7 +19,7 @@ from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from ..configuration import GEMMA, SpeculatorConfig
-from ..scoring.masks import full_masks
+from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
 from ..scoring.products import product
 from ..settings import SpeculationConfig
@@ -258,6 +258,8 @@ class DraftModel(PreTrainedModel, Speculator):
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         self.config.check_target(target.config)
+        if (reason := why_no_masks(self.config._attn_implementation)) is not None:
+            raise ValueError(f"the draft {type(self).__name__} {reason}")
 
     @classmethod
     def engines(

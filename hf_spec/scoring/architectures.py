@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from .cache import has_states, unsupported_layer
+from .masks import why_no_masks
 from .names import CACHES
 from .static import unsupported_static_layer
 
@@ -76,6 +77,8 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
         return f"{name} is not supported: {reason}"
     if batch > 1 and (reason := why_one_row(model)) is not None:
         return f"{name} is supported for one row at a time only: {reason}"
+    if (reason := why_no_masks(model.config.get_text_config(decoder=True)._attn_implementation)) is not None:
+        return f"{name} {reason}"
     if keeps_own_states(model):
         return None
     known = arguments_of(model)

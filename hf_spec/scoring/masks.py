@@ -165,6 +165,16 @@ def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
     return [None if block.hides_nothing else block.shown(0, block.width)[0][:, None]] * count
 
 
+def why_no_masks(implementation: str) -> str | None:
+    """Say why nobody who attends by ``implementation`` can be shown a block, or return ``None`` if they can."""
+    if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
+        return None
+    return (
+        f"attends by {implementation!r}, which has no mask function: register one with transformers' "
+        f"AttentionMaskInterface.register({implementation!r}, ...), or load it with attn_implementation='sdpa'"
+    )
+
+
 _block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
 _counting = threading.Lock()
 _open = 0  # blocks, in all threads
