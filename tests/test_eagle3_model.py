@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -256,6 +257,24 @@ def test_what_is_lent_is_neither_copied_nor_trained_nor_saved(tmp_path: Any) -> 
     again.bind(target)
     given = {"input_ids": tokens(1, 5), "features": noise(1, 5, 96)}
     assert torch.equal(again(**given).logits, draft(**given).logits)
+
+
+@pytest.mark.parametrize("reduced", [{}, {"draft_vocab_size": 40}], ids=["whole", "reduced"])
+def test_what_is_lent_is_in_no_pickle_and_not_doubled_by_copies(reduced: dict[str, int]) -> None:
+    target, given = tiny_target(), {"input_ids": tokens(1, 5), "features": noise(1, 5, 96)}
+    draft = tiny_draft(shared_with_target=["embed_tokens", "lm_head"], **reduced)
+    unbound = len(pickle.dumps(draft))
+    draft.bind(target)
+    assert len(pickle.dumps(draft)) == unbound
+    read = pickle.loads(pickle.dumps(draft))
+    with pytest.raises(ValueError, match=r"call draft\.bind\(target\) first"):
+        read(**given)
+    read.bind(target)
+    copied = copy.deepcopy(draft)
+    assert copied._lent["embed_tokens"] is target.get_input_embeddings().weight
+    assert copied.fc.weight is not draft.fc.weight
+    for other in (read, copied):
+        assert torch.equal(other(**given).logits, draft(**given).logits)
 
 
 def test_binding_again_leaves_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:

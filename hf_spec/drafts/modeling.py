@@ -155,7 +155,10 @@ class DraftModel(PreTrainedModel, Speculator):
         self.t2d.zero_()[ids] = True
 
     def bind(self, target: PreTrainedModel) -> None:
-        """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot."""
+        """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot.
+
+        A deep copy of the draft borrows the same; a pickle holds nothing that is the target's.
+        """
         self.check(target)
         lent: dict[str, Tensor | None] = {}
         shared = self.config.shared_with_target or ()
@@ -168,6 +171,15 @@ class DraftModel(PreTrainedModel, Speculator):
                 weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
             lent |= {"lm_head": weight, "lm_head_bias": bias}
         self._lent = lent  # at once: another thread may be guessing
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_lent": {}}  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        copied._lent = self._lent
+        return copied
 
     def keep_borrowed(self) -> None:
         """Make what the target of ``bind`` lends weights of this draft's own, which are saved with it.
