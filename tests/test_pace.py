@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import random
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +17,9 @@ import pytest
 import torch
 from architectures import build, prompts
 from golden import load_draft, load_target
-from twins import draft, target
+from twins import draft, noisy, target
 
-from hf_spec import News, SpeculationConfig, as_speculator
+from hf_spec import News, NgramSpeculator, SpeculationConfig, VanillaSpeculator, as_speculator
 from hf_spec.batching.speculation import Speculation
 from hf_spec.decoding import loop
 from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
@@ -242,6 +244,17 @@ def test_ordinary_steps_are_chosen_several_at_once(monkeypatch: pytest.MonkeyPat
     assert len(asked) == 9
     experience.steps = 1000 - 3  # until a try is due
     assert [pace.depth(1) > 0 for _ in range(3)] == [False, False, True]
+
+
+def test_what_was_found_of_a_draft_goes_with_it() -> None:
+    """A draft may come to stand where another one stood in memory."""
+    model, small = target(), noisy(target())
+    known = weakref.ref(experience_of(model, VanillaSpeculator(small), SpeculationConfig()))
+    assert known() is experience_of(model, VanillaSpeculator(small), SpeculationConfig())
+    assert known() is not experience_of(model, NgramSpeculator(), SpeculationConfig())
+    del small
+    gc.collect()
+    assert known() is None
 
 
 def test_batches_of_other_sizes_are_measured_anew() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Sequence
 from statistics import median
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator, network_of
@@ -136,8 +138,10 @@ class Experience:
         return {depth: tokens[min(depth, DEEPEST)] / on_line(times, depth) for depth in range(deepest + 1)}
 
 
-# By target; then by draft, shape of the guesses, and whatever else changes what steps take or what is accepted.
-_experiences: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Experience]] = WeakKeyDictionary()
+_OfTarget: TypeAlias = WeakKeyDictionary[nn.Module, dict[Hashable, Experience]]
+# By target; by the weights of the draft, or the target where there are none; then by shape of the guesses, and
+# whatever else changes what steps take or what is accepted.
+_experiences: WeakKeyDictionary[PreTrainedModel, _OfTarget] = WeakKeyDictionary()
 
 
 def experience_of(
@@ -145,10 +149,11 @@ def experience_of(
 ) -> Experience:
     """Return what was found of this ``target`` and draft, decoded the same ``way``."""
     weights = network_of(speculator)
-    draft = type(speculator).__name__, None if weights is None else id(weights)
     shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
     rule = config.acceptance, config.accept_k, config.accept_tolerance
-    return _experiences.setdefault(target, {}).setdefault((*draft, *shape, *rule, *way), Experience())
+    of_target = _experiences.setdefault(target, WeakKeyDictionary())
+    of_draft = of_target.setdefault(target if weights is None else weights, {})
+    return of_draft.setdefault((type(speculator).__name__, *shape, *rule, *way), Experience())
 
 
 def size_of(rows: int) -> int:
