@@ -7,6 +7,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
 from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.scoring.names import CACHE
-from hf_spec.training import new_draft
+from hf_spec.training import evaluation, new_draft
 from hf_spec.training.evaluation import measure
 
 NEW = 20
@@ -486,6 +487,22 @@ def test_measured_acceptance_does_not_depend_on_the_batch(model: PreTrainedModel
     texts = [ids[mask.bool()].tolist() for ids, mask in zip(*inputs.values(), strict=True)]
     by_batch = [measure(draft(), model, texts, max_new_tokens=NEW, batch_size=size) for size in (1, 3, 8)]
     assert by_batch[0] == by_batch[1] == by_batch[2] and by_batch[0].accepted
+
+
+@pytest.mark.parametrize(("place", "forked"), [("cpu", ([], None)), ("xpu:1", ([torch.device("xpu:1")], "xpu"))])
+def test_measuring_leaves_the_random_numbers_of_any_device(
+    place: str, forked: tuple[Any, Any], model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(evaluation, "input_device", lambda target: torch.device(place))
+    monkeypatch.setattr(
+        torch.random,
+        "fork_rng",
+        lambda devices, device_type=None: found.append((devices, device_type)) or nullcontext(),
+    )
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    measure("ngram", model, [], max_new_tokens=1)
+    assert found == [forked]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -40,8 +40,9 @@ def measure(
         config = config.merge(num_speculative_tokens=num_speculative_tokens)
     sampling = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
     counts = Counts()
-    devices = [input_device(target)] if input_device(target).type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    device = input_device(target)
+    accelerators = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else None):
         torch.manual_seed(seed)
         for start in range(0, len(prompts), batch_size):
             stats = _generate(
