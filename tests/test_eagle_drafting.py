@@ -10,6 +10,7 @@ import torch
 from architectures import build, prompts
 from golden import CLOSE, END_TO_END, SAFEAILAB, load_draft, load_target, outputs, tiny_target
 from torch import Tensor
+from transformers.utils import output_capturing
 from twins import fitted
 
 from hf_spec import News, Request, SpeculationConfig
@@ -246,3 +247,15 @@ def test_masks_without_asking_transformers_are_the_same(shape: str, monkeypatch:
         out = target.generate(**prompts(batch, BATCHES[batch]), **options, speculation_config=config)
         assert torch.equal(out, text)
         assert sum(kept) > 10, "transformers is always asked"
+
+
+def test_a_target_that_was_unpickled_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no model of the class was made, transformers does not know what to record of one."""
+    target = build("llama")
+    draft = Eagle3DraftModel(Eagle3SpeculatorConfig.for_target(target.config)).eval()
+    options = {"max_new_tokens": 12, "speculator": draft, "num_speculative_tokens": 3, "return_dict_in_generate": True}
+    known = target.generate(**prompts(3), **options)
+    monkeypatch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", type(output_capturing._CAN_RECORD_REGISTRY)())
+    found = target.generate(**prompts(3), **options)
+    assert torch.equal(found.sequences, known.sequences)
+    assert found.speculation.counts.accepted == known.speculation.counts.accepted
