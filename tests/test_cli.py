@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
-from hf_spec import HybridSpeculator, SpeculationConfig, demo
+from hf_spec import HybridSpeculator, SpeculationConfig, cli, demo
 from hf_spec.cli import main
 from hf_spec.cli.common import length_of, tree_of
 from hf_spec.cli.demo import highlighted
@@ -26,7 +26,7 @@ from hf_spec.cli.loading import load_models, load_speculator, to_be_read
 from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
 
-COMMANDS = ("demo", "generate", "chat", "serve", "bench", "prepare", "train", "inspect", "convert")
+COMMANDS = [add.__name__.removeprefix("add_") for add in cli.COMMANDS]
 EAGLE = Path(__file__).parent / "fixtures" / "goldens" / "eagle3_orig_a" / "checkpoint"
 PROMPT = "Once upon a time"
 
@@ -320,6 +320,15 @@ def test_options_are_checked_before_anything_is_loaded(options, problem, capsys)
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "no-model", "--prompts", "no-file", *options])
     assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mistake", ["--no-such", "--max-tokens 3", "extra"])
+def test_an_option_that_is_unknown_is_told_with_those_of_its_command(mistake, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "no-model", "--speculator", "ngram", *mistake.split()])
+    err = capsys.readouterr().err
+    assert err.startswith("usage: hf-spec generate [-h] --speculator X")
+    assert err.endswith(f"hf-spec generate: error: unrecognized arguments: {mistake}\n")
 
 
 def test_files_that_may_not_be_written_are_told_before_anything_is_loaded(tmp_path, monkeypatch, capsys):

@@ -63,10 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
+    args, rest = _parser().parse_known_args(argv)
     if rest and not args.takes_rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.refuse(f"unrecognized arguments: {' '.join(rest)}")
     args.rest = rest
     return args
 

@@ -37,7 +37,7 @@ def command(
         formatter_class=layout,
         allow_abbrev=usage is None,  # of a name that it does not know
     )
-    parser.set_defaults(run=run, takes_rest=usage is not None)
+    parser.set_defaults(run=run, takes_rest=usage is not None, refuse=parser.error)
     return parser.add_argument
 
 
