@@ -474,7 +474,7 @@ def test_a_config_of_nonsense_is_named(changes: dict[str, Any], message: str, tm
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     tiny_target().save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match="no draft that hf_spec knows"):
+    with pytest.raises(ValueError, match="none of the drafts that hf_spec knows by its tensors"):
         AutoDraftModel.from_pretrained(tmp_path / "llama")
     path = copy_of(PLAIN, tmp_path / "draft")
     edit_config(path, speculators_model_type="dflash2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -63,6 +64,12 @@ def find_format(checkpoint: Checkpoint) -> Format:
         raise ValueError(
             f"{checkpoint.path} is a language model whose config counts multi-token-prediction layers: load it as the "
             "target and pass speculator='mtp'; there is nothing to convert"
+        )
+    if own := re.search(r"\w+ForCausalLM\b", str(config.get("architectures"))):
+        raise ValueError(
+            f"{checkpoint.path} is a language model by its config ({own[0]}), and none of the drafts that hf_spec "
+            f"knows by its tensors ({', '.join(sorted(names)[:2])}...). A language model guesses as it is for larger "
+            "ones of its tokenizer: pass it as speculator; there is nothing to convert"
         )
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
