@@ -399,6 +399,11 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {cut} --speculator ngram --prompt x", "a weight file of the target '{cut}' is cut off or damaged"),
         ("convert {eagle} {empty} --whole {cut}", "a weight file of the target '{cut}' is cut off or damaged"),
         ("generate {mute} --speculator ngram --prompt x", "no tokenizer can be read at the target '{mute}'; copy "),
+        ("prepare {empty} out --target {target}", "no data can be read at '{empty}': "),
+        ("prepare {target} out --target {target}", "no data can be read at '{target}': "),
+        ("train {empty}", "the recipe '{empty}' cannot be read (Is a directory); name"),
+        ("train nowhere.yaml", "the recipe 'nowhere.yaml' cannot be read (No such file"),
+        ("train {latin}", "latin is no YAML: 'utf-8' codec can't decode"),
         ("prepare {prompts} {empty} --target {mute}", "no tokenizer can be read at the target '{mute}'; copy "),
     ],
 )

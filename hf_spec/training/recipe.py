@@ -66,13 +66,16 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
     """Read and check a recipe; ``instead`` names the target, draft or data to take in place of the file's.
 
     Data that are prepared already need no section prepare: the file's is not looked at then.
-    Errors: a ValueError that names a key which is unknown or missing.
+    Errors: a ValueError that names a key which is unknown or missing; an OSError for a file that cannot be read.
     """
-    with open(file, encoding="utf-8") as content:
-        try:
-            recipe = yaml.load(content, _Loader)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{file} is no YAML: {error}") from error
+    try:
+        recipe = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise OSError(
+            f"the recipe {str(file)!r} cannot be read ({error.strerror}); name a YAML file that says what to train"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
     recipe = _section(recipe, SECTIONS, "the recipe") | {name: one for name, one in instead.items() if one}
     if instead.get("data") and is_prepared(recipe["data"]):
         recipe.pop("prepare", None)

@@ -26,12 +26,21 @@ MIXED = 1000  # examples of a stream that wait for their turn
 
 
 def load_raw(name: str, split: str = "train", streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
-    """Load a file, what ``save_to_disk`` wrote, or a dataset of the Hub. Errors: those of ``read_file``."""
+    """Load a file, what ``save_to_disk`` wrote, or a dataset of the Hub or of a directory.
+
+    Errors: those of ``read_file``, and a ValueError if there is no dataset, or a broken one.
+    """
     path = Path(name)
     if path.is_file() or path.suffix in FILES:
         return read_file(path, streaming)
     if not any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
-        return datasets.load_dataset(name, split=split, streaming=streaming)
+        try:
+            return datasets.load_dataset(name, split=split, streaming=streaming)
+        except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+            raise ValueError(
+                f"no data can be read at {name!r}: {error.__cause__ or error}. Name a file of JSON lines (or json, "
+                "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub"
+            ) from error
     data = datasets.load_from_disk(name)
     data = data[split] if isinstance(data, datasets.DatasetDict) else data
     return data.to_iterable_dataset() if streaming else data
