@@ -263,9 +263,10 @@ def test_a_speculator_that_is_listened_to_answers_as_it_does_alone(kind: str) ->
     assert (heard.heeds_foresight, heard.defaults()) == (alone.heeds_foresight, alone.defaults())
 
 
-@pytest.mark.parametrize(("given", "problem"), [({"every": 0}, "every is 0"), ({"keep": 0}, "keep is 0")])
-def test_refused(given: dict[str, int], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+@pytest.mark.parametrize("given", [{"every": 0}, {"every": 2.5}, {"every": True}, {"keep": 0}, {"keep": 2.5}])
+def test_refused(given: dict[str, Any]) -> None:
+    [(name, number)] = given.items()
+    with pytest.raises(ValueError, match=f"{name} is {number}; set a whole number of at least 1"):
         RolloutCallback("ngram", **given)
     with pytest.raises(TypeError, match="pass a speculator, a draft_trainer, or both"):
         RolloutCallback()

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from ..checkpoints.resolve import as_speculator
 from ..defaults import set_speculator, stored_for
 from ..drafts.base import Drafter, Request, Speculator, network_of
-from ..settings import SpeculationConfig
+from ..settings import SpeculationConfig, is_int
 from .trainer import DraftTrainer
 
 
@@ -32,8 +32,8 @@ class RolloutCallback(TrainerCallback):
         every: steps of the policy between two refreshings.
         keep: how many of the latest texts a refreshing reads at most.
 
-    Errors: a TypeError if there is neither a speculator nor a trainer of one; a ValueError for numbers below 1, and
-    from the draft when training begins, if it cannot serve the policy.
+    Errors: a TypeError if there is neither a speculator nor a trainer of one; a ValueError for
+    numbers that are not whole or below 1, and from the draft when training begins, if it cannot serve the policy.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RolloutCallback(TrainerCallback):
         if speculator is None and draft_trainer is None:
             raise TypeError("RolloutCallback needs what guesses: pass a speculator, a draft_trainer, or both")
         for name, number in (("every", every), ("keep", keep)):
-            if number < 1:
-                raise ValueError(f"{name} is {number}; set at least 1")
+            if not is_int(number) or number < 1:
+                raise ValueError(f"{name} is {number!r}; set a whole number of at least 1")
         self.speculator, self.config = speculator, config
         self.draft_trainer, self.every = draft_trainer, every
         self.texts: deque[list[int]] = deque(maxlen=keep)
