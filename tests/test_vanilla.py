@@ -216,6 +216,20 @@ def test_a_draft_stops_guessing_where_its_table_of_positions_ends(name: str, tre
         assert out.speculation.steps > 20  # random guesses seldom come true: the text went past the table
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "guesses"),
+    [("gpt2", [4, 4, 4, 4, 2, 0]), ("bart", [4, 3, 0, 0, 0, 0]), ("mpt", [4, 3, 0, 0, 0, 0])],
+)
+def test_a_row_that_is_ahead_of_longer_ones_may_reach_the_end_first(name: str, guesses: list[int]) -> None:
+    """Its padding takes positions, too, where a model is told none."""
+    draft = build(name, **{TABLES.get(name, "max_position_embeddings"): 24})
+    drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
+    tokens = torch.randint(3, 99, (3, 3), generator=torch.Generator().manual_seed(0))
+    news = News(tokens, torch.tensor([1, 1, 3]))
+    assert [drafter.propose(news, limit=4).tokens.shape[1] - 1 for _ in guesses] == guesses
+
+
 def test_a_draft_with_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="'ngram'"):
         VanillaSpeculator(build("llama", vocab_size=64)).check(build("llama"))

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ...counting import numbers, numbers_of, uploaded
 from ...proposal import Proposal
-from ...scoring.architectures import drops_cache, why_unsupported
+from ...scoring.architectures import arguments_of, drops_cache, why_unsupported
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
@@ -92,7 +92,9 @@ class VanillaDrafter(Drafter):
         self._open: list[tuple[Tensor, Tensor | None]] = []  # tokens and parents of a forest, level by level
         mask = request.attention_mask.to(self._device)
         self._limit = position_limit(model)
-        self._lengths: list[int] = [] if self._limit is None else mask.sum(1).tolist()  # of the text, by row
+        # The positions that are taken, by row: those of models that are told none are columns, padding included.
+        taken = mask if "position_ids" in arguments_of(model) else torch.ones_like(mask)
+        self._lengths: list[int] = [] if self._limit is None else taken.sum(1).tolist()
         self._reads = self._room is None or self._room > 0
         if self._reads:
             self._runner.prefill_tokens(self._words.readable(request.input_ids.to(self._device)), mask)
