@@ -137,6 +137,6 @@ def test_a_text_ends_where_the_positions_of_the_model_do(options, tmp_path):
         for given in ({}, {"max_tokens": 500}, {"max_tokens": 9}):
             _, answer = client.post("v1/completions", {"prompt": PROMPTS[0], "temperature": 0} | given)
             assert answer["choices"][0]["finish_reason"] == "length"
-            assert answer["usage"]["total_tokens"] == (20 if given == {"max_tokens": 9} else 62)
+            assert answer["usage"]["total_tokens"] == (20 if given == {"max_tokens": 9} else 64)
         status, answer = client.post("v1/completions", {"prompt": " a" * 80})
-        assert status == 400 and "the prompt has 81 tokens, and the model has room for 62" in answer["detail"]
+        assert status == 400 and "the prompt has 81 tokens, and the model has room for 64" in answer["detail"]

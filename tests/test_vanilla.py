@@ -15,6 +15,7 @@ from twins import SHAPES
 from hf_spec import News, Proposal, Request, SpeculationConfig, VanillaSpeculator
 from hf_spec.drafts.vanilla import speculator
 from hf_spec.drafts.vanilla.speculator import VanillaDrafter
+from hf_spec.scoring.plain import position_limit
 
 LENGTHS = (13, 9, 5)
 
@@ -197,6 +198,17 @@ TABLES = {
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", TABLES)
+def test_the_table_of_positions_is_used_up(name: str) -> None:
+    """That of RoBERTa, too, which counts from behind its padding only if it is told no positions."""
+    model = build(name, **{TABLES[name]: 24})
+    assert position_limit(model) == 24
+    model.generate(**prompts(1, lengths=(24,)), max_new_tokens=1)
+    with pytest.raises((IndexError, RuntimeError)):
+        model.generate(**prompts(1, lengths=(25,)), max_new_tokens=1)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "tree"),
     [(name, tree) for name in TABLES for tree in (None, "dynamic") if (name, tree) != ("mpt", "dynamic")],
@@ -219,7 +231,7 @@ def test_a_draft_stops_guessing_where_its_table_of_positions_ends(name: str, tre
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "guesses"),
-    [("gpt2", [4, 4, 4, 4, 2, 0]), ("bart", [4, 3, 0, 0, 0, 0]), ("mpt", [4, 3, 0, 0, 0, 0])],
+    [("gpt2", [4, 4, 4, 4, 4, 1]), ("bart", [4, 4, 2, 0, 0, 0]), ("mpt", [4, 4, 2, 0, 0, 0])],
 )
 def test_a_row_that_is_ahead_of_longer_ones_may_reach_the_end_first(name: str, guesses: list[int]) -> None:
     """Its padding takes positions, too, where a model is told none."""

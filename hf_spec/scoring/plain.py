@@ -49,7 +49,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
         return None
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     size = next((size for name in names if (size := getattr(config, name, None))), None)
-    return None if size is None or size < 0 else size - 2  # RoBERTa and its kin count from 2
+    return size if size and size > 0 else None
 
 
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> dict[str, Tensor]:
