@@ -21,6 +21,7 @@ from .common import (
     draft_of,
     existing,
     picture,
+    seed_of,
     temperature_of,
     tree_of,
     writable,
@@ -60,7 +61,7 @@ def add_bench(commands: Any) -> None:
         "(%(default)s)")  # fmt: skip
     add("--repeats", type=at_least(1), default=1, metavar="N", help="runs of which the middle one counts "
         "(%(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="set before each run (%(default)s)")
+    add("--seed", type=seed_of, default=0, metavar="N", help="set before each run (%(default)s)")
     add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
     add("--compiled", action="store_true", help="measure plain generate compiled over a static cache, too")
     add(

@@ -59,7 +59,7 @@ def add_answer_options(add: Any, length: int) -> None:
     """Declare how answers are decoded: how long (``length`` by default), how drawn, how guessed and where."""
     add("--max-new-tokens", type=at_least(1), default=length, metavar="N", help="length of an answer (%(default)s)")
     add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
-    add("--seed", type=int, metavar="N", help="of the sampled tokens")
+    add("--seed", type=seed_of, metavar="N", help="of the sampled tokens")
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
     add_device_options(add)
@@ -99,13 +99,23 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def temperature_of(text: str) -> float:
-    """Read a temperature, 0 or above."""
+    """Read a temperature: 0, or a number by which scores may be divided without an overflow."""
     try:
-        if 0 <= (value := float(text)) < float("inf"):
+        if (value := float(text)) == 0 or 1e-30 <= value < float("inf"):
             return value
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0 or a number above")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a temperature: 0, or a number from 1e-30 on")
+
+
+def seed_of(text: str) -> int:
+    """Read a seed as torch takes it; with several processes and answers some more is added."""
+    try:
+        if -(1 << 63) <= (value := int(text)) < 1 << 63:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a seed: a whole number of at most 63 bits")
 
 
 def json_object(text: str) -> dict[str, Any]:
