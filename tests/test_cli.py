@@ -151,6 +151,17 @@ def test_generate_reads_standard_input_up_to_its_last_newline(models, capsys, mo
     assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], PROMPT, 5).rstrip("\n")
 
 
+def test_what_is_no_utf_8_is_told_before_anything_is_loaded(capsys, monkeypatch):
+    half = b"caf\xe9".decode(errors="surrogateescape")  # as Python takes it from a shell
+    for options in (["generate", "--prompt", half], ["chat", "--system", half]):
+        with pytest.raises(SystemExit, match="2"):
+            main([options[0], "no-model", "--speculator", "ngram", *options[1:]])
+        assert "'caf\\udce9' is not UTF-8; write it, or set your terminal, so" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdin", io.StringIO(half))
+    assert main(["generate", "no-model", "--speculator", "ngram"]) == 1
+    assert "hf-spec: 'caf\\udce9' is not UTF-8" in capsys.readouterr().err
+
+
 def test_a_seed_repeats_a_sampled_text(models, capsys):
     texts = []
     for seed in "112":

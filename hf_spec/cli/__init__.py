@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         return status
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, argparse.ArgumentTypeError) as error:
         if args.traceback:
             raise
         print(f"hf-spec: {error}", file=sys.stderr)

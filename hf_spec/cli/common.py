@@ -128,6 +128,15 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
 
 
+def text_of(text: str) -> str:
+    """Read a text, in which Python leaves what was no UTF-8 as halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not UTF-8; write it, or set your terminal, so") from error
+    return text
+
+
 def draft_of(text: str) -> str:
     """Read what is named as a draft; only whether there is a name is looked at."""
     if text.removeprefix("memory+").strip():

@@ -16,6 +16,7 @@ from .common import (
     draft_of,
     existing,
     sampling,
+    text_of,
     writable,
 )
 from .many import answer_file, check_options
@@ -30,7 +31,12 @@ def add_generate(commands: Any) -> None:
     add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
     add("model", help="target: directory or Hub id")
     add("--speculator", type=draft_of, required=True, metavar="X", help=SPECULATOR_HELP)
-    add("--prompt", metavar="TEXT", help="read from standard input if left out, without the newline at its end")
+    add(
+        "--prompt",
+        type=text_of,
+        metavar="TEXT",
+        help="read from standard input if left out, without the newline at its end",
+    )
     add("--prompts", type=existing, metavar="FILE", help="JSON lines: answer them all, into --out")
     add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; goes on with one that is there")
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
@@ -78,4 +84,4 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _read_prompt() -> str:
     """Read standard input; shells and editors end it with a newline, which is no part of what is asked."""
-    return sys.stdin.read().removesuffix("\n").removesuffix("\r")
+    return text_of(sys.stdin.read().removesuffix("\n").removesuffix("\r"))
