@@ -79,6 +79,13 @@ def test_pairs_that_are_none_are_left_out_and_text_goes_first(caplog: pytest.Log
     assert answers(row) == "one two three"  # as it was before pairs were known
 
 
+def test_a_column_of_text_that_is_named_goes_before_conversations() -> None:
+    columns = {"text": ["one two three"], "body": ["five six seven"], "messages": [CHAT]}
+    (row,) = prepared(columns, text_column="body")
+    assert answers(row) == "five six seven"
+    assert prepared(columns, text_column="missing") == prepared(columns) == prepared({"messages": [CHAT]})
+
+
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_template_is_told_of_tools_and_arguments(template: str, as_json: bool) -> None:

@@ -47,7 +47,8 @@ def add_prepare(commands: Any) -> None:
     add("out", help="directory to write, which must not exist; for `data:` in the recipe of hf-spec train")
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
     add("--split", default="train", metavar="NAME", help="of a dataset of the Hub (%(default)s)")
-    add("--text-column", default="text", metavar="NAME", help="of data that are no conversations (%(default)s)")
+    add("--text-column", default="text", metavar="NAME", help="of plain text (%(default)s); one that you name goes "
+        "before conversations")  # fmt: skip
     add("--max-length", type=at_least(1), default=2048, metavar="N", help="tokens of an example (%(default)s)")
     add("--too-long", choices=("truncate", "drop"), default="truncate", help="what happens beyond (%(default)s)")
     add("--last-turn-only", action="store_true", help="train on the last answer of a conversation only")

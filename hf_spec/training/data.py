@@ -37,6 +37,7 @@ from .origin import record_tokenizer
 logger = logging.get_logger(__name__)
 
 MAX_LENGTH = 2048
+TEXT = "text"  # the column of text, unless another is named
 FIRST = 256  # examples of a stream that are looked at beforehand
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -59,7 +60,7 @@ def prepare_dataset(
     packing: bool = False,
     too_long: Literal["truncate", "drop"] = "truncate",
     last_turn_only: bool = False,
-    text_column: str = "text",
+    text_column: str = TEXT,
     num_proc: int | None = None,
     cut_answers: Literal["keep", "drop"] = "keep",
     template_arguments: dict[str, Any] | None = None,
@@ -70,8 +71,9 @@ def prepare_dataset(
     ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
     conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too),
     a column of text, which is an answer throughout, or questions and answers (``prompt`` and ``completion``, or
-    ``instruction``, ``input`` and ``output``). Questions and answers that are texts go through the chat template;
-    where the tokenizer has none, one follows the other. ``tokenizer`` is the target's. Examples get ``input_ids`` and
+    ``instruction``, ``input`` and ``output``). A column of text goes before questions and answers, and one that is
+    named before conversations, too. Questions and answers that are texts go through the chat template; where the
+    tokenizer has none, one follows the other. ``tokenizer`` is the target's. Examples get ``input_ids`` and
     ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
     ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only, for models
     whose template drops the reasoning of earlier ones. Examples without anything to guess are left out, counted by
@@ -139,7 +141,7 @@ def _columns(
     if not is_filled:
         raise ValueError("the dataset is empty")
     chat = chat_columns(names)
-    if chat in PAIRS and text_column in names:
+    if text_column in names and (chat in PAIRS or text_column != TEXT):
         chat = ()
     if not chat and text_column not in names:
         raise ValueError(
