@@ -93,6 +93,23 @@ def test_a_finished_run_trains_no_more(stream: bool, tmp_path: Path) -> None:
         assert torch.equal(tensor, whole.draft.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_stream_goes_on_in_the_pass_where_it_was_left(accumulated: int, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(text(rows=12)).to_iterable_dataset().shuffle(seed=0, buffer_size=4)
+    options = {"train_dataset": rows, "max_steps": 14, "gradient_accumulation_steps": accumulated}
+    whole = trainer(tmp_path / "whole", save_steps=5, **options)
+    whole.train()
+    for step in (5, 10):  # of six batches a pass
+        again = trainer(tmp_path / "again", save_strategy="no", **options)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert again.state.epoch == whole.state.epoch and losses(again) == losses(whole)
+        for name, tensor in again.draft.state_dict().items():
+            assert torch.equal(tensor, whole.draft.state_dict()[name]), name
+    longer = trainer(tmp_path / "whole", **options | {"max_steps": 16})
+    longer.train(resume_from_checkpoint=True)
+    assert len(losses(longer)) == 16
+
+
 def test_the_command_line_resumes_and_keeps_runs_apart(stories: Path, tmp_path: Path, capsys: Any) -> None:
     saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "eval_prompts": 0, "logging_steps": 1}
     path = recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 1}, trainer=saved)

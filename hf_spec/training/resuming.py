@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import zipfile
 from collections.abc import Iterator
@@ -55,6 +56,17 @@ def checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
     return [steps[step] for step in sorted(steps)]
+
+
+def place_in_stream(checkpoint: str, accumulated: int) -> tuple[int, int]:
+    """Return the pass over a stream in which a checkpoint was written, and how many batches of it were read.
+
+    Trainer does not know how long a stream is, and would look for all of them in the first pass. ``accumulated``
+    batches make a step.
+    """
+    state = json.loads(Path(checkpoint, STATE).read_text(encoding="utf-8"))
+    passes = math.ceil(state["epoch"]) - 1  # Trainer counts an epoch as long as all of ``max_steps``
+    return passes, round((state["epoch"] - passes) * state["max_steps"] * accumulated)
 
 
 def check_output_dir(output_dir: str | os.PathLike[str], files: tuple[str, ...] = ()) -> None:

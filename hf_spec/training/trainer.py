@@ -37,7 +37,13 @@ from .losses import (
     position_weights,
 )
 from .origin import check_tokenizer
-from .resuming import asks_to_resume, check_output_dir, checkpoint_to_resume, told_when_the_disk_is_full
+from .resuming import (
+    asks_to_resume,
+    check_output_dir,
+    checkpoint_to_resume,
+    place_in_stream,
+    told_when_the_disk_is_full,
+)
 from .running_sums import RunningSums
 from .teacher import Reader
 from .unrolling import count_steps, unrolled
@@ -382,6 +388,12 @@ class DraftTrainer(Trainer):
         if self.model is not None:
             vars(self.draft).update(self._around)  # for whatever wraps it now
         return super().train(checkpoint, *args, **kwargs)
+
+    def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *args: Any) -> Any:
+        place = super()._init_training_state(max_steps, steps, epochs, checkpoint, *args)
+        if checkpoint is None or self.args.ignore_data_skip or hasattr(self.train_dataset, "__len__"):
+            return place
+        return place_in_stream(checkpoint, self.args.gradient_accumulation_steps)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train no more where all of ``max_steps`` are done: Trainer would take a step before it looks."""
