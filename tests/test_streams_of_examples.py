@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import subprocess
@@ -63,20 +64,40 @@ def test_what_a_stream_leaves_out_is_told_by_its_first_examples(caplog: Any, mon
         prepare_dataset(rows, TOKENIZER, num_proc=2)
 
 
-def test_what_is_held_out_of_streams_is_not_trained_on() -> None:
-    short, long = ([{"text": one["text"] + mark} for one in TEXTS] for mark in ("", "!" * 9))
+def documents(rows: Any) -> list[str]:
+    """Return the documents of examples, packed or not."""
+    found = []
+    for row in rows:
+        numbers = row.get("document_ids") or [0] * len(row["input_ids"])
+        parts = itertools.groupby(zip(numbers, row["input_ids"], strict=True), key=lambda one: one[0])
+        found += ["".join(str(token) for _, token in part) for _, part in parts]
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_is_held_out_of_streams_is_not_trained_on(packing: bool, workers: int) -> None:
+    short, long = (
+        [{"text": f"{number} {one['text']}{mark}"} for number in range(6) for one in TEXTS] for mark in ("", "!" * 9)
+    )
     parts = [
-        (datasets.Dataset.from_list(rows).to_iterable_dataset(), weight) for rows, weight in ((short, 1), (long, 4))
+        (datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=2), weight)
+        for rows, weight in ((short, 1), (long, 4))
     ]
-    splits = prepared(parts, TOKENIZER, held_out=5)
-    held_out, rest = (["".join(map(str, one["input_ids"])) for one in splits[name]] for name in ("test", "train"))
-    assert len(held_out) == 5 and not {*held_out} & {*rest}
-    whole = prepared([(datasets.Dataset.from_list(short + long), 1)], TOKENIZER, held_out=0)
-    known = ["".join(map(str, one["input_ids"])) for one in whole["train"]]
-    assert len({*rest}) == len(rest) and {*held_out, *rest} < {*known}
-    often = sum(one in known[len(short) :] for one in held_out + rest)
-    assert often > 2 * (len(held_out) + len(rest) - often) > 0  # four times as often, but for chance
-    assert rest == ["".join(map(str, one["input_ids"])) for one in splits["train"]]  # again and again
+    splits = prepared(parts, TOKENIZER, held_out=5, packing=packing)
+    known = documents(prepare_dataset(datasets.Dataset.from_list(short + long), TOKENIZER))
+    held_out, rest = documents(splits["test"]), documents(splits["train"])
+    assert len(held_out) == 5 and {*held_out, *rest} < {*known}
+    if not packing:  # four times as often, but for chance
+        often = sum(one in known[len(short) :] for one in held_out + rest)
+        assert often > 2 * (len(held_out) + len(rest) - often) > 0
+    orders = []
+    for epoch in (0, 1, 0):
+        splits["train"].set_epoch(epoch)
+        read = documents(torch.utils.data.DataLoader(splits["train"], batch_size=None, num_workers=workers))
+        assert len({*read}) == len(read) and not {*held_out} & {*read}
+        orders.append(read)
+    assert orders[0] == orders[2] != orders[1]
 
 
 def examples(number: int = 12) -> list[dict[str, Any]]:

@@ -110,9 +110,14 @@ def prepare_dataset(
     _report(list(seen["skipped"]), sum(seen["cut"]))
     kept = kept.remove_columns(["skipped", "cut"])
     if packing:
-        kept = kept.map(_Pack(max_length), batched=True)
+        kept = packed(kept, max_length)
     record_tokenizer(kept, tokenizer)
     return kept
+
+
+def packed(examples: Any, max_length: int) -> Any:
+    """Let documents share examples of up to ``max_length`` tokens."""
+    return examples.map(_Pack(max_length), batched=True)
 
 
 def _check_choices(max_length: int, too_long: str, cut_answers: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.utils import logging
 
 from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .chat import CHAT_COLUMNS, PAIRS, TEMPLATE_COLUMNS, chat_columns
-from .data import FILES, MAX_LENGTH, prepare_dataset, read_file
+from .data import FILES, MAX_LENGTH, packed, prepare_dataset, read_file
 from .features import FeatureCache, cache_features
 from .origin import record_tokenizer
 from .vocabulary import count_tokens, most_frequent
@@ -90,7 +91,7 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     ``positions`` are how many the target is made for, if it says so: a greater ``max_length`` is cut to that.
     ``held_out`` examples are for evaluation, by default a tenth, but none of a single one.
 
-    Streams stay streams. The first 64 examples are held out, or as many as asked for, and the others come in an order
+    Streams stay streams. The first 64 documents are held out, or as many as asked for, and the others come in an order
     that is mixed a thousand at a time. Of several streams the weights say how often each one's next example is taken,
     until one of them ends.
 
@@ -102,9 +103,9 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
         )
         options["max_length"] = positions
     parts = data if isinstance(data, list) else [(data, 1.0)]
+    if isinstance(parts[0][0], datasets.IterableDataset):
+        return _split_streams(parts, tokenizer, held_out, **options)
     made = [prepare_dataset(part, tokenizer, **options) for part, _ in parts]
-    if isinstance(made[0], datasets.IterableDataset):
-        return _split_stream(made, [weight for _, weight in parts], held_out, tokenizer)
     examples = datasets.concatenate_datasets(made)
     weights = [weight for part, (_, weight) in zip(made, parts, strict=True) for _ in range(len(part))]
     if held_out is None:
@@ -130,19 +131,34 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     return splits
 
 
-def _split_stream(streams: list[Any], weights: list[float], held_out: int | None, tokenizer: Any) -> dict[str, Any]:
-    shares = [weight / sum(weights) for weight in weights]
-    examples = datasets.interleave_datasets(streams, shares, seed=0) if len(streams) > 1 else streams[0]
+def _split_streams(
+    parts: list[Any], tokenizer: Any, held_out: int | None, packing: bool = False, **options: Any
+) -> dict[str, Any]:
+    streams = [prepare_dataset(part, tokenizer, **options) for part, _ in parts]
+    shares = [weight / sum(weight for _, weight in parts) for _, weight in parts]
     count = HELD_OUT if held_out is None else held_out
-    first = list(examples.take(count + 1))
+    first = list(_mixed(streams, shares).take(count + 1))
     if not 0 <= count < len(first):
         raise ValueError(f"held_out is {count}, but there are only {len(first)}: keep fewer, or do not stream")
-    splits = {"train": examples.skip(count).shuffle(seed=0, buffer_size=MIXED)}
+    # Other passes and other workers come to them at other places, and would pack them with others.
+    is_new = partial(_is_new, {tuple(one["input_ids"]) for one in first[:count]})
+    streams = [one.filter(is_new, input_columns="input_ids") for one in streams]
+    if packing:
+        streams = [packed(one, options.get("max_length", MAX_LENGTH)) for one in streams]
+    splits = {"train": _mixed(streams, shares).shuffle(seed=0, buffer_size=MIXED)}
     if count:
         splits["test"] = datasets.Dataset.from_list(first[:count])
     for one in splits.values():
         record_tokenizer(one, tokenizer)
     return splits
+
+
+def _mixed(streams: list[Any], shares: list[float]) -> Any:
+    return datasets.interleave_datasets(streams, shares, seed=0) if len(streams) > 1 else streams[0]
+
+
+def _is_new(known: set[tuple[int, ...]], ids: list[int]) -> bool:
+    return tuple(ids) not in known
 
 
 def sizes(examples: Any) -> tuple[int, int]:
