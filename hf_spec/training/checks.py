@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoints.resolve import base_model
 from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
+
+IDLE = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # what Trainer would call itself
+
+
+def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
+    """Raise an error for a ``target``, ``args`` or what else is ``given`` that ``DraftTrainer`` has no use for."""
+    if target is None:
+        raise TypeError("DraftTrainer needs the target: DraftTrainer(draft, target, args, ...)")
+    if not isinstance(args, DraftTrainingArguments):
+        raise TypeError(f"args are {type(args).__name__}: make them DraftTrainingArguments, which have all of those")
+    if idle := [name for name in IDLE if given.get(name) is not None]:
+        raise ValueError(
+            f"{idle[0]} would not be called, for no logits are kept: choose a loss by objective=, and override "
+            "evaluate() for more figures"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
+            "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
+        )
+    if not isinstance(base_model(target), PreTrainedModel) or isinstance(base_model(target), DraftModel):
+        raise TypeError(f"the target is a {type(target).__name__}: pass the language model, loaded, as second")
 
 
 def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:

@@ -23,7 +23,7 @@ from ..drafts.unrolling import UnrollInput
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import model_card
-from .checks import check_arguments, check_before_saving, name_target
+from .checks import check_arguments, check_before_saving, check_call, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
 from .features import LAST, FeatureCache
@@ -50,8 +50,6 @@ from .unrolling import count_steps, unrolled
 from .wrapping import as_loaded, as_trained, let_forward_compute_a_loss, weights_put_back
 
 logger = logging.get_logger(__name__)
-
-IDLE = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # what Trainer would call itself
 
 
 class DraftTrainer(Trainer):
@@ -87,25 +85,8 @@ class DraftTrainer(Trainer):
         peft_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        if target is None:
-            raise TypeError("DraftTrainer needs the target: DraftTrainer(draft, target, args, ...)")
         args = args if args is not None else DraftTrainingArguments(output_dir="draft")
-        if not isinstance(args, DraftTrainingArguments):
-            raise TypeError(
-                f"args are {type(args).__name__}: make them DraftTrainingArguments, which have all of those"
-            )
-        if idle := [name for name in IDLE if kwargs.get(name) is not None]:
-            raise ValueError(
-                f"{idle[0]} would not be called, for no logits are kept: choose a loss by objective=, and override "
-                "evaluate() for more figures"
-            )
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"{args.n_gpu} devices but one process: start one process per device with `accelerate launch` or "
-                "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
-            )
-        if not isinstance(base_model(target), PreTrainedModel) or isinstance(base_model(target), DraftModel):
-            raise TypeError(f"the target is a {type(target).__name__}: pass the language model, loaded, as second")
+        check_call(target, args, kwargs)
         self.target: PreTrainedModel = base_model(target).eval()
         self._vocabulary = len(cast(Any, self.target).get_input_embeddings().weight)
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
