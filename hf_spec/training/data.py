@@ -71,14 +71,14 @@ def prepare_dataset(
     ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
     conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too),
     a column of text, which is an answer throughout, or questions and answers (``prompt`` and ``completion``, or
-    ``instruction``, ``input`` and ``output``). A column of text goes before questions and answers, and one that is
+    ``instruction``, ``input`` and ``output``). Text goes before questions and answers, and a column of it that is
     named before conversations, too. Questions and answers that are texts go through the chat template; where the
     tokenizer has none, one follows the other. ``tokenizer`` is the target's. Examples get ``input_ids`` and
     ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
     ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only, for models
     whose template drops the reasoning of earlier ones. Examples without anything to guess are left out, counted by
-    reason in a log message. Answers that ``regenerate`` says were cut off are trained on without the end that the
-    template gives them, or left out with their conversations (``cut_answers="drop"``).
+    reason in a log. Answers that ``regenerate`` says were cut off are trained on without the template's end, or left
+    out with their conversations (``cut_answers="drop"``).
     The chat template is given ``template_arguments``, such as ``{"enable_thinking": False}``, and what an example has
     in columns ``tools`` and ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token behind documents
     that go through no template, so that a draft learns where they end.
@@ -101,14 +101,13 @@ def prepare_dataset(
     chat, templated = _columns(names, bool(first), tokenizer, text_column)
     if end_of_text and tokenizer.eos_token_id is None:
         raise ValueError("end_of_text=True needs an end-of-sequence token, and the tokenizer has none: set eos_token")
-    choices = (max_length, too_long, last_turn_only, cut_answers, template_arguments or {}, end_of_text)
-    tokenize = _Tokenize(tokenizer, chat, templated, text_column, *choices)
+    choices = (text_column, max_length, too_long, last_turn_only, cut_answers, template_arguments or {}, end_of_text)
+    tokenize = _Tokenize(tokenizer, chat, templated, *choices)
     say = {} if is_stream else {"num_proc": num_proc, "desc": "Tokenizing"}
     examples = dataset.map(tokenize, remove_columns=names, **say)
-    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped")
     seen = datasets.Dataset.from_list([tokenize(example) for example in first]) if is_stream else examples
     _report(list(seen["skipped"]), sum(seen["cut"]))
-    kept = kept.remove_columns(["skipped", "cut"])
+    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped").remove_columns(["skipped", "cut"])
     if packing:
         kept = packed(kept, max_length)
     record_tokenizer(kept, tokenizer)
