@@ -93,6 +93,18 @@ def test_a_finished_run_trains_no_more(stream: bool, tmp_path: Path) -> None:
         assert torch.equal(tensor, whole.draft.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+def test_examples_come_in_the_order_of_an_uninterrupted_run(strategy: str, tmp_path: Path) -> None:
+    rows = [row for length in (9, 12, 16) for row in text(rows=4, length=length)]
+    options = {"train_dataset": rows, "max_steps": 14, "train_sampling_strategy": strategy, "data_seed": None}
+    whole = trainer(tmp_path / "whole", save_steps=5, **options)
+    whole.train()
+    for step in (5, 10):  # of six batches an epoch
+        again = trainer(tmp_path / "again", save_strategy="no", **options)
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert losses(again) == losses(whole)
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_stream_goes_on_in_the_pass_where_it_was_left(accumulated: int, tmp_path: Path) -> None:
     rows = datasets.Dataset.from_list(text(rows=12)).to_iterable_dataset().shuffle(seed=0, buffer_size=4)

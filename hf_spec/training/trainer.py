@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -93,6 +94,7 @@ class DraftTrainer(Trainer):
         self._peft_config = peft_config
         self._tokenizer = kwargs.get("processing_class")
         self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
+        self._order = torch.Generator()  # of examples that are grouped by length
         kwargs.setdefault("data_collator", DraftCollator())
         if args.muon_learning_rate is not None:
             kwargs["optimizer_cls_and_kwargs"] = muon.factory(args)
@@ -376,11 +378,20 @@ class DraftTrainer(Trainer):
             return place
         return place_in_stream(checkpoint, self.args.gradient_accumulation_steps)
 
+    def _get_train_sampler(self, *args: Any) -> Any:
+        """Group by length by random numbers that come again in a run that is resumed."""
+        sampler = super()._get_train_sampler(*args)
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = self._order
+        return sampler
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Train no more where all of ``max_steps`` are done: Trainer would take a step before it looks."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._order.manual_seed(hash((seed, kwargs["epoch"])))
             super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     # -- files --------------------------------------------------------------------------------------------------------
