@@ -12,7 +12,8 @@ import datasets
 import pytest
 import torch
 from golden import in_another_process
-from test_trainer import arguments, eagle3, losses, sharp_target, text
+from peft import LoraConfig
+from test_trainer import arguments, eagle3, losses, medusa, sharp_target, text, vanilla
 from test_training_commands import recipe, stories
 
 from hf_spec.cli import main
@@ -91,6 +92,50 @@ def test_a_finished_run_trains_no_more(stream: bool, tmp_path: Path) -> None:
     assert again.state.global_step == 5 and not (tmp_path / "checkpoint-6").exists()
     for name, tensor in again.draft.state_dict().items():
         assert torch.equal(tensor, whole.draft.state_dict()[name]), name
+
+
+OTHER_DRAFTS = {
+    "norm_output was False, not True": lambda target: eagle3(target, norm_output=True),
+    "draft_vocab_size was 96, not 40": lambda target: eagle3(target, 40),
+    "speculators_model_type was eagle3, not medusa": medusa,
+    "model_type was speculators, not llama": vanilla,
+}
+
+
+@pytest.mark.parametrize("differs", OTHER_DRAFTS)
+def test_another_draft_does_not_go_on_from_a_checkpoint(differs: str, tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    target = sharp_target()
+    for options in ({}, {"peft_config": LoraConfig(r=2, target_modules="all-linear")}):
+        other = DraftTrainer(
+            OTHER_DRAFTS[differs](target), target, arguments(tmp_path, **SAVED), train_dataset=text(), **options
+        )
+        said = "has no adapter of PEFT" if options else differs
+        with pytest.raises(ValueError, match=rf"checkpoint-2, which holds another draft: .*{said}"):
+            other.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("change", [{"muon_learning_rate": 0.01}, {"freeze_lm_head": True}, {"optim": "sgd"}])
+def test_another_optimizer_does_not_go_on_from_a_checkpoint(change: dict[str, Any], tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    with pytest.raises(ValueError, match=r"checkpoint-2, which was written with another optimizer, or trained other"):
+        trainer(tmp_path, **change).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("muon", [None, 0.01])
+def test_what_a_checkpoint_says_of_its_optimizer_is_told_where_arguments_differ(
+    muon: float | None, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hf_spec"), "propagate", True)
+    options: dict[str, Any] = {"lr_scheduler_type": "linear", "muon_learning_rate": muon}
+    trainer(tmp_path, max_steps=2, **options).train()
+    again = trainer(tmp_path, max_steps=3, **options)
+    again.train(resume_from_checkpoint=True)
+    assert "goes on with the optimizer" not in caplog.text
+    again = trainer(tmp_path, max_steps=4, learning_rate=5e-3, **options)
+    again.train(resume_from_checkpoint=True)
+    assert "not with what is asked for now: initial_lr was 0.001, not 0.005" in caplog.text
+    assert max(logs.get("learning_rate", 0) for logs in again.state.log_history) <= (muon or 1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])

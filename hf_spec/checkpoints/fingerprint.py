@@ -31,7 +31,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     outside = embeddings_and_head(model)
     found = {"ends": _digest(outside)}
     if has_body(model):
-        config = json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)
+        config = json.dumps(lasting(model.config.to_dict()), sort_keys=True, default=str)
         body: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name not in outside}
         found |= {"config": hashlib.sha256(config.encode()).hexdigest(), "body": _digest(body)}
     return found
@@ -95,14 +95,15 @@ def vocabulary_digest(tokenizer: Any) -> str:
     return _json_digest(sorted(tokenizer.get_vocab().items()))
 
 
-def _json_digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _lasting(config: Any) -> Any:
+def lasting(config: Any) -> Any:
+    """Leave out of a config, as a dict, what changes no forward."""
     if not isinstance(config, dict):
         return config
-    return {name: _lasting(value) for name, value in config.items() if name not in PASSING}
+    return {name: lasting(value) for name, value in config.items() if name not in PASSING}
+
+
+def _json_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

@@ -10,15 +10,21 @@ import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..checkpoints.fingerprint import differences, lasting
+
 logger = logging.get_logger(__name__)
 
 STATE = "trainer_state.json"  # which Trainer writes last
 WEIGHTS = ("*model*", "global_step*")  # of a draft or an adapter, whole or in shards; DeepSpeed's
+MOVING = ("params", "lr")  # of an optimizer
+# Of a config, by us (the target's name) and by Trainer (what the tokenizer says).
+SET_LATER = ("speculators_config", "bos_token_id", "eos_token_id", "pad_token_id")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How safetensors and torch say that a file could not be written to its end.
 FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWriter failed", "unexpected pos")
@@ -56,6 +62,64 @@ def checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
     return [steps[step] for step in sorted(steps)]
+
+
+def check_draft(checkpoint: str | None, draft: Any, is_adapter: bool) -> None:
+    """Raise a ValueError if a checkpoint is of another ``draft``, or is an adapter and this not, or the other way."""
+    config, adapter = (Path(checkpoint or "", name) for name in ("config.json", "adapter_config.json"))
+    if checkpoint is None or not (config.exists() or adapter.exists()):  # DeepSpeed has neither
+        return
+    found = []
+    if adapter.exists() != is_adapter:
+        found = ["it has no adapter of PEFT" if is_adapter else "it is an adapter of PEFT"]
+    elif not is_adapter:
+        saved, own = (_flat(json.loads(one)) for one in (config.read_text("utf-8"), draft.config.to_json_string()))
+        kind_first = sorted({**saved, **own}, key=lambda name: "model_type" not in name)
+        found = differences(saved, {name: own.get(name) for name in kind_first})
+    if found:
+        raise ValueError(
+            f"training cannot go on from {checkpoint}, which holds another draft: {'; '.join(found[:3])}. Repeat the "
+            "recipe that began it, or name another output_dir"
+        )
+
+
+def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in lasting(config).items():
+        if name not in SET_LATER:
+            found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found
+
+
+@contextlib.contextmanager
+def checked_optimizer(optimizer: Any, checkpoint: str | None) -> Iterator[None]:
+    """Raise a ValueError if what is loaded meanwhile is of another optimizer; warn of what goes before arguments."""
+    asked = _settings(optimizer)
+    try:
+        yield
+        is_same = [one.keys() for one in _settings(optimizer)] == [one.keys() for one in asked]
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"training cannot go on from {checkpoint}, which was written with another optimizer, or trained other "
+            "weights: repeat the optim, muon_learning_rate and freeze_lm_head of the run that began it, or begin "
+            "another one from its draft, in another output_dir"
+        )
+    pairs = zip(asked, _settings(optimizer), strict=True)
+    if found := [one for wanted, have in pairs for one in differences(have, wanted)]:
+        logger.warning(
+            f"training goes on with the optimizer of {checkpoint}, not with what is asked for now: "
+            f"{'; '.join(dict.fromkeys(found))}. For that begin another run from its draft, in another output_dir"
+        )
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return what each group of parameters is trained with, but for where the schedule is."""
+    return [
+        {name: list(one) if isinstance(one, tuple) else one for name, one in group.items() if name not in MOVING}
+        for group in optimizer.param_groups
+    ]
 
 
 def place_in_stream(checkpoint: str, accumulated: int) -> tuple[int, int]:

@@ -40,7 +40,9 @@ from .losses import (
 from .origin import check_tokenizer
 from .resuming import (
     asks_to_resume,
+    check_draft,
     check_output_dir,
+    checked_optimizer,
     checkpoint_to_resume,
     place_in_stream,
     told_when_the_disk_is_full,
@@ -369,6 +371,7 @@ class DraftTrainer(Trainer):
         if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
         if self.model is not None:
+            check_draft(checkpoint, self.draft, self.accelerator.unwrap_model(self.model) is not self.draft)
             vars(self.draft).update(self._around)  # for whatever wraps it now
         return super().train(checkpoint, *args, **kwargs)
 
@@ -377,6 +380,10 @@ class DraftTrainer(Trainer):
         if checkpoint is None or self.args.ignore_data_skip or hasattr(self.train_dataset, "__len__"):
             return place
         return place_in_stream(checkpoint, self.args.gradient_accumulation_steps)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with checked_optimizer(self.optimizer, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _get_train_sampler(self, *args: Any) -> Any:
         """Group by length by random numbers that come again in a run that is resumed."""
