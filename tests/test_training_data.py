@@ -16,7 +16,7 @@ import pytest
 import torch
 from golden import in_another_process, tiny_target
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_spec.training import (
     DraftCollator,
@@ -553,6 +553,28 @@ def fills_the_disk(limit: int, path: Path, conversations: Any, **options: Any) -
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_conversations_beyond_the_positions_of_the_target_are_cut_or_left_empty(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("hf_spec"), "propagate", True)
+    ask = tokenizer(PLAIN)
+    torch.manual_seed(0)
+    shape = {"n_positions": 34, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    target = GPT2LMHeadModel(GPT2Config(vocab_size=len(ask), eos_token_id=None, **shape)).eval()
+    conversations = [[{"role": "user", "content": "one " * count}, CHAT[1]] for count in (1, 40, 20)]
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "progress": False}
+    path = regenerate(conversations, target, ask, tmp_path / "new.jsonl", **options)
+    short, none, long = (json.loads(line)["messages"] for line in path.read_text().splitlines())
+    assert none == [] and "without room for an answer in the target's 32 positions" in caplog.text
+    for asked, said in (short, long):
+        prompt = ask.apply_chat_template([asked], add_generation_prompt=True)["input_ids"]
+        length = min(16, 32 - len(prompt))
+        assert (length < 16) == (asked == long[0])
+        alone = target.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False, pad_token_id=0)
+        assert said["content"] == ask.decode(alone[0, len(prompt) :], skip_special_tokens=True).strip()
+        assert said["cut"]
+
+
 def test_answers_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
     first = [{"role": "user", "content": "one " * 300}, CHAT[1]]  # longer than what is noted beside the answers
     conversations, path = [first, CHAT[:2], CHAT], tmp_path / "answers.jsonl"

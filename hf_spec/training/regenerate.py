@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
 from ..processes import Processes
-from ..scoring.plain import input_device, padded
+from ..scoring.plain import input_device, padded, position_limit
 from .chat import (
     CUT,
     TEMPLATE_COLUMNS,
@@ -74,7 +74,7 @@ def regenerate(
     one whose line was written by half is. A file beside ``output``, its name with ``.made_from.json``, says what the
     answers were made with. ``generate_kwargs`` go to ``generate``: sampling, a speculator. An answer without an
     end-of-sequence token, which ``max_new_tokens`` cut off, is marked by ``"cut": true``, so that no draft learns to
-    end it there.
+    end it there. Where the target's positions end, so does an answer; without room for one a conversation is left out.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
     ``output`` holds something else than answers to ``conversations``, or answers of another target, tokenizer or way
@@ -265,7 +265,8 @@ def _answered(batch: list[_Asked], target: PreTrainedModel, tokenizer: Any, opti
         prompts = {}
         for row in [row for row, one in enumerate(turns) if len(one) > turn]:
             try:
-                prompts[row] = render(tokenizer, written[row] + turns[row][turn], True, batch[row].arguments)
+                prompt = render(tokenizer, written[row] + turns[row][turn], True, batch[row].arguments)
+                prompts[row] = _encoded(prompt, target, tokenizer)
                 written[row] += turns[row][turn]
             except Unusable:
                 turns[row], written[row] = [], []
@@ -305,15 +306,37 @@ def _turns(conversation: Any) -> Turns:
     return turns
 
 
+def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:
+    """Return the token ids of a prompt behind which there is room for an answer."""
+    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    check_ids(0, max(ids, default=0), len(target.get_input_embeddings().weight))
+    if (limit := position_limit(target)) is not None and len(ids) >= limit:
+        logger.warning_once(f"conversations without room for an answer in the target's {limit} positions are left out")
+        raise Unusable("long")
+    return ids
+
+
+def _generate(
+    prompts: list[list[int]], target: Any, tokenizer: Any, options: dict[str, Any]
+) -> list[tuple[str, bool]]:
+    """Return the answer to each prompt (token ids), and whether it was cut off before its end-of-sequence token."""
+    limit, wanted = position_limit(target), options["max_new_tokens"]
+    room = [wanted if limit is None else min(wanted, limit - len(prompt)) for prompt in prompts]
+    answers: dict[int, tuple[str, bool]] = {}
+    for length in {*room}:  # those that the target's positions end are not to end others
+        rows = [row for row, one in enumerate(room) if one == length]
+        asked = [prompts[row] for row in rows]
+        found = _generate_together(asked, target, tokenizer, options | {"max_new_tokens": length})
+        answers |= zip(rows, found, strict=True)
+    return [answers[row] for row in range(len(prompts))]
+
+
 @torch.no_grad()
-def _generate(prompts: list[str], target: Any, tokenizer: Any, options: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Return the answer to each prompt, and whether it was cut off before its end-of-sequence token."""
-    if not prompts:
-        return []
-    ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    check_ids(0, max(max(row, default=0) for row in ids), len(target.get_input_embeddings().weight))
+def _generate_together(
+    prompts: list[list[int]], target: Any, tokenizer: Any, options: dict[str, Any]
+) -> list[tuple[str, bool]]:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    inputs = padded(ids, pad, input_device(target))
+    inputs = padded(prompts, pad, input_device(target))
     asked = inputs.pop("input_ids")  # (prompts, longest)
     out = target.generate(asked, **inputs, pad_token_id=pad, **options)
     said = out[:, asked.shape[1] :]  # (prompts, new tokens)
