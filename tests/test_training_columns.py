@@ -160,6 +160,30 @@ def test_answers_are_given_with_tools_and_written_beside_them(tmp_path: Path) ->
     assert len({text(row).split(" <user>")[0] for row in rows}) == len(rows)
 
 
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"prompt": ["one two"]}, "none of .'prompt'. is 'completion'"),
+        ({"prompt": [QUESTION]}, "none of .'prompt'. is 'completion'"),
+        ({"instruction": ["one"], "input": ["two"]}, "none of .'instruction', 'input'. is 'output'"),
+        ({"messages": [QUESTION]}, "1 examples have no answer of the assistant"),
+    ],
+)
+def test_questions_alone_are_answered_first(
+    columns: dict[str, list[Any]], said: str, template: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"{said}.*let the target answer first, by regenerate"):
+        prepared(columns, template)
+    target, ask = tiny_target(vocab_size=len(tokenizer())), tokenizer(template)
+    options = {"max_new_tokens": 4, "do_sample": False, "progress": False}
+    path = regenerate(conversations(datasets.Dataset.from_dict(columns)), target, ask, tmp_path / "1.jsonl", **options)
+    same = regenerate([QUESTION + ANSWER], target, ask, tmp_path / "2.jsonl", **options)
+    (found,), (expected,) = read(path), read(same)
+    answer = [message.pop("content") for message in (found["messages"][1], expected["messages"][1])]
+    assert answer[0] == answer[1] and found["messages"][0]["content"].split() == ["one", "two"]
+
+
 def test_the_command_and_recipes_take_arguments_of_the_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,24 +45,27 @@ def messages_of(conversation: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def chat_columns(names: Collection[str]) -> tuple[str, ...]:
-    """Return the column of conversations among ``names``, or the two of questions and answers; () if there is none."""
-    single = [(name,) for name in CHAT_COLUMNS]
-    return next((found for found in (*single, *PAIRS) if {*found} <= {*names}), ())
+def chat_columns(names: Collection[str], questions: bool = False) -> tuple[str, ...]:
+    """Return the column of conversations among ``names``, or the two of questions and answers; () if there is none.
+
+    ``questions`` will do alone where answers are to be made.
+    """
+    single, alone = [(name,) for name in CHAT_COLUMNS], [(question,) for question, _ in PAIRS if questions]
+    return next((found for found in (*single, *PAIRS, *alone) if {*found} <= {*names}), ())
 
 
 def conversation_of(example: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
-    """Return the conversation in the ``columns`` of an example, or one made of a question and an answer.
+    """Return the conversation in the ``columns`` of an example, or one made of a question and perhaps an answer.
 
     These are texts or messages; an ``input`` beside an ``instruction`` stands below it, as in Alpaca.
     """
-    if len(columns) == 1:
+    if columns[0] in CHAT_COLUMNS:
         return example[columns[0]]
-    question, answer = (example[name] for name in columns)
+    question, *answer = (example[name] for name in columns)
     if columns[0] == "instruction" and isinstance(question, str) and example.get("input"):
         question = f"{question}\n\n{example['input']}"
     said: list[Any] = []
-    for role, content in (("user", question), ("assistant", answer)):
+    for role, content in zip(("user", "assistant"), (question, *answer), strict=False):
         if not isinstance(content, str | list) or not content:
             raise Unusable
         said += [{"role": role, "content": content}] if isinstance(content, str) else content

@@ -41,9 +41,10 @@ TEXT = "text"  # the column of text, unless another is named
 FIRST = 256  # examples of a stream that are looked at beforehand
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+ASK = "let the target answer first, by regenerate (hf-spec prepare --regenerate FILE.jsonl)"
 REASONS = {
     "short": "have no two answer tokens one after the other, so that nothing is guessed in them",
-    "unanswered": "have no answer of the assistant",
+    "unanswered": f"have no answer of the assistant: {ASK}",
     "unmarked": "have answers that the chat template does not begin as it does for generation, so that they are not "
     "found: mark them with {% generation %} in the template",
     "broken": "are no text, or no conversation that the chat template takes",
@@ -147,6 +148,11 @@ def _columns(
     chat = chat_columns(names)
     if text_column in names and (chat in PAIRS or text_column != TEXT):
         chat = ()
+    if not chat and text_column not in names and (asked := chat_columns(names, questions=True)):
+        raise ValueError(
+            f"the column {asked[0]!r} has questions, but none of {names} is {dict(PAIRS)[asked[0]]!r}, their answers: "
+            f"rename one, or {ASK}"
+        )
     if not chat and text_column not in names:
         raise ValueError(
             f"no column of {[*CHAT_COLUMNS, *map(' and '.join, PAIRS)]} and no {text_column!r}, but "

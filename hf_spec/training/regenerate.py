@@ -69,12 +69,13 @@ def regenerate(
     A conversation is a list of messages, or a dict with one of the columns that ``prepare_dataset`` reads and with
     ``tools`` or ``chat_template_kwargs``, which the chat template is given beside ``template_arguments``. Messages of
     the assistant are replaced in turn, each after the new ones before it. What stands after the last answer is left
-    out, and of what is no conversation for the chat template nothing is left, which ``prepare_dataset`` skips.
-    Conversations that are in ``output`` already are not answered again, so that an interrupted call can be repeated;
-    one whose line was written by half is. A file beside ``output``, its name with ``.made_from.json``, says what the
-    answers were made with. ``generate_kwargs`` go to ``generate``: sampling, a speculator. An answer without an
-    end-of-sequence token, which ``max_new_tokens`` cut off, is marked by ``"cut": true``, so that no draft learns to
-    end it there. Where the target's positions end, so does an answer; without room for one a conversation is left out.
+    out; where there is none, as with a column ``prompt`` or ``instruction`` alone, one is written at the end. Of what
+    is no conversation for the chat template nothing is left, which ``prepare_dataset`` skips. Conversations that are
+    in ``output`` already are not answered again, so that an interrupted call can be repeated; one whose line was
+    written by half is. A file beside ``output``, its name with ``.made_from.json``, says what the answers were made
+    with. ``generate_kwargs`` go to ``generate``: sampling, a speculator. An answer without an end-of-sequence token,
+    which ``max_new_tokens`` cut off, is marked by ``"cut": true``, so that no draft learns to end it there. Where the
+    target's positions end, so does an answer; a conversation without room for one is left out.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
     ``output`` holds something else than answers to ``conversations``, or answers of another target, tokenizer or way
@@ -280,7 +281,7 @@ def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
     if not isinstance(given, Mapping):
         return _Asked(_turns(given), arguments)
     try:
-        conversation = conversation_of(given, chat_columns(given.keys()))
+        conversation = conversation_of(given, chat_columns(given.keys(), questions=True))
         own = template_arguments_of(given)
     except (Unusable, ValueError):
         return _Asked([])
@@ -290,7 +291,7 @@ def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
 
 
 def _turns(conversation: Any) -> Turns:
-    """Return what is said before each answer; nothing of what is no conversation."""
+    """Return what is said before each answer, all where there is none; nothing of what is no conversation."""
     try:
         messages = messages_of(conversation)
     except Unusable:
@@ -303,7 +304,7 @@ def _turns(conversation: Any) -> Turns:
             turn = []
         else:
             turn.append(message)
-    return turns
+    return turns or ([turn] if turn else [])
 
 
 def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:

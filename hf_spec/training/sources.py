@@ -56,13 +56,13 @@ def is_prepared(name: str) -> bool:
 
 def conversations(data: datasets.Dataset) -> Any:
     """Return what ``regenerate`` reads of ``data``. Errors: a ValueError if there are no conversations."""
-    columns = chat_columns(data.column_names)
+    columns = chat_columns(data.column_names, questions=True)
     if not columns:
         raise ValueError(
-            f"only conversations can be answered anew, a column of {[*CHAT_COLUMNS, *map(' and '.join, PAIRS)]}, not "
+            f"only conversations and questions can be answered, a column of {[*CHAT_COLUMNS, *dict(PAIRS)]}, not "
             f"{data.column_names}"
         )
-    return data if len(columns) > 1 or {*TEMPLATE_COLUMNS} & {*data.column_names} else data[columns[0]]
+    return data if columns[0] not in CHAT_COLUMNS or {*TEMPLATE_COLUMNS} & {*data.column_names} else data[columns[0]]
 
 
 def weights_of(data: Any) -> dict[str, float]:
