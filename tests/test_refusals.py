@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from architectures import build, prompts
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -261,6 +262,12 @@ def test_rotary_frequencies_of_one_type_of_layer_that_change_with_the_length(kin
     model = build("gemma3_text", rope_parameters=ropes, max_position_embeddings=20)
     limit = 20 if kind == "dynamic" else 10
     refuse(f"rope_type='{kind}'", f"longer than {limit} tokens", model, max_new_tokens=8, **prompts(2, (13, 5)))
+
+
+def test_an_offloaded_target_lends_nothing() -> None:
+    config = Eagle3SpeculatorConfig.for_target(target().config, shared_with_target=["embed_tokens"])
+    offloaded = cpu_offload(noisy(target()), execution_device=torch.device("cpu"))
+    refuse("target's embed_tokens is absent, offloaded", "load it", offloaded, speculator=Eagle3DraftModel(config))
 
 
 def test_vocabularies_that_differ() -> None:

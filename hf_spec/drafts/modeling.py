@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from ..configuration import GEMMA, SpeculatorConfig
 from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
+from ..scoring.plain import input_device
 from ..scoring.products import product
 from ..settings import SpeculationConfig
 from .base import Speculator
@@ -272,6 +273,11 @@ class DraftModel(PreTrainedModel, Speculator):
         self.config.check_target(target.config)
         if (reason := why_no_masks(self.config._attn_implementation)) is not None:
             raise ValueError(f"the draft {type(self).__name__} {reason}")
+        if input_device(target).type == "meta":  # an outline of a target that will be read
+            return
+        ends = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        for name in self.config.shared_with_target or ():
+            _lendable(ends[name], name, self.config)
 
     @classmethod
     def engines(
