@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from servers import DRAFT, TARGET, plain, target
-from transformers import TextStreamer
+from transformers import GPT2Config, GPT2LMHeadModel, TextStreamer
 
 from hf_spec.cli import main
 
@@ -89,6 +89,17 @@ def test_stats(talk):
 def test_commands_are_told(talk):
     lines = talk("/help", "/rest")
     assert "/reset" in lines[0] and lines[2] == "/rest is not a command"
+
+
+def test_a_chat_goes_on_where_the_positions_of_the_model_end(talk, tmp_path):
+    sizes = {"n_positions": 48, "n_embd": 16, "n_layer": 1, "n_head": 1, "bos_token_id": None, "eos_token_id": None}
+    GPT2LMHeadModel(GPT2Config(vocab_size=2048, **sizes)).save_pretrained(tmp_path)
+    target()[1].save_pretrained(tmp_path)
+    options = ("--speculator", "ngram", "--max-new-tokens", "500")
+    said = talk(ASKED, AGAIN, "/reset", ASKED, model=str(tmp_path), options=options)
+    refused = next(i for i, line in enumerate(said) if "positions" in line)
+    assert said[refused].endswith("the target has positions for 48; shorten it, or /reset forgets what was said)")
+    assert said[:refused] == said[refused + 1 :] != []
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_was_said(talk, monkeypatch):

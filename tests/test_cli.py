@@ -15,7 +15,14 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import hf_spec
 from hf_spec import HybridSpeculator, SpeculationConfig, cli, demo
@@ -149,6 +156,18 @@ def test_generate_reads_standard_input_up_to_its_last_newline(models, capsys, mo
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + end))
     assert main(["generate", models["target"], "--speculator", "ngram", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(models["target"], PROMPT, 5).rstrip("\n")
+
+
+def test_generate_ends_where_the_positions_of_the_target_do(tmp_path, capsys):
+    sizes = {"n_positions": 24, "n_embd": 16, "n_layer": 1, "n_head": 1, "bos_token_id": None, "eos_token_id": None}
+    GPT2LMHeadModel(GPT2Config(vocab_size=2048, **sizes)).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    tokenizer.save_pretrained(tmp_path)
+    command = ["generate", str(tmp_path), "--speculator", "ngram", "--max-new-tokens", "99", "--prompt"]
+    assert main([*command, PROMPT]) == 0
+    assert f": {24 - len(tokenizer(PROMPT).input_ids)} tokens in" in capsys.readouterr().err
+    assert main([*command, "a " * 40]) == 1
+    assert re.search(r"the prompt has \d+ tokens, and the target has positions for 24; ", capsys.readouterr().err)
 
 
 def test_what_is_no_utf_8_is_told_before_anything_is_loaded(capsys, monkeypatch):

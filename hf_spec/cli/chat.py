@@ -104,6 +104,7 @@ class _Chat:
         from jinja2 import TemplateError
 
         from ..scoring.plain import input_device
+        from .loading import room_for
 
         self.messages.append({"role": "user", "content": line})
         try:
@@ -112,9 +113,16 @@ class _Chat:
             ).to(input_device(self.target))
         except TemplateError as error:
             raise ValueError(f"the chat template of the model does not take this chat: {error}") from error
-        shown = _shown(self.tokenizer)
         try:
-            out = self.target.generate(**inputs, streamer=shown, return_dict_in_generate=True, **self.options)
+            new = room_for(self.options["max_new_tokens"], inputs.input_ids.shape[1], self.target)
+        except ValueError as error:
+            print(f"({error}, or /reset forgets what was said)")
+            self.messages.pop()
+            return
+        shown = _shown(self.tokenizer)
+        options = self.options | {"max_new_tokens": new}
+        try:
+            out = self.target.generate(**inputs, streamer=shown, return_dict_in_generate=True, **options)
         except KeyboardInterrupt:
             shown.end()
             print("(stopped)")

@@ -59,13 +59,14 @@ def _generate(args: argparse.Namespace) -> None:
 
     from ..bench import Prompt
     from ..scoring.plain import input_device
-    from .loading import load_models
+    from .loading import load_models, room_for
 
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
     )
     speculator = speculators[args.speculator]
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
+    new = room_for(args.max_new_tokens, input_ids.shape[1], target)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     with remembering(args, speculator, tokenizer):
@@ -75,7 +76,7 @@ def _generate(args: argparse.Namespace) -> None:
             speculator=speculator,
             speculation_config=asked_for(speculator, args, args.tree),
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=new,
             return_dict_in_generate=True,
             **sampling(args.temperature),
         )

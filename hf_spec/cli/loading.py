@@ -14,7 +14,7 @@ from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, position_limit
 from ..settings import SpeculationConfig
 
 WITH_MEMORY = "memory+"  # before the name of a draft
@@ -94,6 +94,18 @@ def tokenizer_of(target: str) -> PreTrainedTokenizerBase:
             f"no tokenizer can be read at the target {target!r}; copy tokenizer.json and tokenizer_config.json of the "
             f"model that it was made from into it. {error}"
         ) from error
+
+
+def room_for(answer: int, prompt: int, target: PreTrainedModel) -> int:
+    """Return how long an ``answer`` to a prompt may be: as long as asked for, or as the target's positions last.
+
+    Errors: a ValueError if they do not last to the prompt's end.
+    """
+    if (size := position_limit(target)) is None:
+        return answer
+    if size <= prompt:
+        raise ValueError(f"the prompt has {prompt} tokens, and the target has positions for {size}; shorten it")
+    return min(answer, size - prompt)
 
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
