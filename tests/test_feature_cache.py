@@ -199,6 +199,23 @@ def test_names_on_disk_stay_as_they_were_first_written(tmp_path: Path) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1, "made_fr', '{"format": 1}', '{"format": 2}'])
+def test_an_index_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+    cached(tmp_path)
+    (tmp_path / "index.json").write_text(content)
+    for call in (lambda: FeatureCache(tmp_path), lambda: cached(tmp_path)):
+        with pytest.raises(ValueError, match=r"index\.json is no index of a feature cache, .* or cut off: remove"):
+            call()
+
+
+@pytest.mark.parametrize("file", ["config.json", "ends.safetensors"])
+def test_what_is_kept_of_the_target_is_named_where_it_is_cut_off(file: str, tmp_path: Path) -> None:
+    path = cached(tmp_path).directory / "target" / file
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=r"target is damaged .*: remove it, and load the whole target instead"):
+        FeatureCache(tmp_path).load_target()
+
+
 def other_weights() -> Any:
     target = sharp_target()
     target.model.layers[3].mlp.up_proj.weight.data.add_(0.01)

@@ -203,7 +203,12 @@ class FeatureCache(Dataset[dict[str, Any]]):
         """
         if not (self.directory / "target").exists():
             raise ValueError(f"{self.directory} has no embeddings and no output layer: load the whole target instead")
-        return load_embeddings_and_head(self.directory / "target")
+        try:
+            return load_embeddings_and_head(self.directory / "target")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{self.directory / 'target'} is damaged ({error}): remove it, and load the whole target instead"
+            ) from error
 
 
 def _refuse(directory: Path, found: list[str]) -> None:
@@ -376,10 +381,15 @@ class _Index:
         path = directory / "index.json"
         if not path.exists():
             return None
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is no index of a feature cache, or of another version: remove {directory}")
-        return cls(directory, **content)
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content.pop("format") == FORMAT:
+                return cls(directory, **content)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            pass  # cut off, or of something else
+        raise ValueError(
+            f"{path} is no index of a feature cache, or of another version, or cut off: remove {directory}"
+        )
 
     def has(self, number: int) -> bool:
         path = self.directory / _name(number)
