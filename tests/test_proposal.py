@@ -182,6 +182,16 @@ def test_the_root_is_the_last_token_that_counts() -> None:
             ask(OwnDrafter(lambda news: Proposal.chain(news.tokens[:, column], two(news))), news, 2)  # noqa: B023
 
 
+@pytest.mark.parametrize("layer", [99, -2])
+def test_a_layer_that_the_target_has_not(layer: int) -> None:
+    class Reading(Own):
+        def feature_layers(self, target: Any) -> tuple[int, ...]:
+            return (0, layer)
+
+    with pytest.raises(ValueError, match=rf"feature layer {layer} was asked for, but LlamaForCausalLM has \d layers"):
+        target().generate(**prompts(1), max_new_tokens=8, speculator=Reading(lambda news: Proposal.nothing(news.root)))
+
+
 def test_what_is_no_drafter() -> None:
     class Nobody(Speculator):
         def drafter(self, request: Request) -> Any:

@@ -267,7 +267,10 @@ class Speculator(ABC):
         return False
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """Say which ``hidden_states[i]`` of the target the drafter reads; none by default."""
+        """Say which ``hidden_states[i]`` of the target the drafter reads; none by default.
+
+        i is what layer i is given, the number of layers what the last one gives, and -1 the same behind the last norm.
+        """
         return ()
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:  # noqa: B027

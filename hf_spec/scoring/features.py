@@ -22,11 +22,18 @@ class Features:
     States are caught by hooks at these layers alone: transformers' own ones stay at all layers for good, and took a
     tenth of a small target's forward. Where it is not known which modules give what it calls hidden states, it is
     asked for some, and for ``every`` one where that is wanted: ``asked`` are the arguments of a forward that do so.
+
+    Errors: a ValueError for layers that the model has not.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), every: bool = False) -> None:
         self.layers = tuple(layers)
         self._count: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        if unknown := [layer for layer in self.layers if not -1 <= layer <= self._count]:
+            raise ValueError(
+                f"feature layer {unknown[0]} was asked for, but {type(model).__name__} has {self._count} layers: name "
+                f"hidden states from 0 to {self._count}, or -1 for those behind the last norm"
+            )
         self.every = every
         stack = [] if every else _stack(model, self._count)
         self._read: dict[nn.Module, int] = {stack[i]: i for i in self.layers if 0 <= i < len(stack)}  # where given
