@@ -32,3 +32,18 @@ def test_no_hook_stays(name: str) -> None:
     assert bool(features.asked) == (name in COLLECT_THEMSELVES)
     assert len(features.states(outputs, caught)) == 2
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.layers.1"])
+def test_a_target_that_is_compiled_already(part: str) -> None:
+    """A graph that was made without hooks does not see those that come later."""
+    model, inputs = build("llama", seed=2), prompts(3)
+    with torch.no_grad():
+        expected = model(**inputs, output_hidden_states=True).hidden_states
+        model.get_submodule(part).compile(backend="eager")
+        model(**inputs)
+        features = Features(model, (1, LAYERS - 1))
+        with features.watching() as caught:
+            outputs = model(**inputs, **features.asked)
+    for layer, states in zip(features.layers, features.states(outputs, caught), strict=True):
+        torch.testing.assert_close(states, expected[layer])

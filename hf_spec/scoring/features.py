@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .graphs import is_compiled
 from .hooks import hooked
 
 
@@ -35,7 +36,8 @@ class Features:
                 f"hidden states from 0 to {self._count}, or -1 for those behind the last norm"
             )
         self.every = every
-        stack = [] if every else _stack(model, self._count)
+        catches = bool(self.layers) and not every and not is_compiled(model)  # whose graphs may not hold our hooks
+        stack = _stack(model, self._count) if catches else []
         self._read: dict[nn.Module, int] = {stack[i]: i for i in self.layers if 0 <= i < len(stack)}  # where given
         others = every or [i for i in self.layers if 0 <= i < self._count and i not in self._read.values()]
         self.asked: dict[str, Any] = {"output_hidden_states": others} if others else {}

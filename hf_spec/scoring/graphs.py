@@ -96,6 +96,14 @@ def why_not_compiled(error: Exception) -> str:
     return " ".join([f"{type(error).__name__}:", *lines[:2]])
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether a user's ``compile()``, or torch.compile around a forward, is in the model or a part of it."""
+    return any(
+        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )
+
+
 def compiled_model(model: Any, config: CompileConfig | None, watched: Sequence[int]) -> Callable[..., Any]:
     """Return ``model`` compiled as ``get_compiled_call`` does it, but with a store of graphs of its own.
 

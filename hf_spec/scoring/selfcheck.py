@@ -16,6 +16,7 @@ from ..proposal import Proposal
 from .adapters import adapter_of_inputs
 from .architectures import why_one_row
 from .factory import runner_for
+from .graphs import is_compiled
 from .plain import difference, input_device, new_cache, new_static_cache, plain_logits, precision, prompt_kwargs
 from .runner import ModelRunner
 from .trials import in_short, tried_once
@@ -60,7 +61,7 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool) -> None:
         apart = difference_from_plain(model, TREE if name == "tree" else CHAIN, static)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         why = in_short(error)
-        if _is_compiled(model):
+        if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"
         raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({why}); {cure}.") from error
     if not apart <= _tolerance(model):  # nan is refused too
@@ -160,14 +161,6 @@ def _difference(model: PreTrainedModel, reads: list[_Read], plain: Tensor) -> fl
 
 def _tolerance(model: PreTrainedModel) -> float:
     return TOLERANCE.get(precision(model), 1e-2)
-
-
-def _is_compiled(model: PreTrainedModel) -> bool:
-    """Tell whether ``model.compile()``, or torch.compile around a forward, changed the model or a part of it."""
-    return any(
-        module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
-    )
 
 
 def _prompt(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
