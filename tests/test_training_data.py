@@ -559,7 +559,7 @@ def test_conversations_beyond_the_positions_of_the_target_are_cut_or_left_empty(
     monkeypatch.setattr(logging.getLogger("hf_spec"), "propagate", True)
     ask = tokenizer(PLAIN)
     torch.manual_seed(0)
-    shape = {"n_positions": 34, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    shape = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
     target = GPT2LMHeadModel(GPT2Config(vocab_size=len(ask), eos_token_id=None, **shape)).eval()
     conversations = [[{"role": "user", "content": "one " * count}, CHAT[1]] for count in (1, 40, 20)]
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "progress": False}
