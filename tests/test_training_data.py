@@ -552,7 +552,6 @@ def fills_the_disk(limit: int, path: Path, conversations: Any, **options: Any) -
         regenerate(conversations, tiny_target(vocab_size=len(tokenizer())), tokenizer(), path, **options)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_conversations_beyond_the_positions_of_the_target_are_cut_or_left_empty(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,6 +574,7 @@ def test_conversations_beyond_the_positions_of_the_target_are_cut_or_left_empty(
         assert said["cut"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_answers_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
     first = [{"role": "user", "content": "one " * 300}, CHAT[1]]  # longer than what is noted beside the answers
     conversations, path = [first, CHAT[:2], CHAT], tmp_path / "answers.jsonl"
