@@ -121,6 +121,11 @@ def check_settings(config: object, name: str = "speculation_config") -> None:
         raise TypeError(f"{name} must be a hf_spec.SpeculationConfig, got {config!r:.80}")
 
 
+def is_temperature(value: float) -> bool:
+    """Tell whether ``value`` is 0, or scores may be divided by it without an overflow in float32."""
+    return value == 0 or 1e-30 <= value < float("inf")
+
+
 def is_int(value: object) -> TypeGuard[int]:
     """Tell whether ``value`` is a whole number; True and False are not."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..settings import is_temperature
+
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
     from ..settings import SpeculationConfig
@@ -101,7 +103,7 @@ def at_least(least: int) -> Callable[[str], int]:
 def temperature_of(text: str) -> float:
     """Read a temperature: 0, or a number by which scores may be divided without an overflow."""
     try:
-        if (value := float(text)) == 0 or 1e-30 <= value < float("inf"):
+        if is_temperature(value := float(text)):
             return value
     except ValueError:
         pass
