@@ -14,7 +14,7 @@ from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
-from ..scoring.plain import input_device, position_limit
+from ..scoring.plain import input_device, position_limit, room_behind
 from ..settings import SpeculationConfig
 
 WITH_MEMORY = "memory+"  # before the name of a draft
@@ -101,11 +101,8 @@ def room_for(answer: int, prompt: int, target: PreTrainedModel) -> int:
 
     Errors: a ValueError if they do not last to the prompt's end.
     """
-    if (size := position_limit(target)) is None:
-        return answer
-    if size <= prompt:
-        raise ValueError(f"the prompt has {prompt} tokens, and the target has positions for {size}; shorten it")
-    return min(answer, size - prompt)
+    size = position_limit(target)
+    return answer if size is None else min(answer, room_behind(prompt, size, "the target has positions"))
 
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:

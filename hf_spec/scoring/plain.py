@@ -52,6 +52,16 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return size if size and size > 0 else None
 
 
+def room_behind(prompt: int, size: int, where: str, instead: str = "") -> int:
+    """Count the tokens that fit behind a prompt into ``size``; a ValueError if there is no room for one.
+
+    ``where`` says what has room, or positions, for so many.
+    """
+    if size <= prompt:
+        raise ValueError(f"the prompt has {prompt} tokens, and {where} for {size}; shorten it{instead}")
+    return size - prompt
+
+
 def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> dict[str, Tensor]:
     """Pad token ids on the left by ``filler``: ``input_ids`` and ``attention_mask``, (batch, longest row) each."""
     width = max(map(len, rows))

@@ -19,9 +19,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from ..batching.refusals import processors_of
 from ..defaults import fill_in, option
-from ..scoring.plain import position_limit
+from ..scoring.plain import position_limit, room_behind
 from .meter import Meter
-from .requests import quotable, room_behind
+from .requests import quotable
 
 OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what the engine can set for each
 
@@ -151,11 +151,12 @@ class _Text:
         """Count the tokens that may follow; a ValueError if there is no room: the engine would end, with all texts."""
         prompt, config = len(self.prompt), self.config
         cache = self.manager._scheduler.cache.max_tokens_read
-        room = room_behind(prompt, cache, "the paged cache", ", or start the server with more --cb-num-blocks")
+        more = ", or start the server with more --cb-num-blocks"
+        room = room_behind(prompt, cache, "the paged cache has room", more)
         if (size := position_limit(model)) is not None:
-            room = min(room, room_behind(prompt, size, "the model"))
+            room = min(room, room_behind(prompt, size, "the model has room"))
         if config.max_new_tokens is None and config.max_length is not None:
-            room = min(room, room_behind(prompt, config.max_length, "max_length"))
+            room = min(room, room_behind(prompt, config.max_length, "max_length has room"))
         return min(config.max_new_tokens or room, room)
 
     def start(self, pass_on: Any, streaming: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import HTTPException
 from transformers import GenerationConfig
 
-from ..settings import is_int
+from ..settings import is_int, is_temperature
 
 
 def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
@@ -31,13 +31,6 @@ def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
         del body["chat_template_kwargs"]  # which transformers would go through
     if bias := body.get("logit_bias"):
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
-
-
-def room_behind(prompt: int, size: int, where: str, instead: str = "") -> int:
-    """Count the tokens that fit behind a prompt into ``size``; a ValueError if there is no room for one."""
-    if size <= prompt:
-        raise ValueError(f"the prompt has {prompt} tokens, and {where} has room for {size}; shorten it{instead}")
-    return size - prompt
 
 
 def quotable(error: BaseException) -> str:
@@ -71,8 +64,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_temperature(value: Any) -> bool:
-    # Scores that are divided by less overflow in float32, and where requests are batched, all of them would fail.
-    return _is_number(value) and (value == 0 or 1e-30 <= value < float("inf"))
+    return _is_number(value) and is_temperature(value)  # where requests are batched, an overflow would end them all
 
 
 def _is_text(value: Any) -> bool:
@@ -117,10 +109,9 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_input(value: Any) -> bool:
-    items = value if _are_objects(value) else None
-    return (
-        _is_text(value) if items is None else all((_is_message if "role" in one else _is_part)(one) for one in items)
-    )
+    if not _are_objects(value):
+        return _is_text(value)
+    return all((_is_message if "role" in one else _is_part)(one) for one in value)
 
 
 def _are_objects(value: Any) -> bool:

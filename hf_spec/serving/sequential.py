@@ -12,9 +12,9 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decoding.outputs import forget_speculation, last_speculation
-from ..scoring.plain import position_limit
+from ..scoring.plain import position_limit, room_behind
 from .meter import Meter
-from .requests import quotable, room_behind
+from .requests import quotable
 
 
 class OneByOne(GenerateManager):
@@ -91,7 +91,8 @@ class _Measured:
         forget_speculation(self.model)  # what this request does not guess is not that of the one before
         try:
             if (size := position_limit(self.model)) is not None and config.max_new_tokens is not None:
-                config.max_new_tokens = min(config.max_new_tokens, room_behind(prompt_length, size, "the model"))
+                room = room_behind(prompt_length, size, "the model has room")
+                config.max_new_tokens = min(config.max_new_tokens, room)
             if (seed := vars(config).pop("seed", None)) is not None:
                 torch.manual_seed(seed)
             out = self.model.generate(**kwargs)
