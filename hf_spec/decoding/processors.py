@@ -202,7 +202,7 @@ class NodeScores:
         """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
         row = numbers(len(node), node.device)
         if self._processors.together and not self._processors.memoryless:
-            return self._at_all_nodes[row, node]
+            return self._weighable[row, node]
         return self._score(row, node)
 
     def at_root(self) -> Tensor:
@@ -220,7 +220,7 @@ class NodeScores:
         """Return the token with the highest score at every node, (batch, nodes)."""
         if self._processors.is_empty:  # spare the copies
             return self._largest[1]
-        return likeliest(self.every())
+        return likeliest(self._at_all_nodes if self._processors.together else self.every())
 
     def are_sound(self) -> Tensor:
         """Tell at which nodes the logits hold no nan and no inf, (batch, nodes) bool.
@@ -241,7 +241,7 @@ class NodeScores:
         could not have become text and gone on.
         """
         if self._processors.together:
-            return self._at_all_nodes
+            return self._weighable
         present = self._proposal.present
         scores = torch.zeros_like(self._logits, dtype=torch.float32)  # (batch, nodes, vocab)
         reachable = torch.zeros_like(present)
@@ -269,15 +269,17 @@ class NodeScores:
         guesses = self._proposal.tokens[:, None].expand(-1, nodes, -1)
         tokens = text[:, None].expand(-1, nodes, -1).scatter(2, column, guesses)[:, :, :spill]
         prefixes = self._prefixes(tokens.flatten(0, 1), self._ends.flatten(), depth)
-        return self._weighable(self._processors.at_once(flat, prefixes).view(scores.shape))
+        return self._processors.at_once(flat, prefixes).view(scores.shape)
 
-    def _weighable(self, scores: Tensor) -> Tensor:
+    @functools.cached_property
+    def _weighable(self) -> Tensor:
         """Let any token follow an end: processors may ban all, and a guess is weighed by what could follow it."""
-        if self._stops is None:
+        scores, stops = self._at_all_nodes, self._stops
+        if stops is None or self._processors.memoryless:
             return scores
-        if self._stops.reads_text and bool((scores.amax(-1) == -torch.inf).any()):  # a look at the texts takes long
+        if stops.reads_text and bool((scores.amax(-1) == -torch.inf).any()):  # a look at the texts takes long
             return scores.masked_fill(self._ended[:, :, None], 0.0)
-        return scores.masked_fill(self._behind(self._are_last)[:, :, None], 0.0) if self._stops.last_tokens else scores
+        return scores.masked_fill(self._behind(self._are_last)[:, :, None], 0.0) if stops.last_tokens else scores
 
     def _prefixes(self, tokens: Tensor, lengths: Tensor, depth: int) -> Prefixes:
         """Take ``tokens`` (batch * nodes, n) for the prefixes of nodes that are at most ``depth`` deep."""
@@ -322,9 +324,9 @@ class NodeScores:
     def _are_last(self) -> Tensor:
         """Tell which guesses are tokens that end their row: (batch, nodes) bool."""
         tokens = self._proposal.tokens
-        if self._stops is None or not self._stops.last_tokens:
+        if self._stops is None:
             return torch.zeros_like(tokens, dtype=torch.bool)
-        ends = torch.isin(tokens, uploaded(sorted(self._stops.last_tokens), tokens.device))
+        ends = self._stops.are_last(tokens)
         ends[:, 0] = False  # the root is text that goes on
         return ends
 

@@ -37,6 +37,7 @@ class Stops:
         self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
         eos = [one.eos_token_id.flatten().tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
         self.last_tokens = frozenset(chain.from_iterable(eos))
+        self._last: Tensor | None = None  # the same on the device, from the first question on
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
         self._reminded = False
@@ -74,6 +75,12 @@ class Stops:
                     end, earlier = before[row] + count, ends[row]
                     ends[row] = end if earlier is None else min(end, earlier)
         return ends
+
+    def are_last(self, tokens: Tensor) -> Tensor:
+        """Tell which ``tokens``, of any shape and always on one device, end a row."""
+        if self._last is None:
+            self._last = torch.tensor(sorted(self.last_tokens), dtype=torch.long, device=tokens.device)
+        return torch.isin(tokens, self._last)
 
     def completes_string(self, text: Tensor, lengths: Sequence[int]) -> list[bool]:
         """Tell which prefixes, the first ``lengths`` of ``text`` (prefixes, capacity), end in a stop string."""
