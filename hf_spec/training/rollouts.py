@@ -32,8 +32,8 @@ class RolloutCallback(TrainerCallback):
         every: steps of the policy between two refreshings.
         keep: how many of the latest texts a refreshing reads at most.
 
-    Errors: a TypeError if there is neither a speculator nor a trainer of one; a ValueError for
-    numbers that are not whole or below 1, and from the draft when training begins, if it cannot serve the policy.
+    Errors: a TypeError if there is neither a speculator nor a trainer of one; a ValueError for numbers that are not
+    whole or below 1, and from the draft when training begins, if it cannot serve the policy.
     """
 
     def __init__(
