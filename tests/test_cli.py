@@ -181,6 +181,18 @@ def test_what_is_no_utf_8_is_told_before_anything_is_loaded(capsys, monkeypatch)
     assert "hf-spec: 'caf\\udce9' is not UTF-8" in capsys.readouterr().err
 
 
+def test_left_out_the_best_at_hand_guesses(models, capsys, monkeypatch):
+    """Twice: what the first call found for its target says nothing about another one."""
+    for _ in range(2):
+        assert main(["generate", models["target"], "--prompt", PROMPT, "--max-new-tokens", "9"]) == 0
+        out, err = capsys.readouterr()
+        assert out.rstrip("\n") == plain_text(models["target"], PROMPT, 9).rstrip("\n")
+        assert "SpeculationStats: 9 tokens" in err
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/stats\n"))
+    assert main(["chat", str(demo.path()), "--max-new-tokens", "4"]) == 0
+    assert "SpeculationStats: " in capsys.readouterr().out
+
+
 def test_a_seed_repeats_a_sampled_text(models, capsys):
     texts = []
     for seed in "112":
@@ -360,7 +372,7 @@ def test_an_option_that_is_unknown_is_told_with_those_of_its_command(mistake, ca
     with pytest.raises(SystemExit, match="2"):
         main(["generate", "no-model", "--speculator", "ngram", *mistake.split()])
     err = capsys.readouterr().err
-    assert err.startswith("usage: hf-spec generate [-h] --speculator X")
+    assert err.startswith("usage: hf-spec generate [-h] [--speculator X]")
     assert err.endswith(f"hf-spec generate: error: unrecognized arguments: {mistake}\n")
 
 

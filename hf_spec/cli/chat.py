@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import SPECULATOR_HELP, add_answer_options, asked_for, command, configured, draft_of, sampling, text_of
+from .common import add_answer_options, add_speculator, asked_for, command, configured, sampling, text_of
 from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_chat(commands: Any) -> None:
     """Declare ``hf-spec chat``."""
     add = command(commands, _chat, "chat", "talk to a model in the terminal", f"While it runs:\n{HELP}")
     add("model", help="target: directory or Hub id, with a chat template")
-    add("--speculator", type=draft_of, required=True, metavar="X", help=SPECULATOR_HELP)
+    add_speculator(add)
     add("--system", type=text_of, metavar="TEXT", help="what the model is told before the first message")
     add_memory_file(add)
     add_answer_options(add, 512)

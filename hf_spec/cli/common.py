@@ -57,6 +57,11 @@ def add_proposal_options(add: Any) -> None:
     add("--tree-nodes", type=at_least(1), metavar="N", help="guesses in a dynamic or sampled tree")
 
 
+def add_speculator(add: Any) -> None:
+    """Declare what guesses; left out, the best that is at hand."""
+    add("--speculator", type=draft_of, default="auto", metavar="X", help=f"{SPECULATOR_HELP} (%(default)s)")
+
+
 def add_answer_options(add: Any, length: int) -> None:
     """Declare how answers are decoded: how long (``length`` by default), how drawn, how guessed and where."""
     add("--max-new-tokens", type=at_least(1), default=length, metavar="N", help="length of an answer (%(default)s)")

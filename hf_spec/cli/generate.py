@@ -7,13 +7,12 @@ import sys
 from typing import TYPE_CHECKING, Any, cast
 
 from .common import (
-    SPECULATOR_HELP,
     add_answer_options,
+    add_speculator,
     asked_for,
     at_least,
     command,
     configured,
-    draft_of,
     existing,
     sampling,
     text_of,
@@ -30,7 +29,7 @@ def add_generate(commands: Any) -> None:
     """Declare ``hf-spec generate``."""
     add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
     add("model", help="target: directory or Hub id")
-    add("--speculator", type=draft_of, required=True, metavar="X", help=SPECULATOR_HELP)
+    add_speculator(add)
     add(
         "--prompt",
         type=text_of,
