@@ -10,6 +10,7 @@ from architectures import build
 from datasets import Dataset
 from golden import CLOSE, DFLASH, DSPARK, GOLDENS, PEAGLE, load_draft, load_target, outputs, tiny_target
 from safetensors.torch import load_file
+from test_block_drafts import drafter_of, news
 from torch import Tensor
 
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -232,17 +233,18 @@ def test_peagle_losses_of_packed_documents_are_those_of_speculators() -> None:
 # -- training equals drafting -----------------------------------------------------------------------------------------
 
 
-def new_draft(kind: str, target: Any) -> Any:
+def new_draft(kind: str, target: Any, **more: Any) -> Any:
     torch.manual_seed(1)
     flags: dict[str, Any] = {"mask_token_id": 0, "aux_hidden_state_layer_ids": [2, 4]}
     if kind == "peagle":
         own = {"mask_token_id": 0, "eagle_aux_hidden_state_layer_ids": [2, 4]}
         return PEagleDraftModel(PEagleSpeculatorConfig.for_target(target.config, {"model_type": "qwen3"}, **own))
     if kind == "dflash":
-        config = DFlashSpeculatorConfig.for_target(target.config, LAYERS | WINDOW, block_size=5, **flags)
+        config = DFlashSpeculatorConfig.for_target(target.config, LAYERS | WINDOW, block_size=5, **flags | more)
         return DFlashDraftModel(config)
     own = {"markov_rank": 8, "markov_head_type": kind, "sample_from_anchor": kind != "rnn"}
-    return DSparkDraftModel(DSparkSpeculatorConfig.for_target(target.config, LAYERS, block_size=5, **flags | own))
+    config = DSparkSpeculatorConfig.for_target(target.config, LAYERS, block_size=5, **flags | own | more)
+    return DSparkDraftModel(config)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
@@ -263,6 +265,30 @@ def test_a_block_in_training_is_that_of_drafting(kind: str) -> None:
         alone = draft.trained_logits(states)[0, 0]
         for step, laid in enumerate(made.states):
             torch.testing.assert_close(made.head(step, laid[row, root - 1]), alone[step], **CLOSE)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
+@torch.no_grad()
+def test_training_on_what_was_guessed_says_what_drafting_said(kind: str, from_anchor: bool) -> None:
+    """Each guess is corrected by the one before it, the first by the root, with the state that has come so far."""
+    target = tiny_target()
+    draft = new_draft(kind, target, sample_from_anchor=from_anchor).eval()
+    draft.bind(target)
+    if kind != "dflash":
+        draft.markov_head.markov_w1.weight.mul_(100)  # a correction that is seen
+    torch.manual_seed(3)
+    ids, features, guesses = torch.randint(96, (1, 20)), torch.randn(1, 20, 64), draft.config.num_guesses
+    drafter, logits = drafter_of(draft, target, ids[:, :10], features[:, :10])
+    proposal = drafter.propose(news(ids[:, 10:11], features[:, 9:10]), guesses)
+    said = torch.cat([step.flatten(0, 1) for step in logits.seen])  # (guesses, vocabulary)
+    ids[:, 10 : 11 + guesses] = proposal.tokens
+    anchors = torch.zeros(1, 20, dtype=torch.bool)
+    anchors[0, 10] = True
+    made = draft.unroll(UnrollInput(ids, None, features, anchors), guesses)
+    assert len(made.states) == guesses == len(said)
+    for step, laid in enumerate(made.states):
+        torch.testing.assert_close(made.head(step, laid[0, 9]), said[step], **CLOSE)
 
 
 @torch.no_grad()

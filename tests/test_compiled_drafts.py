@@ -255,6 +255,17 @@ def test_same_text_as_plain_generate(kind: str, shape: str, as_it_is: None) -> N
     assert accepted > 0 or kind in MODELS[1:]  # which know nothing of this target
 
 
+@pytest.mark.parametrize("deep", [{"num_speculative_tokens": 6}, {"tree": [(0,) * 6, (1,)]}], ids=["chain", "tree"])
+@pytest.mark.parametrize(("kind", "deepest"), [("medusa", DEPTH), ("dflash", 4), ("dspark", 4), ("peagle", 6)])
+def test_no_draft_guesses_deeper_than_it_can(kind: str, deepest: int, deep: dict[str, Any], as_it_is: None) -> None:
+    ways: dict[str, Any] = {"speculation_config": SpeculationConfig(**deep), "max_new_tokens": 12}
+    expected = generate(target("llama"), 1, max_new_tokens=12)
+    for cache in ("static", None):
+        _, out = text_and_out(kind, "chain", 1, **ways, cache_implementation=cache)
+        assert torch.equal(out.sequences, expected)
+        assert len(out.speculation.per_row[0].offered) == deepest
+
+
 def test_rows_that_end_apart(as_it_is: None) -> None:
     model = target("llama")
     text = generate(model, 8)

@@ -26,6 +26,7 @@ from hf_spec import (
     Speculator,
     VanillaSpeculator,
 )
+from hf_spec.proposal import ABSENT, NO_PARENT
 from hf_spec.scoring import buffers
 from hf_spec.scoring.buffers import SlotBuffer
 
@@ -232,6 +233,61 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
         parts = stats.propose_seconds + stats.verify_seconds + stats.choose_seconds
         assert 0 < max(stats.time_to_first_token, parts) <= stats.total_seconds
         assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
+
+
+class Uneven(Speculator):
+    """Guess the ``text`` in as many places as the row's number says, and note the guesses and their depth, by row."""
+
+    def __init__(self, text: Tensor, tree: bool) -> None:
+        self.text, self.tree = text, tree
+        self.noted: list[list[tuple[int, int]]] = [[] for _ in text]
+
+    def drafter(self, request: Any) -> Drafter:
+        return _UnevenDrafter(self, request.input_ids.shape[1])
+
+
+class _UnevenDrafter(Drafter):
+    def __init__(self, uneven: Uneven, length: int) -> None:
+        self._uneven = uneven
+        self._rows = list(range(len(uneven.text)))
+        self._lengths = [length] * len(self._rows)
+
+    def propose(self, news: Any, limit: int) -> Proposal:
+        self._lengths = [length + count for length, count in zip(self._lengths, news.counts.tolist(), strict=True)]
+        text, whole = self._uneven.text, self._uneven.text.shape[1]
+        depths = [min(row, limit, whole - 1 - end) for row, end in zip(self._rows, self._lengths, strict=True)]
+        guesses = torch.zeros(len(depths), max(depths), dtype=torch.long)
+        for place, (row, end, depth) in enumerate(zip(self._rows, self._lengths, depths, strict=True)):
+            guesses[place, :depth] = text[row, end : end + depth]
+            self._uneven.noted[row].append((2 * depth if self._uneven.tree else depth, depth))
+        if not self._uneven.tree:
+            return Proposal.chain(news.root, guesses, torch.tensor(depths))
+        siblings = torch.stack([(guesses + 7) % 99, guesses], dim=2).flatten(1)  # of which the right one goes on
+        node = torch.arange(siblings.shape[1])
+        parents = (2 * (node // 2)).masked_fill(node >= 2 * torch.tensor(depths)[:, None], ABSENT)
+        parents = torch.nn.functional.pad(parents, (1, 0), value=NO_PARENT)
+        return Proposal(torch.cat([news.root[:, None], siblings], dim=1), parents, max(depths))
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._rows = [self._rows[row] for row in rows.tolist()]
+        self._lengths = [self._lengths[row] for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_rows_that_guess_less_are_counted_by_themselves(lockstep: bool, shape: str) -> None:
+    """Row 0 guesses nothing, row 1 one token, row 2 two: what the widest row has says nothing of the others."""
+    options: dict[str, Any] = {"logits_processor": [lambda ids, scores: scores]} if lockstep else {}
+    inputs = prompts(4)
+    plain = generate(inputs, return_dict_in_generate=False, **options)
+    uneven = Uneven(plain, shape == "tree")
+    out = generate(inputs, speculator=uneven, speculation_config=SHAPES[shape], **options)
+    assert torch.equal(out.sequences, plain)
+    for row, noted in zip(out.speculation.per_row, uneven.noted, strict=True):
+        assert row.proposed == sum(guesses for guesses, _ in noted)
+        deepest = [depth for _, depth in noted]
+        assert row.offered == [sum(depth > place for depth in deepest) for place in range(max(deepest))]
+    assert [len(row.offered) for row in out.speculation.per_row] == [0, 1, 2, 3]
 
 
 def test_known_acceptance() -> None:

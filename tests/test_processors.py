@@ -108,6 +108,10 @@ def tree(random: torch.Generator) -> Proposal:
     return Proposal(tokens, parents, max_depth=5)
 
 
+def one_word(random: torch.Generator) -> Proposal:
+    return Proposal.path(torch.zeros(len(ROWS), 4, dtype=torch.long))
+
+
 class Block:
     """A scored proposal after a ragged text, behind which and at whose ABSENT nodes stands rubbish."""
 
@@ -177,6 +181,61 @@ def test_scores_are_those_of_plain_calls(case: str, shape: Callable[..., Proposa
         assert same(block.logits, before[0]) and torch.equal(block.text, before[1])
     assert changed, "this setting never does anything, so it tests nothing"
     assert reached > 2 * len(ROWS), "nothing but roots was compared"
+
+
+EDGES: dict[str, Callable[[int], LogitsProcessor]] = {
+    "min_length": lambda length: logits_process.MinLengthLogitsProcessor(length, EOS),
+    "min_new_tokens": lambda length: logits_process.MinNewTokensLengthLogitsProcessor(3, length, [EOS, 5]),
+    "forced_eos": lambda length: logits_process.ForcedEOSTokenLogitsProcessor(length + 1, [EOS, 4]),
+    "suppress_begin": lambda length: logits_process.SuppressTokensAtBeginLogitsProcessor([1, 2, 3], length),
+    "decay": lambda length: logits_process.ExponentialDecayLengthPenalty((length, 1.4), EOS, 0),
+    "ngram": lambda length: logits_process.NoRepeatNGramLogitsProcessor(length),
+    "ignored_prompt": lambda length: logits_process.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=length),
+}
+
+
+def same_as_plain(block: Block, make: Callable[[], LogitsProcessorList]) -> int:
+    """Ask at all nodes, and at the roots alone; return at how many nodes the processors do something."""
+    every, root = block.scores(make()).every(), block.scores(make()).at_root()
+    changed = 0
+    for b, node in block.nodes():
+        expected = block.plain(make(), b, node)
+        assert same(every[b, node], expected), (b, node)
+        assert node or same(root[b], expected), b
+        changed += not same(expected, block.logits[b, node].float())
+    return changed
+
+
+@pytest.mark.parametrize("case", EDGES)
+def test_processors_begin_and_end_at_any_length(case: str) -> None:
+    """At every length that a prefix has, or none: the shortest root's, the deepest guess's, and those around them."""
+    block, same_word, changed = Block(chain, 3), Block(one_word, 3), []
+    same_word.text.zero_()
+    for length in range(1, 14):
+        changed.append(same_as_plain(block, lambda length=length: LogitsProcessorList([EDGES[case](length)])))
+        same_as_plain(same_word, lambda length=length: LogitsProcessorList([EDGES[case](length)]))
+    assert len(set(changed)) > 2
+
+
+def test_a_sequence_is_as_long_as_what_has_been_said() -> None:
+    """It ends a prefix that is as long, and no shorter one that begins with it or consists of one token of it."""
+    block = Block(chain, 4)
+    for b, node in block.nodes():
+        prefix = block.prefix(b, node)
+        ends = [before for before in (prefix, prefix[1:]) if before]
+        for before in (*ends, prefix[:1] + prefix, prefix[:1] * (len(prefix) + 1)):
+            bans = functools.partial(logits_process.NoBadWordsLogitsProcessor, [[*before, 7], [*before, 9]], EOS)
+            changed = same_as_plain(block, lambda bans=bans: LogitsProcessorList([bans()]))
+            assert changed or before not in ends
+
+
+def test_an_end_that_is_banned_is_not_made_likelier() -> None:
+    def ends() -> LogitsProcessorList:
+        return LogitsProcessorList([logits_process.SuppressTokensLogitsProcessor([EOS]), *make("decay")])
+
+    block = Block(chain, 5)
+    assert same_as_plain(block, ends)
+    assert block.scores(ends()).every()[block.proposal.present][:, EOS].eq(-torch.inf).all()
 
 
 def test_infinities_are_removed_node_by_node() -> None:

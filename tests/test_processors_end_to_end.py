@@ -36,16 +36,24 @@ def allowed(batch: int, prefix: Tensor) -> list[int]:
     return [token for token in range(99) if (token + batch + int(prefix.sum())) % 3]
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "at all nodes": {},
+    "node by node": {"logits_processor": LogitsProcessorList([pure(lambda ids, scores: scores)])},
+    "in lockstep": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores])},
+}
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_a_prompt_that_ends_in_an_end_of_sequence_token(shape: str, lockstep: bool) -> None:
-    """It is text that goes on: processors are asked behind it as behind any other token."""
-    inputs, options = prompts(3), {"repetition_penalty": 1.8, "pad_token_id": 0}
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_prompt_that_ends_in_an_end_of_sequence_token(sample: bool, asked: str, shape: str) -> None:
+    """It is text that goes on: processors are asked after it as after any other token."""
+    inputs, options = prompts(3), {"repetition_penalty": 1.8, "pad_token_id": 0} | ASKED[asked]
     inputs["input_ids"][:, -1] = options["eos_token_id"] = 7
-    if lockstep:
-        options["logits_processor"] = LogitsProcessorList([lambda ids, scores: scores])
     plain = generate(inputs, options)
     assert not torch.equal(plain, generate(inputs, options | {"repetition_penalty": 1.0}))
+    if sample:
+        options |= {"do_sample": True, "top_k": 1}
     for speculator in (Oracle(plain, wrong=5), draft()):
         out = generate(inputs, options, speculator=speculator, speculation_config=SHAPES[shape])
         assert torch.equal(out, plain)

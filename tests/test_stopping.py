@@ -110,6 +110,24 @@ def test_every_offset_inside_a_block(offset: int, tokenizer: PreTrainedTokenizer
     assert limit.first_stop(text, before, emitted(text, before, after)) == [5 + offset, max(7, 5 + offset)]
 
 
+def test_the_first_of_several_stop_strings(tokenizer: PreTrainedTokenizerFast) -> None:
+    """In rows of any length, of which some are longer than any stop string and others become so within the block."""
+    criterion = StopStringCriteria(tokenizer, ["stop", "top"])
+    stops, chance, several = Stops(StoppingCriteriaList([criterion])), random.Random(0), 0
+    for _ in range(60):
+        before = [chance.choice([1, 2, 3, 12]) for _ in range(3)]
+        after = [old + chance.randint(1, 6) for old in before]
+        words = ids("st", "op", "stop", "t", "a")
+        text = torch.tensor([[chance.choice(words) for _ in range(max(after))] for _ in range(3)])
+        first = stops.first_stop(text, before, emitted(text, before, after))
+        assert first == one_by_one(StoppingCriteriaList([criterion]), text, before, after)
+        complete = stops.completes_string(text, after)
+        assert complete == [bool(criterion(text[row : row + 1, :end], None)) for row, end in enumerate(after)]
+        again = zip(first, complete, after, strict=True)  # another one, at the end of the block
+        several += sum(end is not None and done and end < last for end, done, last in again)
+    assert several > 10
+
+
 def test_what_was_there_before_stops_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     text = torch.tensor([ids("stop", "a", "b", "b", "e")])
     for criterion in (EosTokenCriteria([ID["a"]]), StopStringCriteria(tokenizer, ["stop"])):
