@@ -27,10 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
     HybridSpeculator,
-    News,
     NgramSpeculator,
-    Request,
     SpeculationConfig,
     SpeculationStats,
     as_speculator,
@@ -210,11 +210,11 @@ def replay(pairs: Any, speculator: NgramSpeculator, config: SpeculationConfig) -
     for prompt, answer in pairs:
         ids = torch.tensor([prompt[:-1]])  # the first guesses are read together with the prompt
         request: Any = (None, ids, torch.ones_like(ids), None, speculator.settings(config), None, False)
-        drafter, new, at = speculator.drafter(Request(*request)), prompt[-1:], 0
+        drafter, new, at = speculator.drafter(DraftContext(*request)), prompt[-1:], 0
         while at < len(answer):
-            news = News(torch.tensor([new]), torch.tensor([len(new)]))
+            accepted = AcceptedTokens(torch.tensor([new]), torch.tensor([len(new)]))
             room = min(len(answer) - at - 1, config.num_speculative_tokens)  # type: ignore[type-var]
-            proposal = drafter.propose(news, room)
+            proposal = drafter.propose(accepted, room)
             guesses = proposal.tokens[0, 1:][proposal.present[0, 1:]].tolist()
             right = [guess == token for guess, token in zip(guesses, answer[at:], strict=False)]
             new = answer[at : at + [*right, False].index(False) + 1]

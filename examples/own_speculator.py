@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_spec import Drafter, News, Proposal, Request, Speculator, demo
+from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, Speculator, demo
 
 PHRASES = [
     "Once upon a time, there was a little girl named Lily. She loved to play",
@@ -30,26 +30,26 @@ class PhraseSpeculator(Speculator):
             for i in range(len(phrase) - context)
         }
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return PhraseDrafter(self, request)
 
 
 class PhraseDrafter(Drafter):
     """Remember the end of each row's text."""
 
-    def __init__(self, speculator: PhraseSpeculator, request: Request) -> None:
+    def __init__(self, speculator: PhraseSpeculator, request: DraftContext) -> None:
         self.speculator = speculator
         self.ends = request.input_ids.tolist()
 
-    def propose(self, news: News, limit: int) -> Proposal:
-        for end, tokens, count in zip(self.ends, news.tokens.tolist(), news.counts.tolist(), strict=True):
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        for end, tokens, count in zip(self.ends, accepted.tokens.tolist(), accepted.counts.tolist(), strict=True):
             end += tokens[:count]
         found = [self.speculator.following.get(tuple(end[-self.speculator.context :]), []) for end in self.ends]
         found = [guesses[:limit] for guesses in found]
         width = max(map(len, found))
         padded = [guesses + [0] * (width - len(guesses)) for guesses in found]
-        tokens = torch.tensor(padded, dtype=torch.long, device=news.tokens.device).view(len(found), width)
-        return Proposal.chain(news.root, tokens, torch.tensor([*map(len, found)], device=tokens.device))
+        tokens = torch.tensor(padded, dtype=torch.long, device=accepted.tokens.device).view(len(found), width)
+        return Proposal.chain(accepted.root, tokens, torch.tensor([*map(len, found)], device=tokens.device))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.ends = [self.ends[row] for row in rows.tolist()]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 
 # What is varied, where, and how many nodes a step verifies there; 0 is plain generate.
 CURVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -52,15 +52,15 @@ class Noise(Speculator, Drafter):
         self.vocabulary, self.guesses = vocabulary, guesses
         self.times: list[float] = []
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return self
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         self.times.append(time.perf_counter())
         if not self.guesses:
-            return Proposal.nothing(news.root)
-        shape = (len(news.root), min(self.guesses, limit))
-        return Proposal.chain(news.root, torch.randint(self.vocabulary, shape, device=news.root.device))
+            return Proposal.nothing(accepted.root)
+        shape = (len(accepted.root), min(self.guesses, limit))
+        return Proposal.chain(accepted.root, torch.randint(self.vocabulary, shape, device=accepted.root.device))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         return None

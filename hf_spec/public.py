@@ -13,7 +13,7 @@ from .decoding.loop import SpeculativeDecoding
 from .decoding.outputs import SpeculativeOutput, last_speculation
 from .decoding.processors import pure
 from .defaults import get_speculator, set_speculator
-from .drafts.base import Drafter, DraftOutput, News, Request, Speculator
+from .drafts.base import AcceptedTokens, DraftContext, Drafter, DraftOutput, Speculator
 from .drafts.dflash.configuration import DFlashSpeculatorConfig
 from .drafts.dflash.modeling import DFlashDraftModel
 from .drafts.dspark.configuration import DSparkSpeculatorConfig
@@ -41,12 +41,14 @@ from .proposal import Proposal
 from .settings import SpeculationConfig
 
 __all__ = [
+    "AcceptedTokens",
     "AutoDraftModel",
     "Completion",
     "DFlashDraftModel",
     "DFlashSpeculatorConfig",
     "DSparkDraftModel",
     "DSparkSpeculatorConfig",
+    "DraftContext",
     "DraftModel",
     "DraftOutput",
     "Drafter",
@@ -60,12 +62,10 @@ __all__ = [
     "MTPSpeculatorConfig",
     "MedusaDraftModel",
     "MedusaSpeculatorConfig",
-    "News",
     "NgramSpeculator",
     "PEagleDraftModel",
     "PEagleSpeculatorConfig",
     "Proposal",
-    "Request",
     "RequestOutput",
     "SpeculationConfig",
     "SpeculationStats",

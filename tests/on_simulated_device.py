@@ -22,8 +22,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from twins import Oracle, target
 
-from hf_spec import News, Proposal, SpeculationConfig, SpeculationStats
-from hf_spec.batching.drafting import Row, news_of
+from hf_spec import AcceptedTokens, Proposal, SpeculationConfig, SpeculationStats
+from hf_spec.batching.drafting import Row, accepted_of
 from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decoding.pace import Pace
 from hf_spec.decoding.stopping import Stops
@@ -82,7 +82,7 @@ def test_guesses_on_another_device_are_found() -> None:
             drafter = super().drafter(request)
             propose = drafter.propose
 
-            def on_the_cpu(news: News, limit: int) -> Proposal:
+            def on_the_cpu(news: AcceptedTokens, limit: int) -> Proposal:
                 return propose(news, limit).to(torch.device("cpu"))
 
             drafter.propose = on_the_cpu  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ def test_states_are_moved_without_waiting() -> None:
 def test_an_engines_drafters_are_told_without_waiting() -> None:
     rows = [Row(str(unread), None, SpeculationStats(1), unread=unread) for unread in ([5, 6], [7])]
     take_waits()
-    told = news_of(rows, THERE)
+    told = accepted_of(rows, THERE)
     assert (told.amounts, told.emitted) == ([2, 1], [[5, 6], [7]])
     assert take_waits() == []
     assert told.tokens.tolist() == [[5, 6], [7, 0]]

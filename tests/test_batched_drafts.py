@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from twins import fitted, noisy
 
 from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
     Drafter,
     HybridSpeculator,
-    News,
     NgramSpeculator,
-    Request,
     SpeculationConfig,
     SpeculationStats,
     Speculator,
@@ -168,19 +168,19 @@ def test_a_ring_needs_room_for_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Asked together --------------------------------------------------------------------------------------------------
 
 
-def request_of(target: PreTrainedModel, speculator: Speculator, prompt: Tensor, sample: bool) -> Request:
+def request_of(target: PreTrainedModel, speculator: Speculator, prompt: Tensor, sample: bool) -> DraftContext:
     layers = speculator.feature_layers(target)
     with torch.no_grad():
         states = target(prompt[None], output_hidden_states=True).hidden_states
     features = torch.cat([states[layer] for layer in layers], dim=-1) if layers else None
     mask = torch.ones_like(prompt[None])
-    return Request(target, prompt[None], mask, features, CHAIN, lambda logits: logits.log_softmax(-1), sample)
+    return DraftContext(target, prompt[None], mask, features, CHAIN, lambda logits: logits.log_softmax(-1), sample)
 
 
-def news_of(counts: list[int], widths: int | None, seed: int) -> list[News]:
+def accepted_of(counts: list[int], widths: int | None, seed: int) -> list[AcceptedTokens]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        News(
+        AcceptedTokens(
             torch.randint(8, 99, (1, count), generator=generator),
             torch.tensor([count]),
             None if widths is None else torch.randn(1, count, widths, generator=generator),
@@ -189,14 +189,14 @@ def news_of(counts: list[int], widths: int | None, seed: int) -> list[News]:
     ]
 
 
-def stacked(news: list[News]) -> News:
+def stacked(news: list[AcceptedTokens]) -> AcceptedTokens:
     """Put news side by side, the shorter ones padded on the right."""
 
     def padded(parts: list[Tensor]) -> Tensor:
         return pad_sequence([part[0] for part in parts], batch_first=True)
 
     features = None if news[0].features is None else padded([one.features for one in news])
-    return News(padded([one.tokens for one in news]), torch.cat([one.counts for one in news]), features)
+    return AcceptedTokens(padded([one.tokens for one in news]), torch.cat([one.counts for one in news]), features)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +207,7 @@ def test_joined_drafters_guess_as_each_alone(kind: str) -> None:
     speculator = as_speculator(draft(kind, "gemma3_text"), target)
     prompts = [torch.tensor(prompt) for prompt in ([9], [*range(10, 31)], [50, 51, 52], [60] * 12)]
 
-    def start(i: int) -> tuple[Drafter, Request]:
+    def start(i: int) -> tuple[Drafter, DraftContext]:
         request = request_of(target, speculator, prompts[i], sample=False)
         return speculator.drafter(request), request
 
@@ -223,7 +223,7 @@ def test_joined_drafters_guess_as_each_alone(kind: str) -> None:
         if staying is not None:
             joined.keep_rows(torch.tensor(staying))
             rows = [rows[i] for i in staying]
-        news = news_of([1 + (i + len(rows)) % 3 for i in rows], widths, next(seed))
+        news = accepted_of([1 + (i + len(rows)) % 3 for i in rows], widths, next(seed))
         proposal = joined.propose(stacked(news), 4)
         for place, (i, own) in enumerate(zip(rows, news, strict=True)):
             expected = alone[i].propose(own, 4)
@@ -263,7 +263,7 @@ def test_joined_memories_guess_as_each_alone(make: Callable[[], Speculator]) -> 
         for i in coming:
             assert joined.join(start(ways[0], i))
             rows.append(i)
-        news = news_of([1] * len(rows), widths, step)
+        news = accepted_of([1] * len(rows), widths, step)
         for i, one in zip(rows, news, strict=True):
             if i == 1:
                 one.tokens.fill_(13 + step)

@@ -12,7 +12,7 @@ from test_distribution_end_to_end import VANILLA, distribution, model, sample, s
 from test_verification import TOO_FAR, deviation
 from torch import Tensor
 
-from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 from hf_spec.drafts.base import guess_log_probs
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
@@ -79,16 +79,16 @@ class Forgetful(Speculator):
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return dspark("vanilla").feature_layers(target)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         drafter = dspark("vanilla").drafter(request)
         propose, blocks = drafter.propose, []
 
         class Noting(MarkovGrowth):
-            def __init__(self, draft: Any, request: Request, root: Tensor, output: Any) -> None:
+            def __init__(self, draft: Any, request: DraftContext, root: Tensor, output: Any) -> None:
                 blocks.append(output)
                 super().__init__(draft, request, root, output)
 
-        def lie(news: News, limit: int) -> Proposal:
+        def lie(news: AcceptedTokens, limit: int) -> Proposal:
             proposal = propose(news, limit)
             if proposal.q is None:
                 return proposal

@@ -12,7 +12,7 @@ import torch
 from golden import CLOSE, DFLASH, DSPARK, GOLDENS, PEAGLE, load_draft, load_target, outputs
 from torch import Tensor
 
-from hf_spec import News, Proposal, Request, SpeculationConfig
+from hf_spec import AcceptedTokens, DraftContext, Proposal, SpeculationConfig
 from hf_spec.checkpoints.auto import AutoDraftModel
 
 CASES = tuple(case for case in (*DFLASH, *DSPARK) if (GOLDENS / case / "target").exists())
@@ -40,11 +40,11 @@ def drafter_of(
     sample = settings.pop("sample", False)
     config = SpeculationConfig(**settings)
     mask = torch.ones_like(ids) if mask is None else mask
-    return draft.drafter(Request(target, ids, mask, features, config, logits, sample)), logits
+    return draft.drafter(DraftContext(target, ids, mask, features, config, logits, sample)), logits
 
 
-def news(tokens: Tensor, features: Tensor, counts: Tensor | None = None) -> News:
-    return News(tokens, torch.full((len(tokens),), tokens.shape[1]) if counts is None else counts, features)
+def news(tokens: Tensor, features: Tensor, counts: Tensor | None = None) -> AcceptedTokens:
+    return AcceptedTokens(tokens, torch.full((len(tokens),), tokens.shape[1]) if counts is None else counts, features)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -182,11 +182,11 @@ def accepted_lengths(case: str, **settings: Any) -> tuple[list[int], list[list[i
     prompt, made = io["e2e/prompt"][None], []
     drafter_for = draft.drafter
 
-    def watched(request: Request) -> Any:
+    def watched(request: DraftContext) -> Any:
         drafter = drafter_for(request)
         propose = drafter.propose
 
-        def keep(given: News, limit: int) -> Proposal:
+        def keep(given: AcceptedTokens, limit: int) -> Proposal:
             proposal = propose(given, limit)
             made.append(proposal.tokens[0, 1:][proposal.present[0, 1:]].tolist())
             return proposal

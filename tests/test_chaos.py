@@ -24,7 +24,7 @@ from transformers import (
 from twins import CHAIN, TREE, Oracle, fitted, noisy
 
 import hf_spec
-from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, SpeculationConfig, Speculator
 from hf_spec.checkpoints.resolve import as_speculator
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
@@ -110,7 +110,7 @@ class FailingSpeculator(Speculator):
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         self.inner.check(target, config)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _FailingDrafter(self.inner.drafter(request), self.fuse)
 
 
@@ -118,7 +118,7 @@ class _FailingDrafter(Drafter):
     def __init__(self, inner: Drafter, fuse: Fuse) -> None:
         self.inner, self.fuse = inner, fuse
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
         if self.fuse.left % 2:
             self.fuse.burn()  # before it has taken anything in
             return self.inner.propose(news, limit)

@@ -19,7 +19,7 @@ from test_static import Forwards, generate, on_any_device, warnings_of
 from torch import Tensor
 from twins import fitted, noisy, target
 
-from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, as_speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, as_speculator
 from hf_spec.decoding.pace import Pace
 from hf_spec.drafts import static as static_drafts
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -136,8 +136,8 @@ class Call:
         compiler = Compiler(on_any_device(), DEPTH)
         self.compiler = compiler
         self.drafters: list[Drafter] = [
-            draft.drafter(Request(*common)),
-            draft.drafter(Request(*common, compiler=compiler)),
+            draft.drafter(DraftContext(*common)),
+            draft.drafter(DraftContext(*common, compiler=compiler)),
         ]
         assert isinstance(self.drafters[1], CompiledDrafter)
 
@@ -150,7 +150,7 @@ class Call:
         for drafter in self.drafters:
             torch.manual_seed(3)
             with torch.no_grad():
-                found.append(drafter.propose(News(tokens, torch.tensor(counts), features), limit))
+                found.append(drafter.propose(AcceptedTokens(tokens, torch.tensor(counts), features), limit))
         return found
 
     def keep(self, rows: list[int]) -> None:
@@ -211,7 +211,7 @@ def test_other_random_numbers_give_other_guesses(as_it_is: None) -> None:
     seen = []
     for seed in range(3):
         torch.manual_seed(seed)
-        news = News(first.tokens[:, :1], torch.ones(8, dtype=torch.long), torch.zeros(8, 1, call.width))
+        news = AcceptedTokens(first.tokens[:, :1], torch.ones(8, dtype=torch.long), torch.zeros(8, 1, call.width))
         with torch.no_grad():
             seen.append(call.drafters[0].propose(news, DEPTH).tokens.tolist())
     assert seen[0] != seen[1] != seen[2]

@@ -25,7 +25,16 @@ import hf_spec.decoding.text
 import hf_spec.decoding.warpers
 import hf_spec.sampling
 import hf_spec.scoring.buffers
-from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator, VanillaSpeculator
+from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
+    Drafter,
+    NgramSpeculator,
+    Proposal,
+    SpeculationConfig,
+    Speculator,
+    VanillaSpeculator,
+)
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 
@@ -161,11 +170,11 @@ def test_eagle3_that_knows_fewer_tokens(case: str) -> None:
 class Lying(Speculator):
     """Guess the best token and claim to have drawn it."""
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         drafter = VanillaSpeculator(guesser()).drafter(request)
         propose = drafter.propose
 
-        def lie(news: News, limit: int) -> Proposal:
+        def lie(news: AcceptedTokens, limit: int) -> Proposal:
             proposal = propose(news, limit)
             if proposal.q is None:
                 return proposal
@@ -198,12 +207,12 @@ class Watched(Speculator):
         self.asked: list[bool] = []
         self.drawn: list[bool] = []
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.asked.append(request.sample)
         drafter = VanillaSpeculator(draft()).drafter(request)
         propose = drafter.propose
 
-        def watch(news: News, limit: int) -> Proposal:
+        def watch(news: AcceptedTokens, limit: int) -> Proposal:
             proposal = propose(news, limit)
             self.drawn += [proposal.q is not None] * (proposal.max_depth > 0)
             return proposal

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import output_capturing
 from twins import fitted
 
-from hf_spec import News, Request, SpeculationConfig
+from hf_spec import AcceptedTokens, DraftContext, SpeculationConfig
 from hf_spec.drafts import modeling
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
@@ -34,9 +34,9 @@ def log_softmax(logits: Tensor) -> Tensor:
 
 def request(
     draft: Any, target: Any, ids: Tensor, features: Tensor, config: SpeculationConfig, **kwargs: Any
-) -> Request:
+) -> DraftContext:
     given = {"attention_mask": torch.ones_like(ids), "log_probs": log_softmax, "sample": False} | kwargs
-    return Request(target=target, input_ids=ids, features=features, config=config, **given)
+    return DraftContext(target=target, input_ids=ids, features=features, config=config, **given)
 
 
 @pytest.mark.parametrize(("case", "number"), [(case, i) for case in SAFEAILAB for i in range(len(TREES[case]))])
@@ -50,7 +50,7 @@ def test_dynamic_trees_are_those_of_the_original_code(case: str, number: int) ->
     ids, features = io["input_ids"][None], io["features"][None]
     known = features.shape[1]
     drafter = draft.drafter(request(draft, target, ids[:, :known], features, config))
-    proposal = drafter.propose(News(ids[:, known:], torch.tensor([1]), features[:, -1:]), depth + 1)
+    proposal = drafter.propose(AcceptedTokens(ids[:, known:], torch.tensor([1]), features[:, -1:]), depth + 1)
     assert proposal.tokens[0].tolist() == io[f"tree{number}/draft_tokens"].tolist()
     assert proposal.parents[0].tolist() == io[f"tree{number}/parents"].tolist()
     assert proposal.depth[0].tolist() == io[f"tree{number}/tree_position_ids"].tolist()
@@ -58,7 +58,9 @@ def test_dynamic_trees_are_those_of_the_original_code(case: str, number: int) ->
         return
     # A second round: some guesses became text, and the drafter goes on with its cache.
     news = io["cont/input_ids"][None, ids.shape[1] :]
-    proposal = drafter.propose(News(news, torch.tensor([news.shape[1]]), io["cont/features"][None]), depth + 1)
+    proposal = drafter.propose(
+        AcceptedTokens(news, torch.tensor([news.shape[1]]), io["cont/features"][None]), depth + 1
+    )
     assert proposal.tokens[0].tolist() == io["cont/draft_tokens"].tolist()
     assert proposal.parents[0].tolist() == io["cont/parents"].tolist()
 
@@ -161,7 +163,7 @@ def test_a_cached_drafter_equals_an_uncached_one_after_every_rejection(draft: An
             beside[i, :count] = states[row][start - 1 : start - 1 + count]
             lengths[row] += count
         seen.clear()
-        drafter.propose(News(news, torch.tensor(counts), beside), steps)
+        drafter.propose(AcceptedTokens(news, torch.tensor(counts), beside), steps)
         for i, row in enumerate(rows):
             length = lengths[row]
             expected = uncached_chain(draft, texts[row][:length], states[row][: length - 1], steps)

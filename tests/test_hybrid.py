@@ -26,12 +26,12 @@ from torch import Tensor
 from twins import BATCHES, CHAIN, TREE, Oracle, draft, paths_of, target
 
 from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
     Drafter,
     HybridSpeculator,
-    News,
     NgramSpeculator,
     Proposal,
-    Request,
     SpeculationConfig,
     Speculator,
     VanillaSpeculator,
@@ -151,7 +151,7 @@ class Fixed(Speculator):
     def __init__(self, guesses: list[int]) -> None:
         self.guesses, self.asked, self.read = guesses, 0, 0
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _FixedDrafter(self)
 
 
@@ -159,7 +159,7 @@ class _FixedDrafter(Drafter):
     def __init__(self, fixed: Fixed) -> None:
         self._fixed = fixed
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
         self._fixed.asked += 1
         self._fixed.read += int(news.counts[0])
         guesses = torch.tensor(self._fixed.guesses[:limit]).expand(len(news.tokens), -1)
@@ -178,7 +178,7 @@ def hybrid(draft: Any, *texts: list[int], **options: Any) -> HybridSpeculator:
 def begin(speculator: HybridSpeculator, rows: int, **config: Any) -> Drafter:
     ids = torch.full((rows, 2), 90)
     settings = SpeculationConfig(num_speculative_tokens=8, **config)
-    return speculator.drafter(Request(target(), ids, torch.ones_like(ids), None, settings, lambda x: x, False))
+    return speculator.drafter(DraftContext(target(), ids, torch.ones_like(ids), None, settings, lambda x: x, False))
 
 
 LINE = list(range(10, 40))

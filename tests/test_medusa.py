@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModel
 from twins import paths_of
 
-from hf_spec import News, Proposal, Request, SpeculationConfig
+from hf_spec import AcceptedTokens, DraftContext, Proposal, SpeculationConfig
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
 from hf_spec.checkpoints.files import read_checkpoint
@@ -48,7 +48,7 @@ def log_softmax(logits: Tensor) -> Tensor:
 def propose(draft: Any, target: Any, state: Tensor, limit: int = 8, sample: bool = False, **config: Any) -> Proposal:
     """Let ``draft`` guess behind one ``state`` (batch, hidden)."""
     ids = torch.zeros(len(state), 1, dtype=torch.long)
-    request = Request(
+    request = DraftContext(
         target=target,
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -57,7 +57,9 @@ def propose(draft: Any, target: Any, state: Tensor, limit: int = 8, sample: bool
         log_probs=log_softmax,
         sample=sample,
     )
-    return draft.drafter(request).propose(News(ids + 7, torch.ones(len(ids), dtype=torch.long), state[:, None]), limit)
+    return draft.drafter(request).propose(
+        AcceptedTokens(ids + 7, torch.ones(len(ids), dtype=torch.long), state[:, None]), limit
+    )
 
 
 def head_logits(draft: Any, case: str) -> Tensor:

@@ -17,7 +17,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import hf_spec
-from hf_spec import News, Request, SpeculationConfig, TargetMtp
+from hf_spec import AcceptedTokens, DraftContext, SpeculationConfig, TargetMtp
 from hf_spec.drafts.feedback import FeedbackDrafter
 from hf_spec.scoring.features import decoder_of
 
@@ -63,8 +63,8 @@ def draft_behind(target: Any, draft: Any, ids: Tensor, hidden: Tensor, guesses: 
 
     config = SpeculationConfig(num_speculative_tokens=guesses)
     mask = torch.ones(1, length, dtype=torch.long)
-    request = Request(target, ids[:, :length], mask, hidden, config, distribution, sample=False)
-    news = News(ids[:, length : length + 1], torch.tensor([1]), hidden[:, -1:])
+    request = DraftContext(target, ids[:, :length], mask, hidden, config, distribution, sample=False)
+    news = AcceptedTokens(ids[:, length : length + 1], torch.tensor([1]), hidden[:, -1:])
     with torch.no_grad():
         proposal = FeedbackDrafter(draft, request).propose(news, guesses)
     return proposal.tokens[0, 1:].tolist(), torch.cat(seen)

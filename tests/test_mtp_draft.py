@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from hf_spec import News, Request, SpeculationConfig, as_speculator
+from hf_spec import AcceptedTokens, DraftContext, SpeculationConfig, as_speculator
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert, export
 from hf_spec.checkpoints.inspection import inspect
@@ -62,8 +62,8 @@ def draft_behind(draft: Any, target: Any, ids: Tensor, features: Tensor, guesses
 
     known = ids.shape[1] - 1
     config, mask = SpeculationConfig(num_speculative_tokens=guesses), torch.ones_like(ids[:, :known])
-    request = Request(target, ids[:, :known], mask, features[:, :known], config, distribution, sample=False)
-    news = News(ids[:, known:], torch.tensor([1]), features[:, known - 1 : known])
+    request = DraftContext(target, ids[:, :known], mask, features[:, :known], config, distribution, sample=False)
+    news = AcceptedTokens(ids[:, known:], torch.tensor([1]), features[:, known - 1 : known])
     proposal = draft.drafter(request).propose(news, guesses)
     return proposal.tokens[0, 1:].tolist(), torch.cat(seen)
 
@@ -165,7 +165,7 @@ def test_several_layers_read_what_they_would_read_anew_after_every_rejection() -
         return logits.log_softmax(-1)
 
     config = SpeculationConfig(num_speculative_tokens=steps)
-    drafter = draft.drafter(Request(target, ids, mask, read, config, distribution, sample=False))
+    drafter = draft.drafter(DraftContext(target, ids, mask, read, config, distribution, sample=False))
     rows = [0, 1, 2]
     for counts in ([1, 1, 1], [1, 3, 2], [4, 1, 2], [2, 3]):
         if len(counts) < len(rows):
@@ -178,7 +178,7 @@ def test_several_layers_read_what_they_would_read_anew_after_every_rejection() -
             news[i, :count], beside[i, :count] = texts[row][start : start + count], features[row][start - 1 :][:count]
             lengths[row] += count
         seen.clear()
-        drafter.propose(News(news, torch.tensor(counts), beside), steps)
+        drafter.propose(AcceptedTokens(news, torch.tensor(counts), beside), steps)
         for i, row in enumerate(rows):
             expected = uncached(draft, texts[row][: lengths[row]], features[row][: lengths[row] - 1], steps)
             found = torch.stack([logits[i, -1] for logits in seen])

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from twins import draft, path_to, target
 
-from hf_spec import Drafter, EagleSpeculatorConfig, Request, SpeculationConfig, Speculator, VanillaSpeculator
+from hf_spec import DraftContext, Drafter, EagleSpeculatorConfig, SpeculationConfig, Speculator, VanillaSpeculator
 from hf_spec.decoding.verification import accept_near_best
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 from hf_spec.training import new_draft
@@ -105,7 +105,7 @@ class Declared(Speculator):
     def defaults(self) -> SpeculationConfig:
         return SpeculationConfig(accept_k=4, accept_tolerance=0.25)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return VanillaSpeculator(draft()).drafter(request)
 
 

@@ -17,7 +17,7 @@ from twins import target
 
 from hf_spec import AutoDraftModel, SpeculationConfig, SpeculatorConfig, convert, inspect
 from hf_spec.checkpoints import kinds
-from hf_spec.drafts.base import Drafter, DraftOutput, Request
+from hf_spec.drafts.base import DraftContext, Drafter, DraftOutput
 from hf_spec.drafts.feedback import FeedbackDrafter
 from hf_spec.drafts.files import Files, Format, flat_layers
 from hf_spec.drafts.layers import classes_of
@@ -74,7 +74,7 @@ class AdditiveDraftModel(DraftModel):
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return (-1,)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return FeedbackDrafter(self, request)
 

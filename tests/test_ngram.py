@@ -10,7 +10,7 @@ import pytest
 import torch
 from twins import paths_of
 
-from hf_spec.drafts.base import News, Request
+from hf_spec.drafts.base import AcceptedTokens, DraftContext
 from hf_spec.drafts.ngram.speculator import LOOK_BACK, NgramDrafter, NgramSpeculator
 from hf_spec.settings import SpeculationConfig
 
@@ -21,7 +21,7 @@ Path = tuple[int, ...]
 def start(prompts: list[list[int]], speculator: NgramSpeculator | None = None, **config: Any) -> NgramDrafter:
     """Start a drafter on left-padded ``prompts``; the padding is a token that would make a tempting guess."""
     width = max(map(len, prompts))
-    request = Request(
+    request = DraftContext(
         target=None,  # type: ignore[arg-type]  # no n-gram looks at it
         input_ids=torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts], dtype=torch.long),
         attention_mask=torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
@@ -33,10 +33,10 @@ def start(prompts: list[list[int]], speculator: NgramSpeculator | None = None, *
     return (speculator or NgramSpeculator()).drafter(request)
 
 
-def news(rows: list[list[int]]) -> News:
+def news(rows: list[list[int]]) -> AcceptedTokens:
     width = max(map(len, rows))
     tokens = torch.tensor([row + [PAD] * (width - len(row)) for row in rows])
-    return News(tokens, torch.tensor([len(row) for row in rows]))
+    return AcceptedTokens(tokens, torch.tensor([len(row) for row in rows]))
 
 
 def naive_continuations(text: list[int], depth: int, sizes: range, match: str, corpus: list[list[int]]) -> list[Path]:

@@ -17,10 +17,10 @@ from twins import BATCHES, SHAPES, Oracle, draft, target, tokenizer
 
 import hf_spec
 from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
     Drafter,
-    News,
     Proposal,
-    Request,
     SpeculationConfig,
     SpeculationStats,
     Speculator,
@@ -295,13 +295,13 @@ def test_known_acceptance() -> None:
     plain = generate(prompts(1)).sequences
 
     class ThirdIsWrong(Speculator):
-        def drafter(self, request: Request) -> Drafter:
+        def drafter(self, request: DraftContext) -> Drafter:
             return self.Drafter()
 
         class Drafter(Drafter):
             length = 12
 
-            def propose(self, news: News, limit: int) -> Proposal:
+            def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
                 self.length += int(news.counts)
                 guesses = plain[:, self.length : self.length + min(4, limit)].clone()
                 if guesses.shape[1] > 2:
@@ -354,11 +354,11 @@ class Watched(Speculator):
         self.draft = VanillaSpeculator(draft())
         self.found: list[list[torch.Size]] = []
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         drafter = self.draft.drafter(request)
         propose = drafter.propose
 
-        def watch(news: News, limit: int) -> Proposal:
+        def watch(news: AcceptedTokens, limit: int) -> Proposal:
             tensors = [one for one in gc.get_objects() if type(one) is Tensor]
             self.found.append([one.shape for one in tensors if one.shape[-1:] == (99,) and one.numel() > 99])
             return propose(news, limit)

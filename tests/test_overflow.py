@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import CHAIN, TREE
 
-from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, Speculator
 from hf_spec.decoding.verification import reject, traverse
 
 NEW_TOKENS = 14
@@ -28,18 +28,18 @@ class Poisoner(Speculator):
     def __init__(self, text: Tensor, every: int = 3) -> None:
         self.text, self.every = text, every
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _PoisonDrafter(self, request)
 
 
 class _PoisonDrafter(Drafter):
-    def __init__(self, poisoner: Poisoner, request: Request) -> None:
+    def __init__(self, poisoner: Poisoner, request: DraftContext) -> None:
         self._text = torch.nn.functional.pad(poisoner.text, (0, 16))
         self._every, self._calls = poisoner.every, 0
         self._lengths = torch.full((len(self._text),), request.input_ids.shape[1])
         self._tree = request.config.tree is not None
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
         self._lengths += news.counts
         depth = min(limit, 3)
         guesses = self._text.gather(1, self._lengths[:, None] + torch.arange(depth))

@@ -19,7 +19,7 @@ from architectures import build, prompts
 from golden import load_draft, load_target
 from twins import draft, noisy, target
 
-from hf_spec import News, NgramSpeculator, SpeculationConfig, VanillaSpeculator, as_speculator
+from hf_spec import AcceptedTokens, NgramSpeculator, SpeculationConfig, VanillaSpeculator, as_speculator
 from hf_spec.batching.speculation import Speculation
 from hf_spec.decoding import loop
 from hf_spec.decoding.pace import DEEPEST, LOOK_AT_SHAPES, Experience, Pace, experience_of, faster
@@ -346,17 +346,19 @@ def test_rows_without_guesses_wait_for_those_that_have_some() -> None:
 
 
 def test_what_became_text_in_several_steps_is_told_at_once() -> None:
-    first = News(torch.tensor([[1, 2, 3], [4, 9, 9]]), torch.tensor([3, 1]), torch.arange(6.0).view(2, 3, 1))
-    second = News(torch.tensor([[5], [6]]), torch.tensor([1, 1]), torch.tensor([[[7.0]], [[8.0]]]))
-    third = News(torch.tensor([[7, 9], [8, 10]]), torch.tensor([1, 2]), torch.tensor([[[1.0], [0]], [[2.0], [3.0]]]))
-    both = News.joined([first, second, third])
+    first = AcceptedTokens(torch.tensor([[1, 2, 3], [4, 9, 9]]), torch.tensor([3, 1]), torch.arange(6.0).view(2, 3, 1))
+    second = AcceptedTokens(torch.tensor([[5], [6]]), torch.tensor([1, 1]), torch.tensor([[[7.0]], [[8.0]]]))
+    third = AcceptedTokens(
+        torch.tensor([[7, 9], [8, 10]]), torch.tensor([1, 2]), torch.tensor([[[1.0], [0]], [[2.0], [3.0]]])
+    )
+    both = AcceptedTokens.joined([first, second, third])
     texts = [row[:count] for row, count in zip(both.tokens.tolist(), both.counts.tolist(), strict=True)]
     assert texts == [[1, 2, 3, 5, 7], [4, 6, 8, 10]]
     assert both.features is not None
     assert both.features[0, :5, 0].tolist() == [0, 1, 2, 7, 1]
     assert both.features[1, :4, 0].tolist() == [3, 8, 2, 3]
     assert both.root.tolist() == [7, 10]
-    assert News.joined([first]) is first
+    assert AcceptedTokens.joined([first]) is first
     assert both.tokens.shape[1] == both.features.shape[1] == 5  # nothing that counts in no row
     assert both.of(torch.tensor([1])).tokens.tolist() == [[4, 6, 8, 10]]
 

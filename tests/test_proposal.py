@@ -11,7 +11,7 @@ import torch
 from architectures import prompts
 from twins import target
 
-from hf_spec import Drafter, News, Request, SpeculationConfig, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, SpeculationConfig, Speculator
 from hf_spec.drafts.base import ask
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal, ancestors_of, tree_from_paths
 
@@ -129,38 +129,38 @@ TREE = SpeculationConfig(tree="dynamic", num_speculative_tokens=2)
 class Own(Speculator):
     """Say what ``say`` makes of news."""
 
-    def __init__(self, say: Callable[[News], Any]) -> None:
+    def __init__(self, say: Callable[[AcceptedTokens], Any]) -> None:
         self.say = say
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return OwnDrafter(self.say)
 
 
 class OwnDrafter(Drafter):
-    def __init__(self, say: Callable[[News], Any]) -> None:
+    def __init__(self, say: Callable[[AcceptedTokens], Any]) -> None:
         self.say = say
 
-    def propose(self, news: News, limit: int) -> Any:
+    def propose(self, news: AcceptedTokens, limit: int) -> Any:
         return self.say(news)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         pass
 
 
-def two(news: News) -> torch.Tensor:
+def two(news: AcceptedTokens) -> torch.Tensor:
     return news.tokens.new_full((len(news.tokens), 2), 3)
 
 
-def tree(news: News, *parents: int) -> Proposal:
+def tree(news: AcceptedTokens, *parents: int) -> Proposal:
     tokens = torch.cat([news.root[:, None], two(news)], dim=1)
     return Proposal(tokens, torch.tensor([parents]).expand_as(tokens), max_depth=2)
 
 
-WRONG: dict[str, tuple[Callable[[News], Any], str]] = {
+WRONG: dict[str, tuple[Callable[[AcceptedTokens], Any], str]] = {
     "no proposal": (lambda news: None, r"returned None; return a hf_spec\.Proposal"),
     "floats": (lambda news: Proposal.chain(news.root, two(news).float()), "tokens are torch.float32"),
     "one row": (lambda news: Proposal.chain(news.root[:1], two(news)[:1]), r"shape \(1, 3\).*with 3 rows here"),
-    "other root": (lambda news: Proposal.chain((news.root + 1) % 99, two(news)), "begin with news.root"),
+    "other root": (lambda news: Proposal.chain((news.root + 1) % 99, two(news)), "begin with accepted.root"),
     "negative": (lambda news: Proposal.chain(news.root, two(news) - 4, torch.zeros(3)), "negative tokens"),
     "two roots": (lambda news: tree(news, -1, -1, 0), "a guess has no parent"),
     "child first": (lambda news: tree(news, -1, 2, 0), "one that stands behind it"),
@@ -175,7 +175,7 @@ def test_what_is_no_proposal_of_guesses(case: str) -> None:
 
 
 def test_the_root_is_the_last_token_that_counts() -> None:
-    news = News(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]))
+    news = AcceptedTokens(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([3, 2]))
     assert ask(OwnDrafter(lambda news: Proposal.chain(news.root, two(news))), news, 2).root.tolist() == [7, 9]
     for column in (0, -1):
         with pytest.raises(ValueError, match=r"the texts end with \[7, 9\]"):
@@ -194,7 +194,7 @@ def test_a_layer_that_the_target_has_not(layer: int) -> None:
 
 def test_what_is_no_drafter() -> None:
     class Nobody(Speculator):
-        def drafter(self, request: Request) -> Any:
+        def drafter(self, request: DraftContext) -> Any:
             return None
 
     with pytest.raises(TypeError, match=r"Speculator\.drafter returned None; return an object of a subclass"):

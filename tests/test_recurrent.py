@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import Oracle, fitted, noisy
 
-from hf_spec import Drafter, News, NgramSpeculator, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, SpeculationConfig, Speculator
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
@@ -252,16 +252,16 @@ class Spy(Speculator):
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         return (1, 3)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _SpyDrafter(self, request)
 
 
 class _SpyDrafter(Drafter):
-    def __init__(self, spy: Spy, request: Request) -> None:
+    def __init__(self, spy: Spy, request: DraftContext) -> None:
         self._drafter = spy.oracle.drafter(request)
         self._features = spy.features
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
         assert news.features is not None
         for written, row, count in zip(self._features, news.features, news.counts.tolist(), strict=True):
             written.extend(row[:count])
@@ -326,11 +326,11 @@ class Weigher(Oracle):
         self.shapes = shapes
         self.found: list[int] = []
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         drafter, steps = super().drafter(request), iter(range(1000))
         propose = drafter.propose
 
-        def weighing(news: News, limit: int) -> Proposal:
+        def weighing(news: AcceptedTokens, limit: int) -> Proposal:
             if next(steps) % 12 == 1 and len(news.tokens) == len(self.text):
                 alive = (thing for thing in gc.get_objects() if type(thing) is Tensor)
                 self.found.append(sum(tensor.shape in self.shapes for tensor in alive))
@@ -450,7 +450,7 @@ def test_trees_are_refused_where_neighbouring_slots_are_pooled() -> None:
 class Liar(Oracle):
     """Guess trees whatever the configuration says."""
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return super().drafter(dataclasses.replace(request, config=TREE))
 
 

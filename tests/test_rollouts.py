@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
-from hf_spec import Drafter, NgramSpeculator, Request, SpeculationConfig, demo, get_speculator, set_speculator
+from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, demo, get_speculator, set_speculator
 from hf_spec.defaults import stored_for
 from hf_spec.drafts.base import network_of
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, RolloutCallback, train_on
@@ -78,10 +78,10 @@ def test_a_stale_cache_is_found() -> None:
 
 def test_features_are_those_of_the_weights() -> None:
     model, rows, speculator = policy(), inputs(), draft("eagle3")
-    seen: list[Request] = []
+    seen: list[DraftContext] = []
     start = speculator.drafter
 
-    def noting(request: Request) -> Drafter:
+    def noting(request: DraftContext) -> Drafter:
         seen.append(request)
         return start(request)
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DistributedConfig
 from twins import noisy
 
 import hf_spec
-from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator, VanillaSpeculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator, VanillaSpeculator
 
 NEW = 24
 TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -30,11 +30,11 @@ class Slowed(Speculator):
     def __init__(self, draft: Any) -> None:
         self.draft = VanillaSpeculator(draft)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         drafter = self.draft.drafter(request)
         propose = drafter.propose
 
-        def slow(news: News, limit: int) -> Proposal:
+        def slow(news: AcceptedTokens, limit: int) -> Proposal:
             if dist.get_rank() == 1:
                 time.sleep(0.02)
             return propose(news, limit)
@@ -46,11 +46,11 @@ class Slowed(Speculator):
 class Whimsical(Speculator):
     """Guess what and as many as this process's own random numbers say, drawn or chosen."""
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         sample = request.sample
 
         class Guesser(Drafter):
-            def propose(self, news: News, limit: int) -> Proposal:
+            def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
                 size = (len(news.counts), random.randint(0, limit))
                 guesses = torch.tensor(random.choices(range(99), k=size[0] * size[1]), dtype=torch.long).view(size)
                 return Proposal.chain(news.root, guesses, None, torch.full((*size, 99), 1 / 99) if sample else None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from twins import SHAPES
 
-from hf_spec import News, Proposal, Request, SpeculationConfig, VanillaSpeculator
+from hf_spec import AcceptedTokens, DraftContext, Proposal, SpeculationConfig, VanillaSpeculator
 from hf_spec.drafts.vanilla import speculator
 from hf_spec.drafts.vanilla.speculator import VanillaDrafter
 from hf_spec.scoring.plain import position_limit
@@ -32,7 +32,7 @@ def start(
     draft: PreTrainedModel, config: SpeculationConfig, sample: bool = False
 ) -> tuple[VanillaDrafter, dict[str, Tensor]]:
     prompt = prompts(3, lengths=LENGTHS)
-    request = Request(
+    request = DraftContext(
         target=draft,
         input_ids=prompt["input_ids"],
         attention_mask=prompt["attention_mask"],
@@ -44,7 +44,7 @@ def start(
     return VanillaSpeculator(draft).drafter(request), prompt
 
 
-def some_news(proposal: Proposal | None, generator: torch.Generator) -> News:
+def some_news(proposal: Proposal | None, generator: torch.Generator) -> AcceptedTokens:
     """What a target might make of a proposal: a random number of its guesses, then a random token."""
     tokens, counts = torch.randint(3, 99, (3, 7), generator=generator), torch.ones(3, dtype=torch.long)
     for row in range(3):
@@ -57,7 +57,7 @@ def some_news(proposal: Proposal | None, generator: torch.Generator) -> News:
             tokens[row, length] = proposal.tokens[row, node]
             length += 1
         counts[row] = length + 1
-    return News(tokens[:, : int(counts.max())], counts)
+    return AcceptedTokens(tokens[:, : int(counts.max())], counts)
 
 
 @torch.no_grad()
@@ -74,10 +74,10 @@ def test_what_many_ordinary_steps_wrote_is_read_without_logits_of_all(
         monkeypatch.setattr(speculator, "MANY", many)
         drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
         words.clear()
-        news = News(tokens, torch.tensor(amounts), None, amounts)
+        news = AcceptedTokens(tokens, torch.tensor(amounts), None, amounts)
         found.append(drafter.propose(news, 4).tokens)
         assert max(words) == (len({*amounts}) if many < 40 else 40)
-        one_more = News(tokens[:, :1], torch.ones(3, dtype=torch.long), None, [1] * 3)
+        one_more = AcceptedTokens(tokens[:, :1], torch.ones(3, dtype=torch.long), None, [1] * 3)
         found.append(drafter.propose(one_more, 4).tokens)
     head.remove()
     assert torch.equal(found[0], found[2])
@@ -104,12 +104,18 @@ def test_more_may_have_become_text_than_was_guessed() -> None:
     for guesses in (True, False):
         drafter, _ = start(draft, config)
         if guesses:  # a forest of two nodes, of which the news know nothing
-            drafter.propose(News(tokens[:, :1].expand(3, 1), torch.ones(3, dtype=torch.long), None, [1] * 3), 1)
+            drafter.propose(
+                AcceptedTokens(tokens[:, :1].expand(3, 1), torch.ones(3, dtype=torch.long), None, [1] * 3), 1
+            )
         else:
-            drafter.propose(News(tokens[:, :1].expand(3, 1), torch.ones(3, dtype=torch.long), None, [1] * 3), 0)
+            drafter.propose(
+                AcceptedTokens(tokens[:, :1].expand(3, 1), torch.ones(3, dtype=torch.long), None, [1] * 3), 0
+            )
         amounts = [30, 9, 2]
         found.append(
-            drafter.propose(News(tokens[:, 1:].expand(3, -1), torch.tensor(amounts), None, amounts), 1).tokens
+            drafter.propose(
+                AcceptedTokens(tokens[:, 1:].expand(3, -1), torch.tensor(amounts), None, amounts), 1
+            ).tokens
         )
     assert torch.equal(*found)
 
@@ -166,25 +172,25 @@ def test_news_without_room_for_guesses_are_read_all_the_same() -> None:
     draft = build("llama")
     drafter, _ = start(draft, SpeculationConfig())
     told, _ = start(draft, SpeculationConfig())
-    first = News(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
+    first = AcceptedTokens(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
     assert drafter.propose(first, limit=0).max_depth == 0
-    second = News(torch.tensor([[8], [9], [10]]), torch.ones(3, dtype=torch.long))
-    both = News(torch.cat([first.tokens, second.tokens], dim=1), torch.full((3,), 2))
+    second = AcceptedTokens(torch.tensor([[8], [9], [10]]), torch.ones(3, dtype=torch.long))
+    both = AcceptedTokens(torch.cat([first.tokens, second.tokens], dim=1), torch.full((3,), 2))
     assert torch.equal(drafter.propose(second, limit=3).tokens, told.propose(both, limit=3).tokens)
 
 
 @torch.no_grad()
 def test_rows_that_go_on_guess_as_before() -> None:
     draft = build("llama")
-    news = News(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
-    more = News(torch.tensor([[8], [9], [10]]), torch.ones(3, dtype=torch.long))
+    news = AcceptedTokens(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
+    more = AcceptedTokens(torch.tensor([[8], [9], [10]]), torch.ones(3, dtype=torch.long))
     whole, _ = start(draft, SpeculationConfig())
     part, _ = start(draft, SpeculationConfig())
     whole.propose(news, limit=3)
     part.propose(news, limit=3)
     rows = torch.tensor([0, 2])
     part.keep_rows(rows)
-    fewer = News(more.tokens[rows], more.counts[rows])
+    fewer = AcceptedTokens(more.tokens[rows], more.counts[rows])
     assert torch.equal(part.propose(fewer, limit=3).tokens, whole.propose(more, limit=3).tokens[rows])
 
 
@@ -238,7 +244,7 @@ def test_a_row_that_is_ahead_of_longer_ones_may_reach_the_end_first(name: str, g
     draft = build(name, **{TABLES.get(name, "max_position_embeddings"): 24})
     drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
     tokens = torch.randint(3, 99, (3, 3), generator=torch.Generator().manual_seed(0))
-    news = News(tokens, torch.tensor([1, 1, 3]))
+    news = AcceptedTokens(tokens, torch.tensor([1, 1, 3]))
     assert [drafter.propose(news, limit=4).tokens.shape[1] - 1 for _ in guesses] == guesses
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from twins import draft, target
 
 from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
     Drafter,
     HybridSpeculator,
-    News,
     NgramSpeculator,
     Proposal,
-    Request,
     SpeculationConfig,
     Speculator,
     as_speculator,
@@ -38,7 +38,7 @@ from hf_spec.decoding.experience import Experience
 from hf_spec.decoding.pace import Pace
 from hf_spec.decoding.worth import PLAIN, Worth
 from hf_spec.drafts.foresight import Foresight
-from hf_spec.drafts.late import LateDrafter
+from hf_spec.drafts.lazy import LazyDrafter
 from hf_spec.drafts.ngram.recall import chances_of, judge
 from hf_spec.drafts.trees import grow
 from hf_spec.drafts.trust import TrackRecord, Trust, mean_chances
@@ -229,13 +229,13 @@ def test_drafters_that_end_their_own_chains_are_asked_each_by_itself(is_hybrid: 
     own, memory = as_speculator(draft(), target()), NgramSpeculator(remember=100)
 
     def start() -> Drafter:
-        request = Request(
+        request = DraftContext(
             target(), prompt, torch.ones_like(prompt), None, own.defaults(), lambda x: x, False, worth=worth
         )
         if is_hybrid:
             return cast(HybridSpeculator, as_speculator(HybridSpeculator(draft(), memory), target())).drafter(request)
         ending = None if worth is None else Foresight(worth, TrackRecord(), 5)
-        return LateDrafter(lambda: own.drafter(request), ending)
+        return LazyDrafter(lambda: own.drafter(request), ending)
 
     one, other = start(), start()
     for drafter in (one, other):
@@ -354,7 +354,7 @@ class Known(Speculator):
     def __init__(self) -> None:
         self.answer: dict[str, Any] = {}
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _KnownDrafter(self.answer)
 
 
@@ -362,7 +362,7 @@ class _KnownDrafter(Drafter):
     def __init__(self, answer: dict[str, Any]) -> None:
         self._answer, self._done = answer, answer["prompt"]
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
         self._done += int(news.counts[0])
         place = self._done - self._answer["prompt"] - 1
         right = int(self._answer["drafted"][place : place + 1] or 0)  # nothing is guessed behind the last but one
@@ -378,10 +378,10 @@ def decode(speculator: Speculator, pace: Pace, answer: dict[str, Any], costs: li
     ordinary, wider, asking, guessing = costs
     ids, done, clock, chance = answer["ids"], answer["prompt"] + 1, 0.0, random.Random(seed)
     prompt = torch.tensor([ids[: answer["prompt"]]])
-    request = Request(
+    request = DraftContext(
         target(), prompt, torch.ones_like(prompt), None, speculator.defaults(), lambda x: x, False, worth=pace.worth
     )
-    drafter, new = LateDrafter(lambda: speculator.drafter(request)), ids[done - 1 : done]
+    drafter, new = LazyDrafter(lambda: speculator.drafter(request)), ids[done - 1 : done]
     while done < len(ids):
         room = len(ids) - done
         proposal = drafter.propose(news([new]), min(pace.depth(1), room)).within([room])
@@ -546,7 +546,7 @@ def test_a_request_without_a_clock_takes_what_is_found() -> None:
     memory = NgramSpeculator(remember=99)
     memory.learn([list(range(20))])
     ids = torch.tensor([[1, 2]])
-    request = Request(target(), ids, torch.ones_like(ids), None, memory.defaults(), lambda x: x, False)
+    request = DraftContext(target(), ids, torch.ones_like(ids), None, memory.defaults(), lambda x: x, False)
     assert memory.drafter(request).propose(news([[3]]), 16).max_depth == 7
     shallow = replace(request, worth=lambda rows, kind, chances: (2, 1.0))
     assert memory.drafter(shallow).propose(news([[3]]), 16).max_depth == 2

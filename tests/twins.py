@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_spec import Drafter, News, Proposal, Request, SpeculationConfig, Speculator
+from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 
 CHAIN = SpeculationConfig(num_speculative_tokens=4)
 TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=6)
@@ -106,12 +106,12 @@ class Oracle(Speculator):
         self.wrong = wrong
         self.vocab_size = vocab_size
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _OracleDrafter(self, request)
 
 
 class _OracleDrafter(Drafter):
-    def __init__(self, oracle: Oracle, request: Request) -> None:
+    def __init__(self, oracle: Oracle, request: DraftContext) -> None:
         self._vocab_size = oracle.vocab_size
         batch, length = oracle.text.shape
         self._device = request.input_ids.device
@@ -125,7 +125,7 @@ class _OracleDrafter(Drafter):
     def _numbers(self, count: int) -> Tensor:
         return torch.arange(count, device=self._device)
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, news: AcceptedTokens, limit: int) -> Proposal:
         self._lengths += news.counts
         depth = min(limit, self._depth)
         guesses = self._text.gather(1, self._lengths[:, None] + self._numbers(depth))  # (batch, depth)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..counting import uploaded
-from ..drafts.base import Drafter, News
+from ..drafts.base import AcceptedTokens, Drafter
 from ..metrics import SpeculationStats
 from ..proposal import ABSENT, Proposal
 
@@ -92,7 +92,7 @@ class Drafters:
         return [row for _, rows in self._groups for row in rows]
 
     def propose(
-        self, rows: Sequence[Row], limit: int, ask: Callable[[Drafter, list[Row], News, int], Proposal]
+        self, rows: Sequence[Row], limit: int, ask: Callable[[Drafter, list[Row], AcceptedTokens, int], Proposal]
     ) -> bool:
         """Let ``rows``, which all have something unread, guess at most ``limit`` deep; tell whether one caught up.
 
@@ -106,7 +106,7 @@ class Drafters:
         late = bool(new) or any(row.steps > 1 for row in rows)
         for drafter, together in self._groups:
             if all(row.unread for row in together):
-                guesses = guesses_of(ask(drafter, together, news_of(together, self._device), limit))
+                guesses = guesses_of(ask(drafter, together, accepted_of(together, self._device), limit))
                 for row, guess in zip(together, guesses, strict=True):
                     row.asked(guess)
         return late
@@ -132,7 +132,7 @@ class Drafters:
         self._groups = left
 
 
-def news_of(rows: Sequence[Row], device: torch.device) -> News:
+def accepted_of(rows: Sequence[Row], device: torch.device) -> AcceptedTokens:
     """Put side by side what ``rows`` have not told their drafter, the shorter ones filled up on the right."""
     unread = [row.unread for row in rows]
     counts = list(map(len, unread))
@@ -142,7 +142,7 @@ def news_of(rows: Sequence[Row], device: torch.device) -> News:
     if rows[0].unread_features:
         each = [torch.cat(row.unread_features) for row in rows]
         features = torch.nn.utils.rnn.pad_sequence(each, batch_first=True)  # (rows, tokens, widths)
-    return News(both[:, 1:], both[:, 0], features, counts, unread)
+    return AcceptedTokens(both[:, 1:], both[:, 0], features, counts, unread)
 
 
 def guesses_of(proposal: Proposal) -> list[Guess]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..decoding.pace import Pace, paced
 from ..decoding.ranks import Ranks
 from ..decoding.verification import Verdict, follow, match, rule_for
-from ..drafts.base import Drafter, News, Request, Speculator, ask
+from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
 from ..metrics import Counts, Part, SpeculationStats
 from ..proposal import Proposal, tree_from_paths
 from ..sampling import draw, likeliest
@@ -240,9 +240,11 @@ class Speculation:
                     row.guess = row.guess and row.guess.first(1 + self.most_guesses)
         self._asked_for = len(rows), start, late
 
-    def _ask(self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], news: News, limit: int) -> Proposal:
+    def _ask(
+        self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], accepted: AcceptedTokens, limit: int
+    ) -> Proposal:
         self._asked_rows = rows
-        proposal = self._ranks.agree_on_proposal(ask(drafter, news, limit))
+        proposal = self._ranks.agree_on_proposal(ask(drafter, accepted, limit))
         return proposal.within([rooms.get(row, 0) for row in rows])
 
     def _start(self, row: Row) -> Drafter:
@@ -251,7 +253,7 @@ class Speculation:
         features = torch.cat(row.features, dim=1) if row.features else None
         sample = self.sample and self._rule.weigh is not None and self.config.draft_sampling is not False
         mask = torch.ones_like(prompt)
-        request = Request(self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
+        request = DraftContext(self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
         return self.speculator.drafter(request)
 
     def _draft_log_probs(self, logits: Tensor) -> Tensor:

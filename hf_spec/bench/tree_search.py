@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.resolve import as_speculator
-from ..drafts.base import Drafter, News, Request, Speculator
+from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator
 from ..proposal import Proposal
 from ..settings import SpeculationConfig
 
@@ -103,7 +103,7 @@ class _Probe(Speculator):
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         self.inner.check(target, config)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return _ProbeDrafter(self, request)
 
     def count(self, depth: int, rank: int) -> None:
@@ -127,7 +127,7 @@ class _ProbeDrafter(Drafter):
         rank in the draft        0    3    0     counted: depth 0 rank 0, depth 1 rank 3, depth 2 rank 0
     """
 
-    def __init__(self, probe: _Probe, request: Request) -> None:
+    def __init__(self, probe: _Probe, request: DraftContext) -> None:
         self._probe = probe
         self._known = request.input_ids.shape[1]  # tokens of the text that the draft was told
         self._ahead: list[int] = []  # tokens of the text behind those, as far as they are to be guessed
@@ -158,14 +158,14 @@ class _ProbeDrafter(Drafter):
             self._probe.count(self._depth, rank)
             self._counts = rank < self._probe.ranks
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Let the draft guess but propose nothing, so that the text advances by one token and each is asked for."""
-        self._known += int(news.counts[0])
+        self._known += int(accepted.counts[0])
         known, text = self._known, self._probe.text
         self._ahead = text[known : known + limit]
-        self._depth, self._counts = 0, text[known - 1 : known] == news.root.tolist()  # half precision may stray
-        self._drafter.propose(news, limit)
-        return Proposal.nothing(news.root)
+        self._depth, self._counts = 0, text[known - 1 : known] == accepted.root.tolist()  # half precision may stray
+        self._drafter.propose(accepted, limit)
+        return Proposal.nothing(accepted.root)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Do nothing: there is one row."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..counting import numbers, repeated, uploaded
-from ..drafts.base import News
+from ..drafts.base import AcceptedTokens
 from ..proposal import Proposal
 from ..sampling import draw, likeliest
 from ..scoring.graphs import Compiler
@@ -41,7 +41,7 @@ class Choice:
     in_place: bool = False
     counts: Tensor | None = None
 
-    def news(self, features: Tensor | None, rows: list[int], index: Tensor | None = None) -> News:
+    def accepted_tokens(self, features: Tensor | None, rows: list[int], index: Tensor | None = None) -> AcceptedTokens:
         """Tell the drafter about ``rows``: each emitted token beside the features of the node before it.
 
         ``index`` is the same on the device, ``None`` if these are all rows.
@@ -64,7 +64,7 @@ class Choice:
         elif features is not None:
             wide = path[:, :, None].expand(-1, -1, features.shape[2])
             features = features.gather(1, wide.to(features.device))  # (rows, width, features)
-        return News(tokens, counts, features, amounts, emitted)
+        return AcceptedTokens(tokens, counts, features, amounts, emitted)
 
 
 class Chooser:

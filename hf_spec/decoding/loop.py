@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
 from ..counting import uploaded
-from ..drafts.base import News, Request, Speculator, network_of
-from ..drafts.late import LateDrafter
+from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
+from ..drafts.lazy import LazyDrafter
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
@@ -159,7 +159,7 @@ class Call:
         # Who takes part in a step: the processes that share the model; who says how deep to guess; the drafter that
         # guesses, made when it is first asked; the target that scores the guesses; and the chooser that makes text.
         self.ranks, self.pace = ranks, pace
-        self.drafter: LateDrafter
+        self.drafter: LazyDrafter
         self.processors = Processors(logits_processor, len(text.rows))
         self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
         if self.chooser.lockstep and len(text.rows) > 1:
@@ -192,7 +192,7 @@ class Call:
         together = self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs)
         if together and reads_prompts_causally(self.model):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
-            root = News(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
+            root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             score = functools.partial(self.target.prefill_guessing, input_ids, config, kwargs)
             return self._step(root, score, self.target.take_back_prompt)
         scores = self.target.prefill(input_ids, config, kwargs)
@@ -223,7 +223,7 @@ class Call:
             index = uploaded(going_on, choice.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.text.rows
-        return self._step(choice.news(self.features, going_on, index), self.target.score, self.target.drop)
+        return self._step(choice.accepted_tokens(self.features, going_on, index), self.target.score, self.target.drop)
 
     def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
@@ -256,13 +256,15 @@ class Call:
         done = [i for i, row in enumerate(self.rows) if row not in text.rows]
         return [i for i in done if end is None or text.lengths[self.rows[i]] < end]
 
-    def _step(self, news: News, score: Callable[[Proposal], Scores], take_back: Callable[[], None]) -> Choice:
+    def _step(
+        self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], take_back: Callable[[], None]
+    ) -> Choice:
         """Propose, score, choose and commit; ``take_back`` guesses that have spoilt the scores, and score without."""
         start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
             limit = min(self.ranks.agree(self.pace.depth(len(self.rows))), max(room))
-            proposal = self.ranks.agree_on_proposal(self.drafter.propose(news, limit))
+            proposal = self.ranks.agree_on_proposal(self.drafter.propose(accepted, limit))
             proposal = self.target.fit(proposal.within(room), limit)
             self._align(proposal)
         with self.stats.timed("verify"):
@@ -333,7 +335,7 @@ class Call:
             path.append(proposal.child(path[-1], ids[rows, column]).clamp(min=0))
         return torch.stack(path, dim=1), counts
 
-    def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> LateDrafter:
+    def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> LazyDrafter:
         """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
         sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
@@ -341,8 +343,8 @@ class Call:
         asked = (self.model, read, mask, features, self.config, distribution, sample)
         foresight = self.pace.foresight(self.speculator)
         goes_on = None if foresight is None else foresight.goes_on
-        request = Request(*asked, compiler=self.compiler, worth=self.pace.worth, goes_on=goes_on)
-        return LateDrafter(functools.partial(self.speculator.drafter, request), foresight)
+        request = DraftContext(*asked, compiler=self.compiler, worth=self.pace.worth, goes_on=goes_on)
+        return LazyDrafter(functools.partial(self.speculator.drafter, request), foresight)
 
     @property
     def _returns_cache(self) -> bool:

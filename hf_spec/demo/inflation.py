@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ..drafts.base import Drafter, News, Request, Speculator, network_of
+from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
 from ..proposal import Proposal
 from ..settings import SpeculationConfig
 
@@ -93,7 +93,7 @@ class Narrowed(Speculator):
         """Return the draft's own settings."""
         return self.draft.defaults()
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         """Start the draft, for which ``small`` is the target."""
         return _NarrowedDrafter(self, request)
 
@@ -106,13 +106,13 @@ class Narrowed(Speculator):
 
 
 class _NarrowedDrafter(Drafter):
-    def __init__(self, speculator: Narrowed, request: Request) -> None:
+    def __init__(self, speculator: Narrowed, request: DraftContext) -> None:
         self._narrow = speculator.narrow
         narrow = replace(request, target=speculator.small, features=speculator.narrow(request.features))
         self._inner = speculator.draft.drafter(narrow)
 
-    def propose(self, news: News, limit: int) -> Proposal:
-        return self._inner.propose(replace(news, features=self._narrow(news.features)), limit)
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        return self._inner.propose(replace(accepted, features=self._narrow(accepted.features)), limit)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._inner.keep_rows(rows)

@@ -34,7 +34,7 @@ Worth = Callable[[int, str, Sequence[float]], tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Request:
+class DraftContext:
     """What one ``generate`` call tells a speculator before the first guess.
 
     ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be
@@ -65,20 +65,15 @@ class Request:
         pairs = torch.stack([self.input_ids, self.attention_mask.to(self.input_ids)], dim=1).tolist()
         return [[*compress(ids, mask)] for ids, mask in pairs]
 
-    @property
-    def law(self) -> Callable[[Tensor], Tensor]:
-        """Return ``log_probs`` by the name it had in version 0.1.0."""
-        return self.log_probs
 
-
-def guess_log_probs(draft: Any, request: Request, logits: Tensor) -> Tensor:
+def guess_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor:
     """Turn logits (..., draft vocabulary) of ``draft`` into the log-probabilities of guesses over the target's."""
     whole: Tensor = draft.over_target(logits)
     return request.log_probs(whole.to(request.input_ids.device)).to(logits.device)
 
 
 @dataclass(frozen=True)
-class News:
+class AcceptedTokens:
     """What became text since the last proposal.
 
     ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is
@@ -121,7 +116,7 @@ class News:
         return states.gather(1, place.expand(-1, -1, states.shape[-1]))
 
     @classmethod
-    def joined(cls, parts: Sequence[News]) -> News:
+    def joined(cls, parts: Sequence[AcceptedTokens]) -> AcceptedTokens:
         """Put together what became text in several steps of the same rows, the first one first."""
         if len(parts) == 1:
             return parts[0]
@@ -142,14 +137,14 @@ class News:
         emitted = [list(chain.from_iterable(row)) for row in zip(*(part.emitted for part in parts), strict=True)]
         return cls(tokens, counts, features, amounts, emitted)._narrow()
 
-    def of(self, rows: Tensor) -> News:
+    def of(self, rows: Tensor) -> AcceptedTokens:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
         kept, amounts, emitted = numbers_of(rows), self.amounts, self.emitted
         amounts, emitted = [amounts[row] for row in kept], [emitted[row] for row in kept]
-        return News(self.tokens[rows], self.counts[rows], features, amounts, emitted)._narrow()
+        return AcceptedTokens(self.tokens[rows], self.counts[rows], features, amounts, emitted)._narrow()
 
-    def _narrow(self) -> News:
+    def _narrow(self) -> AcceptedTokens:
         """Leave out the columns that count in no row: a draft would read them all the same."""
         width = max(self.amounts, default=0)
         features = None if self.features is None else self.features[:, :width]
@@ -183,8 +178,8 @@ class Drafter(ABC):
     caught_up = False
 
     @abstractmethod
-    def propose(self, news: News, limit: int) -> Proposal:
-        """Take in ``news`` and guess what follows: at most ``limit`` tokens deep, which may be 0."""
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        """Take in ``accepted`` and guess what follows: at most ``limit`` tokens deep, which may be 0."""
 
     @abstractmethod
     def keep_rows(self, rows: Tensor) -> None:
@@ -196,28 +191,28 @@ class Drafter(ABC):
         return False
 
 
-def ask(drafter: Any, news: News, limit: int) -> Proposal:
+def ask(drafter: Any, accepted: AcceptedTokens, limit: int) -> Proposal:
     """Let ``drafter`` propose, and look whether that is a proposal if it is a user's own.
 
     Numbers are looked at on a CPU alone, where nobody has to wait for them. Errors: a TypeError or ValueError that
     names the cure.
     """
     if type(drafter).__module__.partition(".")[0] == __name__.partition(".")[0]:  # it is ours, and tested
-        found: Proposal = drafter.propose(news, limit)
+        found: Proposal = drafter.propose(accepted, limit)
         return found
     if not isinstance(drafter, Drafter):
         raise TypeError(
             f"Speculator.drafter returned {drafter!r:.80}; return an object of a subclass of hf_spec.Drafter."
         )
-    name, proposal = f"{type(drafter).__name__}.propose", drafter.propose(news, limit)
+    name, proposal = f"{type(drafter).__name__}.propose", drafter.propose(accepted, limit)
     if not isinstance(proposal, Proposal):
         raise TypeError(
-            f"{name} returned {proposal!r:.80}; return a hf_spec.Proposal, such as Proposal.chain(news.root, guesses) "
-            "or Proposal.nothing(news.root)."
+            f"{name} returned {proposal!r:.80}; return a hf_spec.Proposal, such as "
+            "Proposal.chain(accepted.root, guesses) or Proposal.nothing(accepted.root)."
         )
-    problem = _misshapen(proposal, len(news.tokens))
+    problem = _misshapen(proposal, len(accepted.tokens))
     if problem is None and proposal.tokens.device.type == "cpu":
-        problem = _misguided(proposal, [new[-1] for new in news.emitted])
+        problem = _misguided(proposal, [new[-1] for new in accepted.emitted])
     if problem is not None:
         raise ValueError(f"{name}: {problem}.")
     return proposal
@@ -239,7 +234,7 @@ def _misguided(proposal: Proposal, roots: list[int]) -> str | None:
     if (own := proposal.root.tolist()) != roots:
         return (
             f"the roots are {own!r:.80}, but the texts end with {roots!r:.80}: other text would follow; begin with "
-            "news.root"
+            "accepted.root"
         )
     if bool((proposal.tokens < 0).any()):
         return "there are negative tokens; fill up with tokens of the vocabulary, and say how many count in each row"
@@ -255,12 +250,12 @@ class Speculator(ABC):
     """Start a ``Drafter`` per call. Draft models and rules alike implement these methods."""
 
     def knows_chances(self, rows: int) -> bool:
-        """Tell whether drafters of ``rows`` rows ask ``Request.worth`` how deep to guess. By default they do not."""
+        """Tell whether drafters of ``rows`` rows ask ``DraftContext.worth`` how deep to guess; not by default."""
         return False
 
     @property
     def heeds_foresight(self) -> bool:
-        """Tell whether chains of its drafters end where ``Request.goes_on`` says so; by default they do not.
+        """Tell whether chains of its drafters end where ``DraftContext.goes_on`` says so; by default they do not.
 
         On an accelerator whoever looks at a guess waits for it.
         """
@@ -299,7 +294,7 @@ class Speculator(ABC):
         return config if has_depth else config.merge(num_speculative_tokens=DEFAULT_NUM_SPECULATIVE_TOKENS)
 
     @abstractmethod
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         """Start guessing for one call."""
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
-from .base import Drafter, DraftOutput, News, Request, guess_log_probs
+from .base import AcceptedTokens, DraftContext, Drafter, DraftOutput, guess_log_probs
 from .static import OpenKeys, StaticDrafter, StaticKeys, Told, as_mask
 from .trees import Ahead, at_depth, grow
 
@@ -18,7 +18,7 @@ from .trees import Ahead, at_depth, grow
 class BlockGrowth:
     """What one block says about the guesses of one proposal: the same behind all guesses of a depth."""
 
-    def __init__(self, draft: Any, request: Request, root: Tensor, output: DraftOutput) -> None:
+    def __init__(self, draft: Any, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
         self._by_depth = guess_log_probs(draft, request, output.logits)  # (batch, guesses, vocabulary)
 
@@ -42,7 +42,7 @@ class BlockDrafter(StaticDrafter):
 
     growth: ClassVar[type[BlockGrowth]] = BlockGrowth
 
-    def __init__(self, draft: Any, request: Request, static: bool = False) -> None:
+    def __init__(self, draft: Any, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
         self._keys: StaticKeys | None = None  # the context, where slots are fixed
@@ -56,7 +56,7 @@ class BlockDrafter(StaticDrafter):
         return int(self._draft.layer_config.vocab_size or 0)
 
     def _read_prompt(self, static: bool) -> None:
-        """Remember the prompt but for its last position, which comes with the first news."""
+        """Remember the prompt but for its last position, which comes with the first accepted tokens."""
         features, mask = self._request.features, self._request.attention_mask.to(self.device)
         assert features is not None  # every draft of this kind names its feature layers
         # The target may have read more than these tokens (embeddings) or less (a cache handed in).
@@ -91,10 +91,10 @@ class BlockDrafter(StaticDrafter):
         keys.commit(told.counts)
         return keys
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Remember what became text before the root, read one block, and grow a proposal from it."""
-        told = self.told(news.tokens, news.counts, news.features, news.amounts)
-        return self.guess(told, min(limit, self._draft.config.num_guesses)).to(news.tokens.device)
+        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
+        return self.guess(told, min(limit, self._draft.config.num_guesses)).to(accepted.tokens.device)
 
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         cache = self._remember(told)

@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from ..configuration import GEMMA, default_speculators_config, one_layer
 from ..scoring.cache import SlotCache
 from ..settings import is_int
-from .base import Drafter, DraftOutput, Request
+from .base import DraftContext, Drafter, DraftOutput
 from .block_drafting import BlockDrafter
 from .features import FeatureSpeculatorConfig, check_mask_token
 from .layers import classes_of
@@ -329,6 +329,6 @@ class BlockDraftModel(DraftModel):
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         return self.config.feature_layers(target.config.get_text_config().num_hidden_layers)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(BlockDrafter, self, request)

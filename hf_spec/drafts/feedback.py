@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..proposal import Proposal
-from .base import Drafter, News, Request, guess_log_probs
+from .base import AcceptedTokens, DraftContext, Drafter, guess_log_probs
 from .readers import Reader, StaticReader
 from .static import StaticDrafter, Told, reseated
 from .trees import Ahead, grow
@@ -39,7 +39,7 @@ class FeedbackDrafter(StaticDrafter):
     ``over_target``. With several readers ``forward`` takes the number of one as ``reader``.
     """
 
-    def __init__(self, draft: Any, request: Request, static: bool = False) -> None:
+    def __init__(self, draft: Any, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
         self._static = static
@@ -61,10 +61,10 @@ class FeedbackDrafter(StaticDrafter):
     def vocabulary(self) -> int:
         return int(self._draft.layer_config.vocab_size)
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read what became text beside the target's features, then grow a proposal."""
-        told = self.told(news.tokens, news.counts, news.features, news.amounts)
-        return self.guess(told, limit).to(news.tokens.device)
+        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
+        return self.guess(told, limit).to(accepted.tokens.device)
 
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         readers, logits = self._read(told)
@@ -126,7 +126,7 @@ class _Growth:
     ``behind`` are per reader the hidden states (batch, 1, hidden) that stand for the root.
     """
 
-    def __init__(self, draft: Any, request: Request, readers: list[Any], behind: list[Tensor]) -> None:
+    def __init__(self, draft: Any, request: DraftContext, readers: list[Any], behind: list[Tensor]) -> None:
         self._draft, self._request, self._readers = draft, request, readers
         self._hidden = list(behind)  # per reader (batch, nodes that were read last, hidden)
 
@@ -169,11 +169,11 @@ class _Growth:
         return logits, [hidden] * depth + [states for _, states in said]  # those before are not asked again
 
 
-def pairs_of_prompt(request: Request, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def pairs_of_prompt(request: DraftContext, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs that lie in the prompt: tokens, 0 where they are padded, and the features before them.
 
     They are (batch, pairs), (batch, pairs) and (batch, pairs, widths). The last position's feature comes with the
-    first news.
+    first accepted tokens.
     """
     assert request.features is not None  # every draft that reads pairs names its feature layers
     # The target may have read more than these tokens (embeddings) or less (a cache handed in).

@@ -61,7 +61,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
-    ends_chains: ClassVar[bool] = False  # its drafters ask ``Request.goes_on`` after each guess of a chain
+    ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.goes_on`` after each guess of a chain
     layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
@@ -317,7 +317,7 @@ class DraftModel(PreTrainedModel, Speculator):
 
     @property
     def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``Request.goes_on`` says so: on a CPU, where a look at a guess is free."""
+        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where looking is free."""
         return self.ends_chains and self.device.type == "cpu"
 
     def defaults(self) -> SpeculationConfig:

@@ -48,7 +48,7 @@ class Reader:
         self._origin = mask.sum(1, keepdim=True) - mask.shape[1]
 
     def opened(self) -> Any:
-        """Return what reads the next news and the forest behind them: itself."""
+        """Return what reads the next accepted tokens and the forest behind them: itself."""
         return self
 
     def read(
@@ -117,7 +117,7 @@ class StaticReader(Reader):
         self.keys = StaticKeys.adopt(cache, mask)
 
     def opened(self) -> Any:
-        """Return what reads the next news and the forest behind them."""
+        """Return what reads the next accepted tokens and the forest behind them."""
         return OpenReader(self._draft, self._which, self.keys)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -125,7 +125,7 @@ class StaticReader(Reader):
 
 
 class OpenReader:
-    """Read the news and the forest behind them over fixed slots, for one proposal: what ``Reader`` does."""
+    """Read the accepted tokens and the forest behind them over fixed slots, for one proposal: what ``Reader`` does."""
 
     def __init__(self, draft: Any, which: dict[str, int], keys: StaticKeys) -> None:
         self._draft, self._which = draft, which

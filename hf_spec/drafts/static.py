@@ -5,8 +5,8 @@ that attends: the text, and behind it the nodes that are looked behind while a p
 the buffers are longer than both, and how long the text is is a tensor. So a graph holds no number that changes. There
 is one for each number of seats (1, 2, 4, ...) and of slots (powers of two); the depth is always the same.
 
-``CompiledDrafter`` stands around it: it fills rows up to seats and news up to the deepest path, draws the random
-numbers that the graph is given, and calls the compiled function.
+``CompiledDrafter`` stands around it: it fills rows up to seats and accepted tokens up to the deepest path, draws the
+random numbers that the graph is given, and calls the compiled function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import Block, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
-from .base import Drafter, News, Request
+from .base import AcceptedTokens, DraftContext, Drafter
 from .trees import Ahead, most_looked_behind
 
 KINDS = ("full_attention", "sliding_attention")  # of layers whose masks are known here
@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Told:
-    """What became text, as ``News`` tell it: ``counts`` (batch,) of ``tokens`` (batch, m), beside ``features``.
+    """What became text: ``AcceptedTokens`` on the draft's device, ``counts`` (batch,) of ``tokens`` (batch, m) count.
 
     ``amounts`` are the counts as numbers; ``None`` in a graph.
     """
@@ -272,7 +272,7 @@ class CompiledDrafter(Drafter):
     In an empty seat sits row 0 once more.
     """
 
-    def __init__(self, inner: StaticDrafter, request: Request, compiler: Compiler) -> None:
+    def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
         self._inner, self._request, self._compiler = inner, request, compiler
         self._depth = min(compiler.depth, inner.deepest or compiler.depth)
         self._open = most_looked_behind(request.config, self._depth)
@@ -293,30 +293,32 @@ class CompiledDrafter(Drafter):
         if seats > len(rows):
             self._row_in_seat = uploaded([*range(len(rows))] + [0] * (seats - len(rows)), device)
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read what became text and guess: as deep as ever, of which ``limit`` is kept."""
         width = self._compiler.depth + 1
-        amounts = news.amounts
+        amounts = accepted.amounts
         self._lengths = [length + count for length, count in zip(self._lengths, amounts, strict=True)]
-        self._inner.make_room(max(self._lengths) + max(width, news.tokens.shape[1]) + self._open)
-        if news.tokens.shape[1] > width:
-            rest, news = _split(news, width)
+        self._inner.make_room(max(self._lengths) + max(width, accepted.tokens.shape[1]) + self._open)
+        if accepted.tokens.shape[1] > width:
+            rest, accepted = _split(accepted, width)
             self._inner.read(self._told(rest, rest.tokens.shape[1]))
-        told = self._told(news, width)
+        told = self._told(accepted, width)
         proposal = self._compiler(_guess, self._inner.draft, self._inner, told, self._depth, self._ahead(limit))
         proposal = proposal.each(lambda one: lasting(one[: len(amounts)]))
-        return proposal.shallower(limit).to(news.tokens.device)
+        return proposal.shallower(limit).to(accepted.tokens.device)
 
     def _ahead(self, limit: int) -> Ahead:
         request, inner, rows = self._request, self._inner, len(self._lengths)
         ahead = Ahead.of(request.config, self._depth, limit, rows, inner.vocabulary, request.sample, inner.device)
         return ahead if self._row_in_seat is None else ahead.seated(self._row_in_seat.to(inner.device))
 
-    def _told(self, news: News, width: int) -> Told:
-        missing = width - news.tokens.shape[1]
-        tokens = torch.nn.functional.pad(news.tokens, (0, missing))
-        features = None if news.features is None else torch.nn.functional.pad(news.features, (0, 0, 0, missing))
-        tokens, counts, features = map(self._in_seats, (tokens, news.counts, features))
+    def _told(self, accepted: AcceptedTokens, width: int) -> Told:
+        missing = width - accepted.tokens.shape[1]
+        tokens = torch.nn.functional.pad(accepted.tokens, (0, missing))
+        features = (
+            None if accepted.features is None else torch.nn.functional.pad(accepted.features, (0, 0, 0, missing))
+        )
+        tokens, counts, features = map(self._in_seats, (tokens, accepted.counts, features))
         return self._inner.told(tokens, counts, features)
 
     def _in_seats(self, rows: Any) -> Any:
@@ -336,19 +338,19 @@ def _guess(inner: StaticDrafter, told: Told, limit: int, ahead: Ahead) -> Propos
     return inner.guess(told, limit, ahead)
 
 
-def _split(news: News, width: int) -> tuple[News, News]:
+def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, AcceptedTokens]:
     """Split off what stands before the last ``width`` tokens of each row."""
-    first = [max(0, count - width) for count in news.amounts]
-    start = (news.counts - width).clamp(min=0)
+    first = [max(0, count - width) for count in accepted.amounts]
+    start = (accepted.counts - width).clamp(min=0)
     column = start[:, None] + torch.arange(width, device=start.device)
-    column = column.clamp(max=news.tokens.shape[1] - 1)  # (batch, width)
-    features, last = news.features, None
+    column = column.clamp(max=accepted.tokens.shape[1] - 1)  # (batch, width)
+    features, last = accepted.features, None
     if features is not None:
         last = features.gather(1, column.to(features.device)[:, :, None].expand(-1, -1, features.shape[2]))
         features = features[:, : max(first)]
-    rest = News(news.tokens[:, : max(first)], start, features, first)
-    amounts = [count - before for count, before in zip(news.amounts, first, strict=True)]
-    return rest, News(news.tokens.gather(1, column), news.counts - start, last, amounts)
+    rest = AcceptedTokens(accepted.tokens[:, : max(first)], start, features, first)
+    amounts = [count - before for count, before in zip(accepted.amounts, first, strict=True)]
+    return rest, AcceptedTokens(accepted.tokens.gather(1, column), accepted.counts - start, last, amounts)
 
 
 def not_compiled(draft: Any, reason: str) -> None:
@@ -356,7 +358,7 @@ def not_compiled(draft: Any, reason: str) -> None:
     logger.warning_once(f"{type(draft).__name__} is not compiled for guessing, but run as it is: {reason}.")
 
 
-def drafter_for(kind: Any, draft: Any, request: Request) -> Drafter:
+def drafter_for(kind: Any, draft: Any, request: DraftContext) -> Drafter:
     """Start a drafter of some ``kind`` for one call, compiled if the call is and the draft can be."""
     reason = why_not_static(draft.layer_config) if kind.attends and request.compiler is not None else None
     if reason is not None:

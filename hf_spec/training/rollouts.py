@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from ..checkpoints.resolve import as_speculator
 from ..defaults import set_speculator, stored_for
-from ..drafts.base import Drafter, Request, Speculator, network_of
+from ..drafts.base import DraftContext, Drafter, Speculator, network_of
 from ..settings import SpeculationConfig, is_int
 from .trainer import DraftTrainer
 
@@ -137,7 +137,7 @@ class _Listening(Speculator):
     def defaults(self) -> SpeculationConfig:
         return self.inner.defaults()
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         return self.inner.drafter(request)
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:

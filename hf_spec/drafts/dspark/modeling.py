@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..base import Drafter, DraftOutput, Request, guess_log_probs
+from ..base import DraftContext, Drafter, DraftOutput, guess_log_probs
 from ..block_drafting import BlockDrafter, BlockGrowth
 from ..block_files import engines
 from ..blocks import BlockDraftModel
@@ -154,7 +154,7 @@ class DSparkDraftModel(BlockDraftModel):
     def trained_confidence(self) -> Callable[[Tensor], Tensor] | None:
         return None if self.confidence_head is None else lambda states: states[..., -1]
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(DSparkDrafter, self, request)
 
@@ -170,7 +170,7 @@ class DSparkDraftModel(BlockDraftModel):
 class MarkovGrowth(BlockGrowth):
     """Correct what the slots say by the guesses on the way to each node."""
 
-    def __init__(self, draft: DSparkDraftModel, request: Request, root: Tensor, output: DraftOutput) -> None:
+    def __init__(self, draft: DSparkDraftModel, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
         assert output.hidden_states is not None
         self._draft, self._request = draft, request

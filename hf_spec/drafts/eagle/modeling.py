@@ -23,7 +23,7 @@ from .configuration import EagleSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved
 
 if TYPE_CHECKING:
-    from ..base import Drafter, Request
+    from ..base import DraftContext, Drafter
 
 
 class EagleDraftModel(DraftModel):
@@ -63,7 +63,7 @@ class EagleDraftModel(DraftModel):
         """Read ``hidden_states[-1]``, the one after the final norm."""
         return (-1,)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(FeedbackDrafter, self, request)
 

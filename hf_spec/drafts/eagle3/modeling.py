@@ -14,7 +14,7 @@ from .engines import in_the_way, unserved
 from .formats import FORMATS, write_eagle3, write_sglang
 
 if TYPE_CHECKING:
-    from ..base import Drafter, Request
+    from ..base import DraftContext, Drafter
 
 
 class Eagle3DraftModel(FusingDraftModel):
@@ -30,7 +30,7 @@ class Eagle3DraftModel(FusingDraftModel):
         super().__init__(config)
         self.post_init()
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(FeedbackDrafter, self, request)
 

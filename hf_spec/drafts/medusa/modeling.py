@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
 from ...proposal import Proposal
-from ..base import Drafter, DraftOutput, News, Request, guess_log_probs
+from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, guess_log_probs
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
 from ..static import StaticDrafter, Told, drafter_for
@@ -104,7 +104,7 @@ class MedusaDraftModel(DraftModel):
         """Read ``hidden_states[-1]``, the one after the final norm."""
         return (-1,)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(MedusaDrafter, self, request)
 
@@ -141,7 +141,7 @@ class MedusaDrafter(StaticDrafter):
 
     attends = False
 
-    def __init__(self, draft: MedusaDraftModel, request: Request, static: bool = False) -> None:
+    def __init__(self, draft: MedusaDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
         self.deepest = len(draft.heads)
@@ -150,10 +150,10 @@ class MedusaDrafter(StaticDrafter):
     def vocabulary(self) -> int:
         return int(self._draft.layer_config.vocab_size or 0)
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Let all heads read the state before the root, then combine what they say."""
-        told = self.told(news.tokens, news.counts, news.features, news.amounts)
-        return self.guess(told, min(limit, len(self._draft.heads))).to(news.tokens.device)
+        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
+        return self.guess(told, min(limit, len(self._draft.heads))).to(accepted.tokens.device)
 
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         assert told.features is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, PreTrainedModel
 from transformers import initialization as init
 
-from ..base import Drafter, DraftOutput, Request
+from ..base import DraftContext, Drafter, DraftOutput
 from ..feedback import FeedbackDrafter
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
@@ -93,7 +93,7 @@ class MTPDraftModel(DraftModel):
         """Read the target's last hidden state, after or before the final norm."""
         return (-1 if self.config.features_after_norm else target.config.get_text_config().num_hidden_layers,)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(FeedbackDrafter, self, request)
 

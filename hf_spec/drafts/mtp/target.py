@@ -27,7 +27,7 @@ from ...scoring.architectures import why_unsupported
 from ...scoring.cache import has_states
 from ...scoring.names import CACHE
 from ...settings import SpeculationConfig
-from ..base import Drafter, DraftOutput, Request, Speculator
+from ..base import DraftContext, Drafter, DraftOutput, Speculator
 from ..feedback import FeedbackDrafter
 from ..modeling import MASKS, next_positions, only_one
 from ..static import not_compiled
@@ -159,14 +159,14 @@ class TargetMtp(MtpModel, Speculator):
 
     @property
     def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``Request.goes_on`` says so: on a CPU, where a look at a guess is free."""
+        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where looking is free."""
         return self.device.type == "cpu"
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Read ``hidden_states[-1]``, the one after the final norm."""
         return (-1,)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         if request.compiler is not None:
             not_compiled(self, "transformers makes the masks of a target's own MTP layers inside their forward")
         return FeedbackDrafter(self, request)

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from ...counting import numbers_of, uploaded
 from ...proposal import ABSENT, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
-from ..base import Drafter, News, Request, Speculator, network_of
+from ..base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
 from ..foresight import DRAFTED, Foresight
-from ..late import LateDrafter
+from ..lazy import LazyDrafter
 from ..trust import TrackRecord, agreeing, mean_chances
 from .recall import RECALLED, Guesses, Path, chances_of, judge, shortened
 from .speculator import DEPTH, REMEMBERED, NgramSpeculator
@@ -83,21 +83,21 @@ class HybridSpeculator(Speculator):
         own = self._draft.defaults()
         return own if not isinstance(own.tree, str | None) else own.merge(num_speculative_tokens=DEPTH)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         """Index the prompts, and let the draft read them when it is first asked."""
         return HybridDrafter(self, request)
 
-    def foresight(self, request: Request) -> Foresight | None:
+    def foresight(self, request: DraftContext) -> Foresight | None:
         """Make what ends the draft's chains where they are not worth their time, if somebody can tell."""
         if request.worth is None or not self._draft.heeds_foresight:
             return None
         return Foresight(request.worth, self.record, self.draft_depth)
 
-    def start_draft(self, request: Request, foresight: Foresight | None) -> LateDrafter:
+    def start_draft(self, request: DraftContext, foresight: Foresight | None) -> LazyDrafter:
         """Make a drafter of the draft, which is told what became text when it is asked."""
         goes_on = None if foresight is None else foresight.goes_on
         own = replace(request, config=self._drafts_own(request.config), worth=None, goes_on=goes_on)
-        return LateDrafter(functools.partial(self._draft.drafter, own))
+        return LazyDrafter(functools.partial(self._draft.drafter, own))
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
         """Let both take in the texts of a finished call."""
@@ -163,7 +163,7 @@ class _Last:
 class HybridDrafter(Drafter):
     """Ask the memory first, then the draft for the rows that want it."""
 
-    def __init__(self, speculator: HybridSpeculator, request: Request) -> None:
+    def __init__(self, speculator: HybridSpeculator, request: DraftContext) -> None:
         self._rows = speculator.memory.texts(request).rows()
         self._foresight = speculator.foresight(request)
         self._draft, self._draft_depth = speculator.start_draft(request, self._foresight), speculator.draft_depth
@@ -174,16 +174,16 @@ class HybridDrafter(Drafter):
         self._width = 1 if self._is_chain else request.config.tree_top_k
         self._last: _Last | None = None
 
-    def propose(self, news: News, limit: int) -> Proposal:
-        """Take in ``news``, look up what may follow, and let the draft guess where that is not much."""
-        for (texts, number), tokens in zip(self._rows, self._read(news), strict=True):
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        """Take in ``accepted``, look up what may follow, and let the draft guess where that is not much."""
+        for (texts, number), tokens in zip(self._rows, self._read(accepted), strict=True):
             texts.extend(number, tokens)
         self._last = None
         nodes = None if self._is_chain else limit
         found = [texts.guesses(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows]
         if self._is_chain:
-            return self._chains(news, limit, found)
-        proposal = self._draft.propose(news, min(limit, self._draft_depth))
+            return self._chains(accepted, limit, found)
+        proposal = self._draft.propose(accepted, min(limit, self._draft_depth))
         return with_branches(proposal, found)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -205,12 +205,12 @@ class HybridDrafter(Drafter):
         self._last = None if self._last is None else self._last.beside(len(other._rows))
         return True
 
-    def _chains(self, news: News, limit: int, found: list[Guesses]) -> Proposal:
+    def _chains(self, accepted: AcceptedTokens, limit: int, found: list[Guesses]) -> Proposal:
         # Decided before the draft is asked: what it draws must not decide whether it counts.
         plan = self._plan(limit, [chances_of(guesses, self._trust) for guesses in found])
         if self._foresight is not None:
             self._foresight.begin([not takes for takes in plan.taken], plan.draft_depth)
-        drafted = self._draft.propose(news, plan.draft_depth)
+        drafted = self._draft.propose(accepted, plan.draft_depth)
         self.kind = DRAFTED if plan.draft_depth else RECALLED
         self.caught_up = plan.draft_depth > 0 and not self._begun
         self._begun |= plan.draft_depth > 0
@@ -237,11 +237,11 @@ class HybridDrafter(Drafter):
                 return _Plan(taken, further, min(further, deepest) if self._foresight is None else deepest)
         return _Plan([depth > 0 and bool(chances) for chances in recalled], depth, 0)
 
-    def _read(self, news: News) -> list[list[int]]:
+    def _read(self, accepted: AcceptedTokens) -> list[list[int]]:
         """Bring what became text from its device, with the last guesses, in one transfer, and learn who was right."""
-        last, width = self._last, 1 + news.tokens.shape[1]
+        last, width = self._last, 1 + accepted.tokens.shape[1]
         drafted = [] if last is None else [last.drafted.tokens[:, 1:], last.drafted.parents[:, 1:]]
-        rows = torch.cat([news.counts[:, None], news.tokens, *drafted], dim=1).tolist()
+        rows = torch.cat([accepted.counts[:, None], accepted.tokens, *drafted], dim=1).tolist()
         texts = [row[1 : 1 + row[0]] for row in rows]
         if last is not None:
             self._record.fade(asked=last.drafted.max_depth > 0)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ...counting import numbers_of, uploaded
 from ...proposal import ABSENT, NO_PARENT, Proposal
 from ...settings import SpeculationConfig, is_int
-from ..base import Drafter, News, Request, Speculator
+from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
 from ..trust import TrackRecord, Trust, mean_chances
 from .lookups import Lookups, Records
 from .memory import BREAK, LOOK_BACK, Memory, agreement
@@ -123,11 +123,11 @@ class NgramSpeculator(Speculator):
         """Return chains of 16 with a memory, which end by themselves; the common settings without one."""
         return SpeculationConfig(num_speculative_tokens=None if self.memory is None else DEPTH)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         """Index the prompt of every row."""
         return NgramDrafter(self, request) if self.memory is None else RememberingDrafter(self, request)
 
-    def texts(self, request: Request) -> Texts:
+    def texts(self, request: DraftContext) -> Texts:
         """Start the texts of a call with a memory, which hold the prompts of ``request``.
 
         Errors: a ValueError without a memory.
@@ -231,7 +231,7 @@ class NgramDrafter(Drafter):
 
     kind = RECALLED
 
-    def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
+    def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._speculator, self._shape = speculator, _Shape(request.config)
         self._rows = [TextIndex(speculator.sizes) for _ in range(request.input_ids.shape[0])]
         self._worth = request.worth if self._shape.is_chain else None
@@ -239,13 +239,13 @@ class NgramDrafter(Drafter):
         for row, prompt in zip(self._rows, request.prompts(), strict=True):
             row.extend(prompt)
 
-    def propose(self, news: News, limit: int) -> Proposal:
-        """Take in ``news`` and look up what followed the same last tokens before, at most ``limit`` tokens of it."""
-        for row, tokens in zip(self._rows, news.emitted, strict=True):
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        """Take in ``accepted``, look up what followed the same tokens before, at most ``limit`` tokens of it."""
+        for row, tokens in zip(self._rows, accepted.emitted, strict=True):
             row.extend(tokens)
         depth = self._shape.depth(limit)
         trees = [self._tree(row, depth) for row in self._rows] if self._worth is None else self._worth_it(depth)
-        return lay_out(trees, news.root, self._shape.is_chain)
+        return lay_out(trees, accepted.root, self._shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with the texts of ``rows`` only."""
@@ -309,16 +309,16 @@ class RememberingDrafter(Drafter):
 
     kind = RECALLED
 
-    def __init__(self, speculator: NgramSpeculator, request: Request) -> None:
+    def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._rows = speculator.texts(request).rows()
         self._shape = _Shape(request.config)
         self._min_chance, self._trust = speculator.min_chance, speculator.trust
         self._worth = request.worth
         self._last: list[Guesses] = [{} for _ in self._rows]  # chains, by row
 
-    def propose(self, news: News, limit: int) -> Proposal:
-        """Take in ``news`` and look up what may follow, at most ``limit`` tokens of it."""
-        shape, emitted = self._shape, news.emitted
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        """Take in ``accepted`` and look up what may follow, at most ``limit`` tokens of it."""
+        shape, emitted = self._shape, accepted.emitted
         for (texts, number), tokens in zip(self._rows, emitted, strict=True):
             texts.extend(number, tokens)
         depth = shape.depth(limit)
@@ -332,7 +332,7 @@ class RememberingDrafter(Drafter):
             self._last = found = self._worth_it(found)
         ranks = shape.ranks
         trees = [list(guesses) if ranks is None else _of_ranks(guesses, ranks) for guesses in found]
-        return lay_out(trees, news.root, shape.is_chain)
+        return lay_out(trees, accepted.root, shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only; the others' texts stay to be looked in."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...proposal import Proposal
-from ..base import Drafter, News, Request, guess_log_probs
+from ..base import AcceptedTokens, DraftContext, Drafter, guess_log_probs
 from ..feedback import pairs_of_prompt
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
@@ -64,7 +64,7 @@ class PEagleDraftModel(FusingDraftModel):
 
         return unroll_in_parallel(self, given, steps, recompute)
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
         return drafter_for(PEagleDrafter, self, request)
 
@@ -81,7 +81,7 @@ class PEagleDraftModel(FusingDraftModel):
 class PEagleDrafter(StaticDrafter):
     """Keep what was read of one call's text, and ask for all depths behind it at once."""
 
-    def __init__(self, draft: PEagleDraftModel, request: Request, static: bool = False) -> None:
+    def __init__(self, draft: PEagleDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
         self._reader = (StaticReader if static else Reader)(draft, 0)
@@ -92,10 +92,10 @@ class PEagleDrafter(StaticDrafter):
     def vocabulary(self) -> int:
         return int(self._draft.layer_config.vocab_size or 0)
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read what became text, and the mask tokens behind it; then combine what they say."""
-        told = self.told(news.tokens, news.counts, news.features, news.amounts)
-        return self.guess(told, limit).to(news.tokens.device)
+        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
+        return self.guess(told, limit).to(accepted.tokens.device)
 
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         assert told.features is not None

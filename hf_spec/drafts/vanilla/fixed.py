@@ -27,7 +27,7 @@ from ...scoring.plain import (
     prompt_kwargs,
 )
 from ...scoring.trials import in_short, tried_once
-from ..base import News, Request
+from ..base import AcceptedTokens, DraftContext
 from ..static import OpenKeys, StaticDrafter, StaticKeys, Told, why_not_static
 from ..trees import Ahead, grow
 from .words import Words
@@ -100,7 +100,7 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
 class FixedVanillaDrafter(StaticDrafter):
     """Guess with a language model over fixed slots; compiled by what stands around it."""
 
-    def __init__(self, model: PreTrainedModel, request: Request) -> None:
+    def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._draft, self._request = model, request
         self._words = Words(model, request)
         tokens = self._words.readable(request.input_ids.to(self.device))
@@ -115,10 +115,10 @@ class FixedVanillaDrafter(StaticDrafter):
     def vocabulary(self) -> int:
         return self._words.vocabulary
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Take in what became text and guess."""
-        told = self.told(news.tokens, news.counts, None)
-        return self.guess(told, limit).to(news.tokens.device)
+        told = self.told(accepted.tokens, accepted.counts, None)
+        return self.guess(told, limit).to(accepted.tokens.device)
 
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         keys, logits = self._read(told)

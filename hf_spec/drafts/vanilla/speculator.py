@@ -13,7 +13,7 @@ from ...scoring.architectures import arguments_of, drops_cache, why_unsupported
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
-from ..base import Drafter, News, Request, Speculator
+from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
 from ..static import CompiledDrafter, not_compiled
 from ..trees import grow
 from .fixed import FixedVanillaDrafter, why_no_fixed_slots
@@ -64,10 +64,10 @@ class VanillaSpeculator(Speculator):
 
     @property
     def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``Request.goes_on`` says so: on a CPU, where a look at a guess is free."""
+        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where looking is free."""
         return input_device(self.model).type == "cpu"
 
-    def drafter(self, request: Request) -> Drafter:
+    def drafter(self, request: DraftContext) -> Drafter:
         """Read the prompt with the draft."""
         if request.compiler is None or request.input_ids.shape[1] == 0:
             return VanillaDrafter(self.model, request)
@@ -83,7 +83,7 @@ class VanillaDrafter(Drafter):
     A draft whose table of positions ends before the text does stops guessing there.
     """
 
-    def __init__(self, model: PreTrainedModel, request: Request) -> None:
+    def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._request = request
         self._words = Words(model, request)
         self._is_chain = request.config.tree is None
@@ -99,23 +99,25 @@ class VanillaDrafter(Drafter):
         if self._reads:
             self._runner.prefill_tokens(self._words.readable(request.input_ids.to(self._device)), mask)
 
-    def propose(self, news: News, limit: int) -> Proposal:
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Take in what became text, keeping what the draft has read already, then grow a proposal."""
-        tokens, counts = news.tokens.to(self._device), news.counts.to(self._device)
-        root = news.root.to(self._device)
+        tokens, counts = accepted.tokens.to(self._device), accepted.counts.to(self._device)
+        root = accepted.root.to(self._device)
         if self._limit is not None:
-            self._lengths = [length + new for length, new in zip(self._lengths, news.amounts, strict=True)]
+            self._lengths = [length + new for length, new in zip(self._lengths, accepted.amounts, strict=True)]
         if (room := self._room) is not None:
             self._reads = self._reads and room > 0  # once text went by unread, no guess can follow
             limit = min(limit, room)
         if not self._reads:
             logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
-            return Proposal.nothing(root).to(news.tokens.device)
-        log_probs = self._words.log_probs(self._read(self._words.readable(tokens), counts, news.amounts), self._device)
+            return Proposal.nothing(root).to(accepted.tokens.device)
+        log_probs = self._words.log_probs(
+            self._read(self._words.readable(tokens), counts, accepted.amounts), self._device
+        )
         self._open = []
         request = self._request
         proposal = grow(root, log_probs, self._step, request.config, limit, request.sample, goes_on=request.goes_on)
-        return proposal.to(news.tokens.device)
+        return proposal.to(accepted.tokens.device)
 
     @property
     def _room(self) -> int | None:

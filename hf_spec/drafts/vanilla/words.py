@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..base import Request
+from ..base import DraftContext
 
 
 class Words:
     """Translate between the ``vocabulary`` of a request's target and what the draft ``model`` knows of it."""
 
-    def __init__(self, model: PreTrainedModel, request: Request) -> None:
+    def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._request = request
         self.vocabulary, self._known = vocabulary_of(request.target), vocabulary_of(model)
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from ..counting import numbers_of
 from ..proposal import Proposal
-from .base import Drafter, News, ask
+from .base import AcceptedTokens, Drafter, ask
 from .foresight import DRAFTED, Foresight
 
 
-class LateDrafter(Drafter):
+class LazyDrafter(Drafter):
     """Put off the drafter that ``start`` makes, and what it has to read, until the next proposal of any depth.
 
     With ``foresight`` that says which steps are worth asking the drafter.
@@ -23,19 +23,19 @@ class LateDrafter(Drafter):
         self._start = start
         self._drafter: Drafter | None = None
         self._rows: Tensor | None = None  # of those it will start with, which are still there; None: all of them
-        self._unread: list[News] = []
+        self._unread: list[AcceptedTokens] = []
 
-    def propose(self, news: News, limit: int) -> Proposal:
-        """Guess what follows ``news``, or keep them for later where ``limit`` is 0."""
-        self._unread.append(news)
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        """Guess what follows ``accepted``, or keep it for later where ``limit`` is 0."""
+        self._unread.append(accepted)
         late = self._drafter is None or len(self._unread) > 1
         if self._foresight is not None:
-            self._foresight.became_text(news.emitted)
-            limit = self._foresight.limit(len(news.tokens), limit)
+            self._foresight.became_text(accepted.emitted)
+            limit = self._foresight.limit(len(accepted.tokens), limit)
         if limit == 0:
             self.caught_up = False
-            return Proposal.nothing(news.root)
-        unread, self._unread = News.joined(self._unread), []
+            return Proposal.nothing(accepted.root)
+        unread, self._unread = AcceptedTokens.joined(self._unread), []
         drafter = self._begun()
         proposal = ask(drafter, unread, limit)
         self.kind, self.caught_up = drafter.kind, late or drafter.caught_up
@@ -53,7 +53,7 @@ class LateDrafter(Drafter):
 
     def join(self, other: Drafter) -> bool:
         """Let both drafters read what they have put off, and join them if they can be."""
-        assert isinstance(other, LateDrafter)
+        assert isinstance(other, LazyDrafter)
         if self._foresight is not None or other._foresight is not None:  # each knows the guesses of its own rows
             return False
         return self._up_to_date().join(other._up_to_date())
@@ -61,7 +61,7 @@ class LateDrafter(Drafter):
     def _up_to_date(self) -> Drafter:
         drafter = self._begun()
         if self._unread:
-            drafter.propose(News.joined(self._unread), 0)
+            drafter.propose(AcceptedTokens.joined(self._unread), 0)
             self._unread = []
         return drafter
 
@@ -69,7 +69,7 @@ class LateDrafter(Drafter):
         """Go on with ``rows`` only."""
         if self._foresight is not None:
             self._foresight.keep_rows(numbers_of(rows))
-        self._unread = [news.of(rows) for news in self._unread]
+        self._unread = [accepted.of(rows) for accepted in self._unread]
         if self._drafter is not None:
             self._drafter.keep_rows(rows)
         else:
