@@ -22,7 +22,6 @@ from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
 from ..scoring.names import CACHE, cache_among
-from ..scoring.products import quick_products
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..scoring.widths import costs_of_widths
@@ -120,14 +119,11 @@ class SpeculativeDecoding:
             model_kwargs,
             self.tokenizer,
         )
-        # A clock decides, which graphs cannot ask, and on which several processes would not agree to the last digit.
-        networks = () if is_static or not ranks.is_alone else filter(None, (model, network_of(speculator)))
         try:
-            with quick_products(networks):
-                choice = call.read_prompt(input_ids)
-                while text.rows:
-                    choice = call.step(choice)
-                return call.output()
+            choice = call.read_prompt(input_ids)
+            while text.rows:
+                choice = call.step(choice)
+            return call.output()
         except BaseException:  # a stop button, too
             call.abandon()
             raise

@@ -22,7 +22,6 @@ from ..configuration import GEMMA, SpeculatorConfig
 from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device
-from ..scoring.products import product
 from ..settings import SpeculationConfig
 from .base import Speculator
 from .files import Checkpoint, Files, Format
@@ -216,7 +215,7 @@ class DraftModel(PreTrainedModel, Speculator):
             logits = cast(Tensor, self.lm_head(hidden))
         else:
             weight = self._borrowed("lm_head")
-            logits = product(hidden.to(weight), weight, self._lent["lm_head_bias"]).to(hidden.device)
+            logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"]).to(hidden.device)
         cap: float | None = getattr(self.config.layers, "final_logit_softcapping", None)  # of Gemma
         return logits if cap is None else (logits / cap).tanh() * cap
 
