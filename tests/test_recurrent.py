@@ -16,6 +16,7 @@ import torch
 from architectures import build, prompts
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers.utils import logging
 from twins import Oracle, fitted, noisy
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, SpeculationConfig, Speculator
@@ -461,10 +462,45 @@ def test_trees_of_a_drafter_that_was_asked_for_chains(name: str) -> None:
         speculative(model, 3, Liar(plain(model, 3)), CHAIN)
 
 
-def test_a_cache_of_several_rows_cannot_be_handed_back() -> None:
+def states_in(cache: Any) -> list[Tensor]:
+    """List what the layers of a cache hold, layer by layer."""
+    held = [getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+    keys = [layer.keys for layer in cache.layers if isinstance(getattr(layer, "keys", None), Tensor)]
+    return [state for states in held for state in states.values() if state is not None] + keys
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba", "qwen3_next"])
+def test_the_cache_of_rows_that_are_equally_long_is_handed_back(name: str, shape: str) -> None:
+    """The rows reach the limit in different steps, with different numbers of tokens that are still to be read."""
+    model = target(name)
+    expected, text = plain(model, 3, return_dict_in_generate=True), plain(model, 3)
+    wanted = states_in(expected.get(cache_name(model), expected.past_key_values))
+    ragged = 0
+    for wrong in (2, 3, 5, 7):
+        out = speculative(model, 3, Oracle(text, wrong), CHAIN if shape == "chain" else TREE)
+        assert torch.equal(out.sequences, text)
+        ragged += len({row.steps for row in out.speculation.per_row}) > 1
+        found = states_in(out.past_key_values)
+        assert len(found) == len(wanted) > 0
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert ragged, "the rows ended in the same step"
+
+
+def test_no_cache_of_rows_of_different_lengths_is_handed_back(caplog: pytest.LogCaptureFixture) -> None:
     model = target("mamba2")
     text = plain(model, 3)
-    assert speculative(model, 3, Oracle(text), CHAIN).past_key_values is None
+    logging.warning_once.cache_clear()
+    logging.enable_propagation()
+    try:
+        options = {"eos_token_id": int(text[0, 18]), "pad_token_id": 0}
+        for _ in range(2):
+            assert speculative(model, 3, Oracle(text), CHAIN, **options).past_key_values is None
+    finally:
+        logging.disable_propagation()
+    assert [record.message for record in caplog.records if "one row at a time" in record.message][1:] == []
+    assert "different lengths" in caplog.text
     with pytest.raises(ValueError, match="several rows"):
         plain(model, 3, speculator="ngram", cache_params=new_cache(model))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -24,26 +25,30 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculationStats | None = None
 
 
-_last: WeakKeyDictionary[PreTrainedModel, SpeculationStats] = WeakKeyDictionary()
+# What came of the last call of a model, and the number of that call. None: nothing was guessed in it.
+_last: WeakKeyDictionary[nn.Module, tuple[int, SpeculationStats | None]] = WeakKeyDictionary()
+_calls = itertools.count()
 
 
 def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
     """Return how the guessing went in the last ``generate`` call of ``model`` that asked for guesses; None: in none.
 
     For callers that are given no output of ``generate``, such as those of a pipeline. A default speculator that could
-    not serve the last call leaves None, too.
+    not serve the last call leaves None, too. Some models let a model inside them generate (BLIP-2): then its last call
+    counts.
     """
-    return _last.get(base_model(model))
+    found = [known for module in base_model(model).modules() if (known := _last.get(module)) is not None]
+    return max(found, key=lambda known: known[0])[1] if found else None
 
 
 def remember_speculation(model: PreTrainedModel, stats: SpeculationStats) -> None:
     """Keep ``stats`` as those of the last call of ``model``."""
-    _last[model] = stats
+    _last[model] = next(_calls), stats
 
 
 def forget_speculation(model: PreTrainedModel) -> None:
     """Note that nothing was guessed in the last call of ``model``."""
-    _last.pop(base_model(model), None)
+    _last[base_model(model)] = next(_calls), None
 
 
 class Record:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import logging
 
 from ..counting import numbers_of, uploaded
 from ..proposal import ABSENT, NO_PARENT, Proposal
@@ -33,57 +34,109 @@ from .cache import SlotCache
 from .hooks import hooked
 from .layers import keeps_state
 from .masks import Block
+from .names import CACHE
 from .runner import ModelRunner, Scores, refuse_trees
+
+logger = logging.get_logger(__name__)
 
 
 class RecurrentRunner(ModelRunner):
-    """What both ways share: transformers' cache can be given back for a single row only."""
+    """What both ways share: transformers' cache can be given back where all rows end at the same length."""
 
-    _batch_is_whole = True
+    def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
+        super()._start(cache, batch, *args)
+        self._batch = batch
+        self._live = Live(self.slots.cache.layers_with_states)
+        self._states = self._new_states()
+        self._set_aside: dict[int, tuple[int, list[Tensor]]] = {}  # length and states of rows that are done
+
+    def _new_states(self) -> States | NodeStates:
+        """Return what takes the states back where guesses were wrong."""
+        raise NotImplementedError
 
     def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Return False: the state behind the prompt is wanted, not the one behind guesses."""
         return False
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
-        super().keep_rows(rows)
-        self._batch_is_whole = False
+        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        if keep_finished:
+            self._set_rows_aside(set(range(len(self.slots.cache.batch))) - set(numbers_of(rows)))
+        super().keep_rows(rows, keep_finished)
+        self._states.keep_rows(rows)
+
+    def _set_rows_aside(self, rows: Collection[int]) -> None:
+        """Copy the states of ``rows``, which are those after all of their text but its last token."""
+        cache = self.slots.cache
+        self._read_carried(rows)
+        for row in rows:
+            states = [state[row].clone() for state in self._live]
+            self._set_aside[cache.batch[row]] = cache.rows.cpu_lengths[row], states
+
+    def _read_carried(self, rows: Collection[int]) -> None:
+        """Let the states of ``rows`` take in all of their text that the target has scored."""
 
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
-        """Go on with some rows: several get no cache back."""
+        """Go on with some rows. The others end early, and no cache is given back: a state cannot be padded."""
         self.keep_rows(uploaded(going_on, last_tokens.device))
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
-        """Do nothing: several rows get no cache back."""
+        """Do nothing: rows of different lengths get no cache back."""
 
     def release(self, committed: int) -> Cache | None:
-        """Give transformers' cache back with all the text of a single row.
+        """Give transformers' cache back with all the text of rows that are equally long.
 
-        ``None`` for a larger batch: its rows end at different lengths, and a state cannot be padded. ``None`` too for
-        states that are in no cache of transformers, as ``generate`` itself does.
+        ``None``, and one warning, where they are not: a state cannot be padded. ``None`` too for states that are in no
+        cache of transformers, as ``generate`` itself does.
         """
         cache = self.slots.cache
-        if len(cache.rows.cpu_lengths) != 1 or not self._batch_is_whole or not isinstance(cache.shown, Cache):
+        if not isinstance(cache.shown, Cache):
             return None
-        return self.slots.release(committed)
+        alone, rest = self._batch == 1, range(len(cache.batch))
+        if not self._ends_together(rest):
+            logger.warning_once(
+                f"{type(self.model).__name__}: {CACHE} is None in what is returned. The rows ended at different "
+                "lengths, and a recurrent state cannot be padded. To go on from a cache, generate for one row at a "
+                "time, or let all rows get equally many tokens."
+            )
+            return None
+        if alone:
+            self._read_carried(rest)
+        else:
+            self._set_rows_aside(rest)
+        released = self.slots.release(committed)
+        if not alone:
+            rows = [states for _, (_, states) in sorted(self._set_aside.items())]
+            self._live.replace([torch.stack(list(parts)) for parts in zip(*rows, strict=True)])
+        return released
+
+    def _ends_together(self, rest: Iterable[int]) -> bool:
+        """Tell whether no row is lost, and those set aside and the ``rest`` have equally much text."""
+        lengths = [length for length, _ in self._set_aside.values()] + [self._length(row) for row in rest]
+        return len(lengths) == self._batch and len(set(lengths)) <= 1
+
+    def _length(self, row: int) -> int:
+        """Count the columns of a row whose tokens are text and scored."""
+        length: int = self.slots.cache.rows.cpu_lengths[row]
+        return length
 
     def abandon(self, committed: int) -> None:
         """Give transformers' cache back in the middle of a call: a single row's, as ``release`` does."""
         self.drop()
-        self.release(committed)
+        if self._batch == 1:
+            self.release(committed)
 
 
 class LazyRunner(RecurrentRunner):
     """Score chains behind a text whose recurrent state is committed late."""
 
+    _states: States
     _carried: list[list[int]]
     _block: list[list[int]]  # per row: carried tokens, root and guesses of the last forward
 
-    def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
-        super()._start(cache, batch, *args)
-        self._states = States(self.slots.cache.layers_with_states)
-        self._carried = [[] for _ in range(batch)]
+    def _new_states(self) -> States:
+        self._carried = [[] for _ in range(self._batch)]
+        return States(self.slots.cache.layers_with_states)
 
     def fit(self, proposal: Proposal, limit: int) -> Proposal:
         """Keep what a row's carried tokens and guesses have room for in a block of ``2 * limit + 1`` columns.
@@ -153,27 +206,37 @@ class LazyRunner(RecurrentRunner):
             super().abandon(committed)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
-        super().keep_rows(rows)
+        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        super().keep_rows(rows, keep_finished)
         self._carried = [self._carried[row] for row in numbers_of(rows)]
-        self._states.keep_rows(rows)
 
-    def release(self, committed: int) -> Cache | None:
-        """Give transformers' cache back with all the text of a single row, reading what it carries; else ``None``."""
-        if len(self._carried) == 1 and self._carried[0]:
-            self._block, self._carried = self._carried, [[]]
+    def _read_carried(self, rows: Collection[int]) -> None:
+        """Read what ``rows`` carry: a forward for each length of it, in which the states of other rows stay."""
+        while pending := [row for row in rows if self._carried[row]]:
+            width = min(len(self._carried[row]) for row in pending)
+            self._block = [carried[:width] or [0] for carried in self._carried]
             self._read(self._block)
-            self.commit(torch.zeros(1, 0, dtype=torch.long, device=self.slots.device), [len(self._block[0])])
-        return super().release(committed)
+            settled = [row in pending for row in range(len(self._carried))]
+            self._states.settle(settled)
+            nowhere = torch.zeros(len(settled), 0, dtype=torch.long, device=self.slots.device)
+            self.slots.commit(nowhere, [width if is_read else 0 for is_read in settled], in_place=True)
+            self._carried = [
+                carried[width:] if is_read else carried
+                for carried, is_read in zip(self._carried, settled, strict=True)
+            ]
+
+    def _length(self, row: int) -> int:
+        return super()._length(row) + len(self._carried[row])
 
 
 class StepRunner(RecurrentRunner):
     """Score trees by letting every recurrent layer read token by token, with a state for each open node."""
 
-    def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
-        super()._start(cache, batch, *args)
+    _states: NodeStates
+
+    def _new_states(self) -> NodeStates:
         self._mixers = _mixers(self.model)
-        self._states = NodeStates(self.slots.cache, batch)
+        return NodeStates(self.slots.cache, self._batch)
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``ModelRunner.extend`` does."""
@@ -200,11 +263,6 @@ class StepRunner(RecurrentRunner):
         """Forget the open forest, and take the states back to where the text ends."""
         super().drop()
         self._states.drop()
-
-    def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; finished ones cannot be handed back, see ``release``."""
-        super().keep_rows(rows)
-        self._states.keep_rows(rows)
 
 
 class States:
@@ -352,6 +410,12 @@ class Live:
         for holder, key in self._places:
             if (state := holder[key]) is not None:
                 holder[key] = state.index_select(0, rows.to(state.device))
+
+    def replace(self, states: Sequence[Tensor]) -> None:
+        """Put ``states`` in place of those that are there, in the order in which they are listed."""
+        there = [(holder, key) for holder, key in self._places if holder[key] is not None]
+        for (holder, key), state in zip(there, states, strict=True):
+            holder[key] = state
 
 
 def _parents(ancestors: Tensor) -> list[list[int]]:
