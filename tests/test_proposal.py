@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,6 +173,61 @@ def test_what_is_no_proposal_of_guesses(case: str) -> None:
     say, problem = WRONG[case]
     with pytest.raises((TypeError, ValueError), match=rf"OwnDrafter\.propose.*{problem}"):
         target().generate(**prompts(3), max_new_tokens=8, speculator=Own(say), speculation_config=TREE)
+
+
+def drawn(news: AcceptedTokens, q: torch.Tensor, counts: list[int] | None = None) -> Proposal:
+    """Say that two tokens per row were drawn, from ``q`` (parents, vocabulary) in each row."""
+    amounts = None if counts is None else torch.tensor(counts)
+    return Proposal.chain(news.root, two(news), amounts, q=q.expand(len(news.tokens), *q.shape))
+
+
+FAIR = torch.full((2, 99), 1 / 99)
+WRONG_Q: dict[str, tuple[torch.Tensor, str]] = {
+    "sum": (FAIR * 0.8, r"q sums to 0\.8 .*not to 1"),
+    "sum of one parent": (torch.cat([FAIR[:1], FAIR[:1] * 1.1]), r"q sums to 1\.1 "),
+    "logits": (torch.zeros(2, 99), "q sums to 0 "),
+    "negative": (FAIR + torch.tensor([0.5, -0.5] + [0.0] * 97), "negative numbers or nan"),
+    "nan": (FAIR * torch.nan, "negative numbers or nan"),
+    "narrower": (torch.full((2, 98), 1 / 98), "q over 98 tokens, and the target's logits are over 99"),
+    "too narrow for the token": (torch.full((2, 3), 1 / 3), "q, which has 3 tokens, and is none of them"),
+    "wider": (torch.full((2, 100), 1 / 100), "q over 100 tokens, and the target's logits are over 99"),
+    "parents": (torch.full((3, 99), 1 / 99), r"q has shape \(3, 3, 99\).*\(3, 2, \.\.\.\)"),
+    "whole numbers": (torch.ones(2, 99, dtype=torch.long), "q has shape .* and is torch.int64"),
+    "no parents": (torch.full((99,), 1 / 99), r"q has shape \(3, 99\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_Q)
+def test_a_distribution_that_nothing_can_have_been_drawn_from(case: str) -> None:
+    q, problem = WRONG_Q[case]
+    options = {"max_new_tokens": 8, "do_sample": True, "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=problem):
+        target().generate(**prompts(3), **options, speculator=Own(lambda news: drawn(news, q)))
+
+
+def test_a_tree_whose_distribution_ends_before_a_parent() -> None:
+    def grow(news: AcceptedTokens) -> Proposal:
+        return replace(tree(news, -1, 0, 1), q=FAIR[:1].expand(len(news.tokens), 1, 99))
+
+    options = {"max_new_tokens": 8, "do_sample": True, "speculation_config": TREE}
+    with pytest.raises(ValueError, match="q has 1 parents, and a draft token was drawn after a later one"):
+        target().generate(**prompts(3), **options, speculator=Own(grow))
+
+
+@pytest.mark.parametrize("counts", [None, [2, 0, 1]])
+def test_only_distributions_that_were_drawn_from_are_looked_at(counts: list[int] | None) -> None:
+    """What stands after a row's last draft token may be anything, and so may that of chosen draft tokens."""
+
+    def say(news: AcceptedTokens) -> Proposal:
+        proposal = drawn(news, FAIR, None if counts is None else counts[: len(news.tokens)])
+        q, drawn_from = proposal.q.clone(), proposal.present[:, 1:].clone()
+        chosen = torch.zeros_like(proposal.present)
+        chosen[:, 1] = counts is None
+        q[~drawn_from | chosen[:, 1:]] = torch.nan
+        return replace(proposal, q=q, chosen=chosen)
+
+    news = AcceptedTokens(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
+    assert ask(OwnDrafter(say), news, 2).max_depth == 2
 
 
 def test_the_root_is_the_last_token_that_counts() -> None:

@@ -226,6 +226,11 @@ def _weigh(proposal: Proposal, p: Tensor, carry: bool) -> tuple[Tensor, Behind]:
     """
     if proposal.q is None:
         raise ValueError("these guesses were chosen, not drawn from a distribution q; verify them with follow()")
+    if proposal.q.shape[2] != p.shape[2]:
+        raise ValueError(
+            f"draft tokens were drawn from a q over {proposal.q.shape[2]} tokens, and the target's logits are over "
+            f"{p.shape[2]}; make q (rows, parents, {p.shape[2]}), with 0 for tokens that the draft does not know."
+        )
     large = p.device.type == "cpu" and p.numel() >= MANY and not torch.compiler.is_compiling()
     weigh_chain = _weigh_large_chain if large else _weigh_chain
     return (weigh_chain if proposal.is_chain else _weigh_tree)(proposal, p, proposal.q, carry)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ..scoring.graphs import Compiler
 
 
+SUM_TOLERANCE = 1e-3  # of a distribution that a user's own drafter works out, in whatever precision
+
 # How deep a step of a kind should guess, and how many tokens per second of a row that promises, where the guesses of
 # each depth have certain chances to become text, on average over so many rows.
 Worth = Callable[[int, str, Sequence[float]], tuple[int, float]]
@@ -212,7 +214,7 @@ def ask(drafter: Any, accepted: AcceptedTokens, limit: int) -> Proposal:
         )
     problem = _misshapen(proposal, len(accepted.tokens))
     if problem is None and proposal.tokens.device.type == "cpu":
-        problem = _misguided(proposal, [new[-1] for new in accepted.emitted])
+        problem = _misguided(proposal, [new[-1] for new in accepted.emitted]) or _misdrawn(proposal)
     if problem is not None:
         raise ValueError(f"{name}: {problem}.")
     return proposal
@@ -227,6 +229,13 @@ def _misshapen(proposal: Proposal, rows: int) -> str | None:
             f"tokens have shape {tuple(tokens.shape)} and parents {tuple(parents.shape)}; make both (rows, 1 + "
             f"guesses), with {rows} rows here"
         )
+    if (q := proposal.q) is not None:
+        count = tokens.shape[1] - 1 if proposal.is_chain else min(q.shape[1] if q.ndim == 3 else 0, tokens.shape[1])
+        if q.ndim != 3 or q.shape[:2] != (rows, count) or not q.is_floating_point():
+            return (
+                f"q has shape {tuple(q.shape)} and is {q.dtype}; make it float32, shape (rows, parents, vocabulary): "
+                f"the distribution that the children of each parent were drawn from, here ({rows}, {count}, ...)"
+            )
     return None
 
 
@@ -243,6 +252,33 @@ def _misguided(proposal: Proposal, roots: list[int]) -> str | None:
     later = proposal.parents[:, 1:]
     if bool((later == NO_PARENT).any()) or bool((later > numbers(later.shape[1], later.device)).any()):
         return "a guess has no parent, or one that stands behind it; put parents before their children"
+    return None
+
+
+def _misdrawn(proposal: Proposal) -> str | None:
+    """Say what is wrong with ``q``, where draft tokens were drawn from it, or return ``None``."""
+    if (q := proposal.q) is None:
+        return None
+    drawn = proposal.present.clone()
+    drawn[:, 0] = False
+    if proposal.chosen is not None:
+        drawn &= ~proposal.chosen
+    row, node = drawn.nonzero(as_tuple=True)
+    parent = proposal.parents[row, node]
+    if bool((parent >= q.shape[1]).any()):
+        return f"q has {q.shape[1]} parents, and a draft token was drawn after a later one; make q longer"
+    if bool((proposal.tokens[row, node] >= q.shape[2]).any()):
+        return f"a draft token was drawn from q, which has {q.shape[2]} tokens, and is none of them"
+    is_used = q.new_zeros(q.shape[:2], dtype=torch.bool)
+    is_used[row, parent] = True
+    used = q[is_used]
+    cure = "q must hold the probabilities that the draft tokens were drawn from; if they were chosen, leave q at None"
+    if not bool((used >= 0).all()):  # nan is neither
+        return f"q has negative numbers or nan; {cure}"
+    sums = used.sum(-1)
+    if not bool(((sums - 1).abs() <= SUM_TOLERANCE).all()):
+        worst = float(sums[(sums - 1).abs().argmax()])
+        return f"q sums to {worst:.4g} over the vocabulary, not to 1; {cure}"
     return None
 
 
