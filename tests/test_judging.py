@@ -12,14 +12,15 @@ import torch
 from test_compiled_drafts import DEPTH, SHAPES, draft_of, short_slots, text_and_out  # noqa: F401  # with a fixture
 from test_static import Forwards, generate, on_any_device
 from torch import Tensor, fx
-from twins import target
+from twins import paths_of, target
 
 from hf_spec import Proposal
+from hf_spec.decoding.choice import _is_sound
 from hf_spec.decoding.judging import CompiledJudge, figures_of, table_of
 from hf_spec.decoding.pace import Pace
-from hf_spec.decoding.verification import reject, traverse
+from hf_spec.decoding.verification import match, reject, traverse
 from hf_spec.drafts.trees import grow
-from hf_spec.proposal import ABSENT
+from hf_spec.proposal import ABSENT, NO_PARENT
 from hf_spec.scoring import graphs
 from hf_spec.scoring.graphs import Compiler
 
@@ -111,6 +112,35 @@ def test_other_shapes_are_left_to_the_rule() -> None:
     assert not judge.takes(chain.shallower(DEPTH - 1))
     assert not judge.takes(chain.within([1, 3, 3]))  # the end of a text: not worth a graph
     assert not judge.takes(Proposal.path(chain.tokens))  # was not drawn
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_what_stands_where_a_row_has_no_guess_counts_for_nothing(is_chain: bool) -> None:
+    """Neither as a guess, nor by its depth, nor if its logits are nan."""
+    torch.manual_seed(0)
+    moved = 0
+    for _ in range(30):
+        counts, tokens = torch.randint(5, (3,)), torch.randint(2, (3, 5))
+        parents = torch.tensor(
+            [[NO_PARENT, *(int(torch.randint(node, ())) for node in range(1, 5))] for _ in range(3)]
+        )
+        parents = parents.masked_fill(torch.arange(5) > counts[:, None], ABSENT)
+        proposal = Proposal.path(tokens, counts) if is_chain else Proposal(tokens, parents, 4)
+        verdict = match(proposal, torch.randint(2, (3, 5)))
+        kept = [path[:count] for path, count in zip(verdict.path.tolist(), verdict.counts.tolist(), strict=True)]
+        there = proposal.present.nonzero().tolist()
+        for spoilt in (None, *there[:: len(there) // 2 + 1]):
+            logits = torch.zeros(3, 5, 4).masked_fill(~proposal.present[:, :, None], torch.nan)
+            if spoilt is not None:
+                logits[spoilt[0], spoilt[1], 2] = torch.nan
+            found = figures_of(proposal, verdict, table_of(proposal, verdict, logits.amax(-1) < torch.inf))
+            assert found.guesses == counts.tolist()
+            assert found.deepest == [max(map(len, paths_of(proposal, row)), default=0) for row in range(3)]
+            assert list(map(len, found.tokens)) == verdict.counts.tolist()
+            assert found.in_place == all(path == list(range(len(path))) for path in kept)
+            assert found.are_sound == bool(_is_sound(proposal, logits).all()) == (spoilt is None)
+        moved += not found.in_place
+    assert is_chain != bool(moved)
 
 
 # -- whole calls ------------------------------------------------------------------------------------------------------
