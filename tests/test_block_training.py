@@ -267,10 +267,11 @@ def test_a_block_in_training_is_that_of_drafting(kind: str) -> None:
             torch.testing.assert_close(made.head(step, laid[row, root - 1]), alone[step], **CLOSE)
 
 
+@pytest.mark.parametrize("tree", [None, [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]], ids=["chain", "tree"])
 @pytest.mark.parametrize("from_anchor", [False, True])
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
 @torch.no_grad()
-def test_training_on_what_was_guessed_says_what_drafting_said(kind: str, from_anchor: bool) -> None:
+def test_training_on_what_was_guessed_says_what_drafting_said(kind: str, from_anchor: bool, tree: Any) -> None:
     """Each guess is corrected by the one before it, the first by the root, with the state that has come so far."""
     target = tiny_target()
     draft = new_draft(kind, target, sample_from_anchor=from_anchor).eval()
@@ -279,16 +280,19 @@ def test_training_on_what_was_guessed_says_what_drafting_said(kind: str, from_an
         draft.markov_head.markov_w1.weight.mul_(100)  # a correction that is seen
     torch.manual_seed(3)
     ids, features, guesses = torch.randint(96, (1, 20)), torch.randn(1, 20, 64), draft.config.num_guesses
-    drafter, logits = drafter_of(draft, target, ids[:, :10], features[:, :10])
+    drafter, _ = drafter_of(draft, target, ids[:, :10], features[:, :10], sample=True, tree=tree)
     proposal = drafter.propose(news(ids[:, 10:11], features[:, 9:10]), guesses)
-    said = torch.cat([step.flatten(0, 1) for step in logits.seen])  # (guesses, vocabulary)
-    ids[:, 10 : 11 + guesses] = proposal.tokens
     anchors = torch.zeros(1, 20, dtype=torch.bool)
     anchors[0, 10] = True
-    made = draft.unroll(UnrollInput(ids, None, features, anchors), guesses)
-    assert len(made.states) == guesses == len(said)
-    for step, laid in enumerate(made.states):
-        torch.testing.assert_close(made.head(step, laid[0, 9]), said[step], **CLOSE)
+    leaves = set(range(proposal.tokens.shape[1])) - set(proposal.parents[0].tolist())
+    for leaf in leaves:
+        path = [node for node in range(leaf + 1) if proposal.ancestors[0, leaf, node]]
+        ids[0, 10 : 10 + len(path)] = proposal.tokens[0, path]
+        made = draft.unroll(UnrollInput(ids, None, features, anchors), guesses)
+        for step, node in enumerate(path[:-1]):
+            found = made.head(step, made.states[step][0, 9]).softmax(-1)
+            torch.testing.assert_close(found, proposal.q[0, node], **CLOSE)
+    assert len(leaves) == (1 if tree is None else 4)
 
 
 @torch.no_grad()

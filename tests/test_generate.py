@@ -17,12 +17,19 @@ from accelerate import cpu_offload
 from architectures import prompts
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, pipeline
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    pipeline,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, tokenizer
 
 import hf_spec
-from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding
+from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
 from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.scoring.names import CACHE
@@ -367,11 +374,16 @@ def test_inputs_embeds(model: PreTrainedModel, kind: str, ids: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
-def test_a_processor_and_a_prompt_without_ids(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("acceptance", ["lossless", "near_best"])
+def test_a_processor_and_a_prompt_without_ids(model: PreTrainedModel, acceptance: Any) -> None:
+    """The first token has no text before it, and so the processors see none."""
     embeds = {"inputs_embeds": model.get_input_embeddings()(prompts(2, (13,))["input_ids"]).detach()}
-    for shape in SHAPES.values():
-        out = greedy(model, embeds, repetition_penalty=1.3, speculator=draft(), speculation_config=shape)
-        assert torch.equal(out, greedy(model, embeds, repetition_penalty=1.3))
+    no_doubles = LogitsProcessorList([pure(lambda ids, scores: scores.scatter(1, ids[:, -1:], -torch.inf))])
+    for options in ({"repetition_penalty": 1.3}, {"logits_processor": no_doubles}):
+        plain = greedy(model, embeds, **options)
+        for shape in SHAPES.values():
+            config = shape.merge(acceptance=acceptance)  # its own best token is near enough
+            assert torch.equal(greedy(model, embeds, **options, speculator=draft(), speculation_config=config), plain)
 
 
 def test_positions_of_the_caller(model: PreTrainedModel) -> None:
