@@ -82,8 +82,8 @@ class Row:
 class Drafters:
     """Start a drafter for each request, and join those that can be joined."""
 
-    def __init__(self, start: Callable[[Row], Drafter], device: torch.device) -> None:
-        self._start, self._device = start, device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._groups: list[tuple[Drafter, list[Row]]] = []
 
     @property
@@ -92,17 +92,22 @@ class Drafters:
         return [row for _, rows in self._groups for row in rows]
 
     def propose(
-        self, rows: Sequence[Row], limit: int, ask: Callable[[Drafter, list[Row], AcceptedTokens, int], Proposal]
+        self,
+        rows: Sequence[Row],
+        limit: int,
+        start: Callable[[Row], Drafter],
+        ask: Callable[[Drafter, list[Row], AcceptedTokens, int], Proposal],
     ) -> bool:
         """Let ``rows``, which all have something unread, guess at most ``limit`` deep; tell whether one caught up.
 
-        A drafter reads what is new in all of its rows at once. Where one of them was not in the last batch, for there
-        was no room, the others wait for it, and guess nothing this time.
+        ``start`` makes the drafter of a row that has none, and ``ask`` lets one draft. A drafter reads what is new in
+        all of its rows at once. Where one of them was not in the last batch, for there was no room, the others wait
+        for it, and guess nothing this time.
         """
         known = set(self.rows)
         new = [row for row in rows if row not in known]
         for row in new:
-            self._add(row)
+            self._add(row, start)
         late = bool(new) or any(row.steps > 1 for row in rows)
         for drafter, together in self._groups:
             if all(row.unread for row in together):
@@ -111,8 +116,8 @@ class Drafters:
                     row.asked(guess)
         return late
 
-    def _add(self, row: Row) -> None:
-        drafter = self._start(row)
+    def _add(self, row: Row, start: Callable[[Row], Drafter]) -> None:
+        drafter = start(row)
         row.features = []
         for other, rows in self._groups:
             if other.join(drafter):

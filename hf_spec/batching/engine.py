@@ -15,6 +15,7 @@ behind the place (``position_offset``) at which the next tokens are written, and
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -85,6 +86,17 @@ class SpeculativeManager(ContinuousBatchingManager):
                 _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.most_guesses)
         self.speculation.keep({})
         return made
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stop as transformers does, and let go what requests that did not end have left in drafts and errors."""
+        super().stop(*args, **kwargs)
+        if self.is_running():  # it was not waited for
+            return
+        self.speculation.keep({})
+        error: BaseException | None = self.background_thread_status.fatal_error
+        while error is not None:  # its frames know the paged cache, and the engine knows the error
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
 
 
 class _Router(OutputRouter):
@@ -345,7 +357,7 @@ class _Processor(ContinuousBatchProcessor):
         self._pass_features_to_forks()
         active = self.scheduler.active_requests
         going_on = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
-        self.speculation.propose(going_on, [_room(row.request) for row in going_on])
+        self.speculation.propose(going_on, [_room(row.request) for row in going_on], self._warp)
         for row in going_on:
             if row.guess is not None:
                 row.request.tokens_to_process = list(row.guess.tokens)

@@ -54,6 +54,32 @@ class Emitted:
     log_probs: list[float] | None
 
 
+class _DraftLogProbs:
+    """Log-probabilities of draft logits under the settings of the rows whose drafter is asked just now.
+
+    Drafters keep it for as long as they live. So it knows neither the engine nor what holds the drafters: a cycle
+    would keep the paged cache until Python looks for cycles.
+    """
+
+    def __init__(self) -> None:
+        self._scores: Callable[[Tensor], Tensor] | None = None
+
+    @contextlib.contextmanager
+    def asked(self, rows: Sequence[Row], warp: Warp) -> Iterator[None]:
+        """Apply the settings of ``rows`` inside."""
+        self._scores = functools.partial(warp, [row.request for row in rows])
+        try:
+            yield
+        finally:
+            self._scores = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        scores = logits.float()
+        if self._scores is not None:  # else a drafter reads what it has put off, to be joined, and drafts in vain
+            scores = self._scores(scores)
+        return scores.log_softmax(-1)
+
+
 class Speculation:
     """Guess, verify and count for the requests of one engine, one step for all that are in its batch.
 
@@ -78,9 +104,8 @@ class Speculation:
         self.counts = Counts()
         self._rule = rule_for(self.config)
         self._rows: dict[str, Row] = {}
-        self._drafters = Drafters(self._start, model.device)
-        self._asked_rows: list[Row] = []  # whose drafter is guessing just now
-        self._warp: Warp
+        self._drafters = Drafters(model.device)
+        self._draft_log_probs = _DraftLogProbs()
         # How many rows were last asked to guess, when, and whether drafts had to catch up.
         self._asked_for: tuple[int, float, bool] | None = None
 
@@ -144,7 +169,6 @@ class Speculation:
         ``None``: a guess may have spoilt them. One whose forward overflows does, for attention gives it no weight, but
         0 * nan is nan.
         """
-        self._warp = warp
         guessed = any(len(one.guess.tokens) > 1 for one in scored)
         if guessed and not bool((logits.amax(-1) < torch.inf).all()):
             return None
@@ -224,8 +248,11 @@ class Speculation:
             seconds, late = time.perf_counter() - asked[1], asked[2]
         self.pace.stepped(len(offered), max(offered), seconds, offered, reached, is_usual=not late)
 
-    def propose(self, rows: Sequence[Row], rooms: Sequence[int]) -> None:
-        """Let requests guess that go on; in each, ``rooms`` more guesses can become text."""
+    def propose(self, rows: Sequence[Row], rooms: Sequence[int], warp: Warp) -> None:
+        """Let requests guess that go on; in each, ``rooms`` more guesses can become text.
+
+        ``warp`` is not kept: it belongs to the engine, which keeps this object.
+        """
         if not rows:
             return
         start, late = time.perf_counter(), False
@@ -234,17 +261,23 @@ class Speculation:
             for row in rows:
                 row.guess = None
             if limit > 0:
-                ask = functools.partial(self._ask, dict(zip(rows, rooms, strict=True)))
-                late = self._drafters.propose(rows, limit, ask)
+                ask = functools.partial(self._ask, dict(zip(rows, rooms, strict=True)), warp)
+                late = self._drafters.propose(rows, limit, self._start, ask)
                 for row in rows:
                     row.guess = row.guess and row.guess.first(1 + self.most_guesses)
         self._asked_for = len(rows), start, late
 
     def _ask(
-        self, rooms: dict[Row, int], drafter: Drafter, rows: list[Row], accepted: AcceptedTokens, limit: int
+        self,
+        rooms: dict[Row, int],
+        warp: Warp,
+        drafter: Drafter,
+        rows: list[Row],
+        accepted: AcceptedTokens,
+        limit: int,
     ) -> Proposal:
-        self._asked_rows = rows
-        proposal = self._ranks.agree_on_proposal(ask(drafter, accepted, limit))
+        with self._draft_log_probs.asked(rows, warp):
+            proposal = self._ranks.agree_on_proposal(ask(drafter, accepted, limit))
         return proposal.within([rooms.get(row, 0) for row in rows])
 
     def _start(self, row: Row) -> Drafter:
@@ -255,11 +288,6 @@ class Speculation:
         mask = torch.ones_like(prompt)
         request = DraftContext(self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
         return self.speculator.drafter(request)
-
-    def _draft_log_probs(self, logits: Tensor) -> Tensor:
-        """Turn draft logits (rows, ..., vocabulary) into log-probabilities under the settings of the rows asked."""
-        scores = self._warp([row.request for row in self._asked_rows], logits.float())
-        return scores.log_softmax(-1)
 
 
 def _log_probs(verdict: Verdict, scores: Tensor) -> Tensor:
