@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from ..configuration import SpeculatorConfig, max_positions
 from ..drafts.files import Checkpoint
+from ..untrusted import printable
 from .files import HUB_OPTIONS, read_checkpoint
-from .kinds import find_format, kind_of, translate
+from .kinds import UNFIT, find_format, kind_of, translate
 
 
 class AutoDraftModel:
@@ -45,8 +46,8 @@ def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     model = kind_of(config)
     try:
         loaded = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{checkpoint.path}, read as {find_format(checkpoint).name}: {error}") from error
+    except UNFIT as error:
+        raise ValueError(f"{checkpoint.path}, read as {find_format(checkpoint).name}: {printable(error)}") from error
     draft = loaded[0] if kwargs.get("output_loading_info") else loaded
     draft.config.name_or_path = draft.name_or_path = checkpoint.path
     return loaded

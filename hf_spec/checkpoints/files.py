@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from ..drafts.files import Checkpoint
+from ..drafts.files import Checkpoint, check_held, check_pickled
+from ..untrusted import check_ends, check_sound, printable
 from .kinds import formats
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -119,8 +119,10 @@ def merging(adapter: str, base: str | None) -> str:
 
 
 def _json(file: str) -> dict[str, Any]:
+    check_ends(file)
     try:
         content = json.loads(Path(file).read_text(encoding="utf-8"))
+        check_sound(content)
     except (ValueError, RecursionError) as error:
         raise OSError(f"{file} is not valid JSON ({error}); copy or download it again") from error
     if not isinstance(content, dict):
@@ -138,17 +140,24 @@ def _of_the_draft(names: Iterable[str], inside_target: bool) -> list[str]:
 def _tensors(file: str, inside_target: bool, only_names: bool) -> dict[str, Tensor]:
     if not os.access(file, os.R_OK):  # of which safetensors says that the file is not there
         raise PermissionError(f"you may not read {file}; change its permissions")
+    check_ends(file)
     try:
         if file.endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
                 names = _of_the_draft(opened.keys(), inside_target)
                 return {name: torch.empty(0) if only_names else opened.get_tensor(name) for name in names}
+        check_pickled(file)
         content = torch.load(file, map_location="meta" if only_names else "cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged pickles raise what they like
         raise OSError(
-            f"{file} is cut off, damaged or holds more than tensors ({error}); copy or download it again, or convert "
-            "it to safetensors where you trust it"
+            f"{file} is cut off, damaged or holds more than tensors ({printable(error)}); copy or download it again, "
+            "or convert it to safetensors where you trust it"
         ) from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         raise OSError(f"{file} should hold a dict of tensors; save model.state_dict() as safetensors")
-    return {name: content[name] for name in _of_the_draft(content, inside_target)}
+    found = {name: content[name] for name in _of_the_draft(content, inside_target)}
+    if not only_names:
+        check_held(file, found)
+    return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..configuration import SpeculatorConfig
 from ..drafts.files import Checkpoint, Format
+from ..untrusted import printable
 from .auto import load
 from .files import read_checkpoint
 from .kinds import find_format, kind_of, translate
@@ -42,7 +43,8 @@ class Report:
         lines |= config.describe()
         lines |= {name: "; ".join(found) or "reads it" for name, found in self.engines.items()}
         lines["hf_spec"] = self.problem or "reads it"
-        return "\n".join([self.path, *(f"  {name:12} {text}" for name, text in lines.items())])
+        rows = (f"  {name:12} {text}".replace("\n", " ") for name, text in lines.items())
+        return printable("\n".join([self.path, *rows]))
 
 
 def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:

@@ -21,7 +21,13 @@ from ..drafts.medusa.modeling import MedusaDraftModel
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.peagle.modeling import PEagleDraftModel
+from ..untrusted import printable
 
+# What configs and tensors that belong to no draft may raise where they are taken apart.
+UNFIT = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
 KINDS: tuple[type[DraftModel], ...] = (
     Eagle3DraftModel,
     DFlashDraftModel,
@@ -68,8 +74,8 @@ def find_format(checkpoint: Checkpoint) -> Format:
     if own := re.search(r"\w+ForCausalLM\b", str(config.get("architectures"))):
         raise ValueError(
             f"{checkpoint.path} is a language model by its config ({own[0]}), and none of the drafts that hf_spec "
-            f"knows by its tensors ({', '.join(sorted(names)[:2])}...). A language model guesses as it is for larger "
-            "ones of its tokenizer: pass it as speculator; there is nothing to convert"
+            f"knows by its tensors ({printable(', '.join(sorted(names)[:2]))}...). A language model guesses as it is "
+            "for larger ones of its tokenizer: pass it as speculator; there is nothing to convert"
         )
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
@@ -88,11 +94,11 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
         return found.read(copy.deepcopy(checkpoint.config), dict(checkpoint.tensors))
     except KeyError as error:
         raise ValueError(
-            f"{checkpoint.path}, read as {found.name}: there is no {error}; complete the config or copy the weights "
-            "again"
+            f"{checkpoint.path}, read as {found.name}: there is no {printable(error)}; complete the config or copy "
+            "the weights again"
         ) from error
-    except (ArithmeticError, AttributeError, TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{checkpoint.path}, read as {found.name}: {error}") from error
+    except UNFIT as error:
+        raise ValueError(f"{checkpoint.path}, read as {found.name}: {printable(error)}") from error
 
 
 def _check_values(checkpoint: Checkpoint) -> None:
@@ -100,8 +106,8 @@ def _check_values(checkpoint: Checkpoint) -> None:
         is_table = name.rpartition(".")[2] in ("d2t", "t2d", "token_map")
         if tensor.is_complex() or tensor.is_floating_point() == is_table:
             raise ValueError(
-                f"{name} holds values of type {tensor.dtype}; {'tokens are whole numbers' if is_table else 'weights'} "
-                f"{'' if is_table else 'are real numbers'}; copy or convert the weights again"
+                f"{printable(name)} holds values of type {tensor.dtype}; "
+                f"{'tokens are whole' if is_table else 'weights are real'} numbers; copy or convert the weights again"
             )
     for name in ("dtype", "torch_dtype"):
         dtype = checkpoint.config.get(name)

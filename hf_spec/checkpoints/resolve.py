@@ -24,6 +24,7 @@ from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.plain import input_device
+from ..untrusted import printable
 from .auto import AutoDraftModel, load
 from .files import HUB_OPTIONS, read_checkpoint
 from .kinds import config_classes, find_format
@@ -198,12 +199,18 @@ def _warn_of_reading(place: str, target: PreTrainedModel) -> None:
 def common_tokens(draft: str, target: str) -> float:
     """Return the share of the ids known to both tokenizers that stand for the same token; 1 if it cannot be told."""
     files = [Path(place, "tokenizer.json") for place in (draft, target)]
-    if (
-        not (draft and target and all(file.is_file() for file in files))
-        or files[0].read_bytes() == files[1].read_bytes()
-    ):
+    if not (draft and target and all(file.is_file() for file in files)):
         return 1.0
-    own, wanted = ({id: token for token, id in _vocabulary(file).items()} for file in files)
+    try:
+        if files[0].read_bytes() == files[1].read_bytes():
+            return 1.0
+        own, wanted = ({id: token for token, id in _vocabulary(file).items()} for file in files)
+    except Exception as error:  # tokenizers raises nothing more special
+        logger.warning(
+            f"a tokenizer.json of {draft} or {target} cannot be read ({printable(error)}), so that nobody compares "
+            "what the draft's tokens mean with what the target's do"
+        )
+        return 1.0
     both = own.keys() & wanted.keys()
     return sum(own[id] == wanted[id] for id in both) / max(1, len(both))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import zipfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,8 @@ GEMMA_TENSORS = (
     *("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"),
     "layers.0.mlp.gate_proj.weight",
 )
+ZIP = b"PK\x03\x04"
+MOST_NAMES, SPARE_BYTES = 8, 1 << 26  # a tensor may have so many names, and small files more
 LEFT_OVER = re.compile(r".*\binv_freq$|verifier_(lm_head|norm)\.weight$")
 
 
@@ -55,6 +59,41 @@ class Files:
     tensors: dict[str, Tensor]
     weights: str = "model.safetensors"
     config: dict[str, Any] | None = None
+
+
+def check_pickled(file: str | os.PathLike[str]) -> None:
+    """Raise an OSError if a file that ``torch.save`` wrote would grow when it is read: parts compressed or twice."""
+    with open(file, "rb") as opened:
+        if opened.read(4) != ZIP:  # as torch tells them; older files hold their numbers as they are
+            return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise OSError(f"{file} is cut off or damaged ({error}); copy or download it again") from error
+    is_compressed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
+    if is_compressed or sum(part.file_size for part in parts) > os.path.getsize(file):
+        raise OSError(
+            f"{file} would take more memory than it is large: its parts are compressed or lie over each other, which "
+            "torch.save never writes; get it from another place, or as safetensors"
+        )
+
+
+def check_held(file: str | os.PathLike[str], tensors: dict[str, Tensor]) -> None:
+    """Raise an OSError for ``tensors`` without values of their own, or that describe far more values than they hold.
+
+    Several names may stand for one tensor, as of tied weights; a tensor that repeats one value is no weight.
+    """
+    if odd := [name for name, one in tensors.items() if one.layout != torch.strided or one.is_meta]:
+        raise OSError(f"{file}: {odd[0]!r} is a sparse tensor or has no values; save plain tensors, as safetensors")
+    storages = [one.untyped_storage() for one in tensors.values()]
+    held = sum({one._cdata: one.nbytes() for one in storages}.values())
+    described = sum(one.numel() * one.element_size() for one in tensors.values())
+    if described > MOST_NAMES * held + SPARE_BYTES:
+        raise OSError(
+            f"{file} describes tensors of {described:,} bytes and holds {held:,}: they repeat the same values; get it "
+            "from another place, or as safetensors"
+        )
 
 
 def is_speculators(config: dict[str, Any]) -> bool:

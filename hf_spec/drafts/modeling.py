@@ -23,14 +23,18 @@ from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
+from ..untrusted import check_ends, printable
 from .base import Speculator
-from .files import Checkpoint, Files, Format
+from .files import Checkpoint, Files, Format, check_pickled
 from .layers import classes_of, with_torch_norms
+from .lending import Lent, lendable
+from .reports import without_report
 
 if TYPE_CHECKING:
     from .unrolling import Unrolled, UnrollInput
 
 SPARE_VALUES = 10_000_000  # that a file may lack before it is refused without a look
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
@@ -77,7 +81,7 @@ class DraftModel(PreTrainedModel, Speculator):
         reduced = draft_vocab_size < vocabulary
         self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long) if reduced else None)
         self.register_buffer("t2d", torch.arange(vocabulary) < draft_vocab_size if reduced else None)
-        self._lent: dict[str, Tensor | None] = {}  # a dict, because nn.Module would register them
+        self._lent = Lent()
 
     def post_init(self) -> None:
         """Finish what a kind of draft has built."""
@@ -160,26 +164,17 @@ class DraftModel(PreTrainedModel, Speculator):
         A deep copy of the draft borrows the same; a pickle holds nothing that is the target's.
         """
         self.check(target)
-        lent: dict[str, Tensor | None] = {}
+        lent = Lent()
         shared = self.config.shared_with_target or ()
         if "embed_tokens" in shared:
-            lent["embed_tokens"] = _lendable(target.get_input_embeddings(), "embed_tokens", self.config)
+            lent["embed_tokens"] = lendable(target.get_input_embeddings(), "embed_tokens", self.config)
         if "lm_head" in shared:
             head, ids = target.get_output_embeddings(), self.target_ids
-            weight, bias = _lendable(head, "lm_head", self.config), getattr(head, "bias", None)
+            weight, bias = lendable(head, "lm_head", self.config), getattr(head, "bias", None)
             if ids is not None:
                 weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
-            lent |= {"lm_head": weight, "lm_head_bias": bias}
+            lent.update({"lm_head": weight, "lm_head_bias": bias})
         self._lent = lent  # at once: another thread may be guessing
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_lent": {}}  # type: ignore[no-untyped-call]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = self.__class__.__new__(self.__class__)
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
-        copied._lent = self._lent
-        return copied
 
     def keep_borrowed(self) -> None:
         """Make what the target of ``bind`` lends weights of this draft's own, which are saved with it.
@@ -196,7 +191,7 @@ class DraftModel(PreTrainedModel, Speculator):
             own = self._borrowed("lm_head").clone().to(self.device, self.dtype)
             self.lm_head = nn.Linear(own.shape[1], own.shape[0], bias=False, device=own.device, dtype=own.dtype)
             self.lm_head.weight = nn.Parameter(own, requires_grad=False)
-        self.config.shared_with_target, self._lent = [], {}
+        self.config.shared_with_target, self._lent = [], Lent()
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embed tokens of the target, (batch, length) -> (batch, length, hidden)."""
@@ -276,7 +271,7 @@ class DraftModel(PreTrainedModel, Speculator):
             return
         ends = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
         for name in self.config.shared_with_target or ():
-            _lendable(ends[name], name, self.config)
+            lendable(ends[name], name, self.config)
 
     @classmethod
     def engines(
@@ -336,7 +331,8 @@ class DraftModel(PreTrainedModel, Speculator):
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported below, all at once
         try:
-            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            with without_report():
+                loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
             raise OSError(
                 f"a weight file of {pretrained_model_name_or_path} is cut off or damaged ({error}); copy or download "
@@ -359,8 +355,8 @@ class DraftModel(PreTrainedModel, Speculator):
         ]
         if problems:
             raise ValueError(
-                f"these weights do not fit {type(self).__name__}: {'; '.join(problems)}. The config describes another "
-                "draft than the weights, or the file was saved before its weights were set"
+                f"these weights do not fit {type(self).__name__}: {printable('; '.join(problems))}. The config "
+                "describes another draft than the weights, or the file was saved before its weights were set"
             )
         self.check_vocabulary()
 
@@ -383,11 +379,18 @@ def _check_size(kind: type[DraftModel], path: Any, kwargs: dict[str, Any]) -> No
     """Raise a ValueError if the config describes far more values than there are, before room is made for them."""
     if (tensors := kwargs.get("state_dict")) is not None:
         values = sum(tensor.numel() for tensor in tensors.values())
-    elif path is not None and Path(path, "model.safetensors").is_file():
-        values = Path(path, "model.safetensors").stat().st_size
     else:
-        return
-    config = kwargs.get("config") or kind.config_class.from_pretrained(path)
+        folder = Path(path or "", kwargs.get("subfolder") or "")
+        files = [] if path is None else [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+        if not files:
+            return
+        for file in files:
+            check_ends(file)
+            if file.suffix == ".bin":
+                check_pickled(file)
+        values = sum(file.stat().st_size for file in files)
+    places = {name: kwargs[name] for name in ("subfolder", "revision") if name in kwargs}
+    config = kwargs.get("config") or kind.config_class.from_pretrained(path, **places)
     with torch.device("meta"):
         skeleton: nn.Module = kind(copy.deepcopy(config))  # type: ignore[call-arg]  # kinds count their vocabulary
         described: int = sum(weight.numel() for weight in skeleton.parameters())
@@ -396,19 +399,6 @@ def _check_size(kind: type[DraftModel], path: Any, kwargs: dict[str, Any]) -> No
             f"the config{'' if path is None else f' of {path}'} describes a draft of {described:,} values, and the "
             f"weights hold at most {values:,}: one of the two belongs to another draft, or is cut off"
         )
-
-
-def _lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> Tensor:
-    weight = getattr(module, "weight", None)
-    # Quantized modules show integers, or a method (torch.ao) in the place of a tensor.
-    if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
-        raise ValueError(f"the target's {name} is absent, offloaded or quantized: load it in memory and unquantized")
-    if weight.shape[1] != config.layers.hidden_size:
-        raise ValueError(
-            f"the draft has no {name} and hidden_size {config.layers.hidden_size}, but the target's {name} has width "
-            f"{weight.shape[1]}: a draft of another width needs its own"
-        )
-    return weight
 
 
 def _check_ids(ids: Tensor, total: int) -> None:

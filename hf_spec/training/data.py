@@ -6,6 +6,7 @@ A draft is trained only on tokens that the target itself would say: ``loss_mask`
 from __future__ import annotations
 
 import contextlib
+import glob
 import gzip
 import itertools
 import json
@@ -176,8 +177,11 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
         raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
     if _is_blank(path):
         raise ValueError(f"{path} is empty")
+    if "::" in str(path):  # which datasets takes for a file within another
+        raise ValueError(f"{path} has :: in its name: rename it")
+    name = glob.escape(str(path))  # else [a] in it would stand for a
     try:
-        data = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=streaming)
+        data = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
     except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
         problem = None
         with contextlib.suppress(OSError, EOFError):  # a damaged gzip file, of which the first error says enough

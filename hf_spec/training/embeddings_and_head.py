@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoints.fingerprint import embeddings_and_head
 from ..scoring.features import decoder_of
+from ..untrusted import check_ends
 from .teacher import Reader
 
 # Names on disk are as they were first written: "ends" means embeddings and output layer.
@@ -52,17 +53,18 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
 
 def load_embeddings_and_head(directory: Path) -> Any:
     """Load what ``save_embeddings_and_head`` wrote, as a model that embeds and gives logits but reads no text."""
+    check_ends(directory / WEIGHTS)
     config = AutoConfig.from_pretrained(directory)
-    kind = getattr(transformers, config.architectures[0], None)
-    if kind is None:
-        raise ValueError(f"{config.architectures[0]} is no class of transformers")
+    kind: Any = getattr(transformers, config.architectures[0], None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise ValueError(f"{config.architectures[0]} is no model of transformers")
     with torch.device("meta"):
         model = kind._from_config(config)
     with safe_open(directory / WEIGHTS, framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         config.name_or_path = file.metadata()["name_or_path"]  # where it was loaded from, for drafts and their cards
     wanted = embeddings_and_head(model)
-    if found.keys() != wanted.keys():
+    if {name: one.shape for name, one in found.items()} != {name: one.shape for name, one in wanted.items()}:
         raise ValueError(f"the embeddings and the output layer are other modules than {kind.__name__} has")
     real = {
         id(tensor): nn.Parameter(found[name], requires_grad=False) if isinstance(tensor, nn.Parameter) else found[name]

@@ -32,6 +32,8 @@ from transformers.utils import logging
 from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokenizer_digest
 from ..checkpoints.resolve import base_model
 from ..scoring.plain import input_device
+from ..settings import is_int
+from ..untrusted import check_ends, printable
 from .data import COLUMNS, DraftCollator, check_examples
 from .embeddings_and_head import load_embeddings_and_head, save_embeddings_and_head
 from .origin import check_tokenizer
@@ -169,9 +171,13 @@ class FeatureCache(Dataset[dict[str, Any]]):
             )
         self.made_from = index.made_from
         self.layers: tuple[int, ...] = tuple(index.made_from["layers"])
-        names = [_name(number) for number in range(index.count)]
-        self._shards = [_open_shard(self.directory / name, index.shards[name]) for name in names]
-        places = dict(found for number, shard in enumerate(self._shards) for found in _places(number, shard))
+        paths = [self.directory / _name(number) for number in range(index.count)]
+        self._shards = [_open_shard(path, index.shards.get(path.name, 0)) for path in paths]
+        places = dict(
+            found for number, path in enumerate(paths) for found in _places(number, self._shards[number], path)
+        )
+        if {*places} != {*range(len(places))}:
+            raise OSError(f"examples are missing in the shards of {self.directory}: remove it, and make it again")
         self._places = [places[example] for example in range(len(places))]
 
     def __len__(self) -> int:
@@ -179,12 +185,16 @@ class FeatureCache(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         place = self._places[index]
-        shard = self._shards[place.shard]
-        found = {name: shard.get_slice(name)[place.tokens] for name in {*shard.keys()} - {*PER_EXAMPLE}}
+        shard, path = self._shards[place.shard], self.directory / _name(place.shard)
+        try:
+            found = {name: shard.get_slice(name)[place.tokens] for name in {*shard.keys()} - {*PER_EXAMPLE}}
+            states = {layer: found[f"states.{layer}"] for layer in self.layers}
+        except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise _damaged(path, f"cannot be read ({printable(error)})") from error
         if _checksum(found) != place.checksum:
-            raise _damaged(self.directory / _name(place.shard), "does not hold what was written")
+            raise _damaged(path, "does not hold what was written")
         columns: dict[str, Any] = {name: found[name].tolist() for name in COLUMNS if name in found}
-        return columns | {"states": {layer: found[f"states.{layer}"] for layer in self.layers}}
+        return columns | {"states": states}
 
     def __reduce__(self) -> Any:  # open files cannot go to another process
         return FeatureCache, (self.directory,)
@@ -205,9 +215,10 @@ class FeatureCache(Dataset[dict[str, Any]]):
             raise ValueError(f"{self.directory} has no embeddings and no output layer: load the whole target instead")
         try:
             return load_embeddings_and_head(self.directory / "target")
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, LookupError, AttributeError, TypeError, RuntimeError) as error:
             raise ValueError(
-                f"{self.directory / 'target'} is damaged ({error}): remove it, and load the whole target instead"
+                f"{self.directory / 'target'} is damaged ({printable(error)}): remove it, and load the whole target "
+                "instead"
             ) from error
 
 
@@ -297,8 +308,14 @@ class _ShardReader:
         device = input_device(self.reader.model)
         batch = {name: tensor.to(device) for name, tensor in DraftCollator()(examples).items()}
         layers, last = self.reader.read(batch["input_ids"], batch.get("document_ids"))
-        states = {LAST: last} | dict(zip(self.reader.feature_layers, layers, strict=True))
-        return {layer: state.to("cpu", self.dtype) for layer, state in states.items()}
+        given = {LAST: last} | dict(zip(self.reader.feature_layers, layers, strict=True))
+        states = {layer: state.to("cpu", self.dtype) for layer, state in given.items()}
+        if broken := [layer for layer, state in states.items() if not bool(state.isfinite().all())]:
+            raise ValueError(
+                f"the target's states of layer {broken[0]} are not finite in {self.dtype}, and no draft learns from "
+                "them: load the target in bfloat16 or float32, keep them in torch.bfloat16, or mend its weights"
+            )
+        return states
 
 
 def _write_shard(index: _Index, number: int, numbers: list[int], parts: dict[str, list[Tensor]]) -> None:
@@ -356,15 +373,27 @@ def _open_shard(path: Path, size: int) -> Any:
         raise _damaged(path, f"cannot be read ({error})") from error
 
 
-def _places(number: int, shard: Any) -> Iterator[tuple[int, _Place]]:
+def _places(number: int, shard: Any, path: Path) -> Iterator[tuple[int, _Place]]:
+    try:
+        columns = [shard.get_tensor(name).tolist() for name in PER_EXAMPLE]
+        rows = list(zip(*columns, strict=True))
+    except (SafetensorError, TypeError, ValueError) as error:
+        raise _damaged(path, f"does not say where its examples are ({printable(error)})") from error
     first = 0
-    for example, length, checksum in zip(*(shard.get_tensor(name).tolist() for name in PER_EXAMPLE), strict=True):
+    for example, length, checksum in rows:
         yield example, _Place(number, slice(first, first + length), checksum)
         first += length
 
 
 def _damaged(path: Path, how: str) -> OSError:
     return OSError(f"{path.name} of the feature cache in {path.parent} {how}: remove it, and then {AGAIN}")
+
+
+def _is_index(made_from: dict[str, Any], count: int, shards: dict[str, int]) -> bool:
+    """Tell whether what an index says are numbers and names; what is no dict raises an error of its own."""
+    layers, dtype = made_from["layers"], getattr(torch, made_from["dtype"])
+    numbers = [count, made_from["shard_size"], *layers, *shards.values()]
+    return isinstance(dtype, torch.dtype) and all(map(is_int, numbers)) and made_from["shard_size"] >= 1
 
 
 @dataclass
@@ -381,11 +410,12 @@ class _Index:
         path = directory / "index.json"
         if not path.exists():
             return None
+        check_ends(path)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content.pop("format") == FORMAT:
+            if content.pop("format") == FORMAT and _is_index(**content):
                 return cls(directory, **content)
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass  # cut off, or of something else
         raise ValueError(
             f"{path} is no index of a feature cache, or of another version, or cut off: remove {directory}"

@@ -31,6 +31,7 @@ from ..checkpoints.kinds import config_classes
 from ..checkpoints.resolve import as_speculator, base_model, load_draft
 from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
+from ..untrusted import DEEPEST, check_ends, check_sound
 from .arguments import DraftTrainingArguments
 from .data import prepare_dataset
 from .features import FeatureCache
@@ -48,13 +49,49 @@ PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
 RESULTS = ("config.json", "adapter_config.json", "model.safetensors")
 COUNTED = 10_000  # examples of a stream, to choose the tokens of a smaller vocabulary
+MOST_NODES, LONGEST_NUMBER = 100_000, 64  # values in a recipe, and digits
+NUMERIC = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
 
 logger = logging.get_logger(__name__)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Read 1e-4 as a number, which YAML 1.1 takes for text."""
+    """Read 1e-4 as a number, which YAML 1.1 takes for text, and nothing that would fill the memory."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.YAMLError(f"lists and mappings stand within each other more than {DEEPEST} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None and _nodes(node, {}) > MOST_NODES:
+            raise yaml.YAMLError(f"its aliases stand for more than {MOST_NODES:,} values")
+        return node
+
+    def construct_scalar(self, node: Any) -> Any:
+        found = super().construct_scalar(node)
+        if node.tag in NUMERIC and len(found) > LONGEST_NUMBER:
+            raise yaml.YAMLError(f"a number has {len(found):,} digits,{str(node.start_mark).replace(chr(10), ' ')}")
+        return found
+
+
+def _nodes(node: Any, known: dict[Any, int]) -> int:
+    """Count the values that a node of YAML stands for: one that several aliases name, so many times."""
+    if node not in known:
+        known[node] = MOST_NODES + 1  # if it is met again before it is counted, it contains itself
+        inside = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
+        children = inside if isinstance(node, yaml.CollectionNode) else ()
+        known[node] = 1 + sum(_nodes(one, known) for one in children)
+    return known[node]
 
 
 _Loader.add_implicit_resolver(
@@ -68,13 +105,15 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
     Data that are prepared already need no section prepare: the file's is not looked at then.
     Errors: a ValueError that names a key which is unknown or missing; an OSError for a file that cannot be read.
     """
+    check_ends(file)
     try:
         recipe = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
+        check_sound(recipe)
     except OSError as error:
         raise OSError(
             f"the recipe {str(file)!r} cannot be read ({error.strerror}); name a YAML file that says what to train"
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # YAML's own, and what its numbers, dates and tags raise
         raise ValueError(f"{file} is no YAML: {error}") from error
     recipe = _section(recipe, SECTIONS, "the recipe") | {name: one for name, one in instead.items() if one}
     if instead.get("data") and is_prepared(recipe["data"]):

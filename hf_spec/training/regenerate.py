@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
 from ..processes import Processes
 from ..scoring.plain import input_device, padded, position_limit
+from ..untrusted import check_ends
 from .chat import (
     CUT,
     TEMPLATE_COLUMNS,
@@ -201,7 +202,10 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
         raise ValueError(
             f"{path} has no {record.name} beside it, which says what its answers were made with: write to another file"
         )
-    made_from = json.loads(record.read_text(encoding="utf-8"))
+    try:
+        made_from = dict(json.loads(record.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{record} is cut off or damaged ({error}): write to another file") from error
     if found := differences(made_from, dict.fromkeys(made_from) | wanted):
         raise ValueError(
             f"the answers in {path} were made with something else: {'; '.join(found)}. Repeat the call that began it, "
@@ -235,6 +239,7 @@ def _skip_done(path: Path, rest: Iterator[_Asked]) -> int:
     """Advance ``rest`` behind the conversations in the file and count them; a line cut off by a kill is removed."""
     if not path.exists():
         return 0
+    check_ends(path)
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     lines = whole.splitlines()

@@ -173,11 +173,13 @@ def _problem(checkpoint: Path) -> str:
 
 def _is_whole(path: Path) -> bool:
     """Tell whether the end of a file is there, which a full disk or a kill cuts off."""
+    if not path.is_file():
+        return path.is_dir()  # and no pipe, which never ends
     if path.suffix == ".json":
         try:
             json.loads(path.read_text(encoding="utf-8"))
             return True
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
     if path.suffix in (".pt", ".pth", ".bin"):
         return zipfile.is_zipfile(path)

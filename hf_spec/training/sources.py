@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -35,6 +36,11 @@ def load_raw(name: str, split: str = "train", streaming: bool = False) -> datase
     if path.is_file() or path.suffix in FILES:
         return read_file(path, streaming)
     if not any(path.joinpath(file).is_file() for file in ("state.json", "dataset_dict.json")):
+        if path.is_dir() and glob.has_magic(str(path.resolve())):
+            raise ValueError(
+                f"the directory {path.resolve()} has one of *?[ in its path, which datasets takes for a pattern: "
+                "rename it, or name a file in it"
+            )
         try:
             return datasets.load_dataset(name, split=split, streaming=streaming)
         except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
@@ -42,7 +48,7 @@ def load_raw(name: str, split: str = "train", streaming: bool = False) -> datase
                 f"no data can be read at {name!r}: {error.__cause__ or error}. Name a file of JSON lines (or json, "
                 "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub"
             ) from error
-    data = datasets.load_from_disk(name)
+    data = _saved(name)
     data = data[split] if isinstance(data, datasets.DatasetDict) else data
     return data.to_iterable_dataset() if streaming else data
 
@@ -51,7 +57,15 @@ def is_prepared(name: str) -> bool:
     """Tell whether ``name`` is a directory that the result of ``prepared`` was saved to."""
     if not Path(name, "dataset_dict.json").is_file():
         return False
-    return all("input_ids" in columns for columns in datasets.load_from_disk(name).column_names.values())
+    return all("input_ids" in columns for columns in _saved(name).column_names.values())
+
+
+def _saved(name: str) -> Any:
+    """Load what ``save_to_disk`` wrote. Errors: a ValueError if it is damaged."""
+    try:
+        return datasets.load_from_disk(name)
+    except Exception as error:  # datasets and Arrow raise what they like
+        raise ValueError(f"the dataset in {name} is damaged ({error}): prepare or copy it again") from error
 
 
 def conversations(data: datasets.Dataset) -> Any:

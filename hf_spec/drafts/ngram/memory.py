@@ -20,6 +20,8 @@ SIZES = (8, 4, 2, 1)
 LOOK_BACK = 32
 # Tokens in front of a place that are compared.
 LONGEST_MATCH = 64
+# Places by hash that there are at first, as a power of two; there are more once so many tokens are remembered.
+FIRST_PLACES = 12
 # Tokens of a text that are recognised at once as the beginning of one that is remembered.
 BLOCK = 64
 
@@ -41,9 +43,8 @@ class Memory:
         self._forgotten = 0  # tokens that were dropped before the first one of ``_tokens``
         # For each size of n-gram: by its hash the latest place behind it; by place, the one before with that hash.
         # Places count from the first token ever remembered, 1 is its own; 0 is none.
-        self._mask = (1 << max(0, size - 1).bit_length()) - 1
-        self._latest = [array("q", bytes(8 * (self._mask + 1))) for _ in SIZES]
-        self._before = [array("q") for _ in SIZES]
+        self._most = max(0, size - 1).bit_length()
+        self._spread(min(self._most, FIRST_PLACES))
         self._beginnings: dict[int, int] = {}  # hash of a whole beginning of a text -> place behind it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,9 +103,26 @@ class Memory:
         start = len(self._tokens)
         self._tokens.extend(text)
         self._tokens.append(BREAK)
+        if len(self._tokens) <= self._mask + 1 or self._mask + 1 == 1 << self._most:
+            self._link(start, len(self._tokens))
+            return
+        self._spread(min(self._most, (4 * len(self._tokens)).bit_length()))
+        start = 0
+        for end in [index for index, token in enumerate(self._tokens, start=1) if token == BREAK]:
+            self._link(start, end)
+            start = end
+
+    def _spread(self, bits: int) -> None:
+        """Make room for ``1 << bits`` places by hash, none of them known: it comes with the tokens that need it."""
+        self._mask = (1 << bits) - 1
+        self._latest = [array("q", bytes(8 << bits)) for _ in SIZES]
+        self._before = [array("q") for _ in SIZES]
+
+    def _link(self, start: int, stop: int) -> None:
+        """Note the places in the text that ``_tokens[start:stop]`` is, with its BREAK."""
         for size, latest, before in zip(SIZES, self._latest, self._before, strict=True):
-            before.extend([0] * min(size, len(self._tokens) - start))
-            for index in range(start + size, len(self._tokens)):
+            before.extend([0] * min(size, stop - start))
+            for index in range(start + size, stop):
                 bucket = hash(tuple(self._tokens[index - size : index])) & self._mask
                 before.append(latest[bucket])
                 latest[bucket] = self._forgotten + index + 1

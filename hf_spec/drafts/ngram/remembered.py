@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from ...untrusted import check_ends
 from .memory import BREAK
 
 FORMAT, VERSION = "hf_spec memory", "1"
+SIZE = re.compile(r"[1-9][0-9]{0,17}")  # of a memory, as a file says it
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
     """Read what ``write_remembered`` wrote with the same ``tokenizer``. Errors: those of ``NgramSpeculator.load``."""
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a directory; pass a file that NgramSpeculator.save wrote")
+    check_ends(path)
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             marks = file.metadata() or {}
@@ -66,8 +70,8 @@ def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
             tokens, size = file.get_tensor("tokens"), marks["size"]
     except (SafetensorError, KeyError) as error:
         raise OSError(f"{path} is cut off, damaged or no memory ({error}); remove it and begin a new one") from error
-    is_list, has_size = tokens.dtype == torch.int32 and tokens.ndim == 1, size.isdecimal() and int(size) >= 1
-    if not (is_list and has_size and _all_known(tokens, _largest(tokenizer))):
+    is_list = tokens.dtype == torch.int32 and tokens.ndim == 1
+    if not (is_list and SIZE.fullmatch(size) and _all_known(tokens, _largest(tokenizer))):
         raise OSError(f"{path} holds no token ids of this tokenizer; remove it and begin a new one")
     return Remembered(int(size), tokens.tolist())
 
