@@ -28,6 +28,7 @@ LAYER_SIZES = (
     "head_dim",
 )
 
+TARGET_SIZES = ("num_hidden_layers", "hidden_size")  # which drafts keep of their target
 
 # More than any draft has; what says more is damaged, or made to fill the memory.
 MOST_WIDE, MOST_LAYERS = 1 << 27, 1000
@@ -108,6 +109,11 @@ class SpeculatorConfig(PreTrainedConfig):
         return cast(PreTrainedConfig, self.transformer_layer_config)
 
     @property
+    def made_for(self) -> dict[str, Any]:
+        """Return what the file says of the target: ``name_or_path`` and ``architectures``, sizes if it knows them."""
+        return dict((self.speculators_config or {}).get("verifier") or {})
+
+    @property
     def num_speculative_tokens(self) -> int:
         """Return the chain length that the default proposal method asks for."""
         method = self._default_method()
@@ -163,6 +169,13 @@ class SpeculatorConfig(PreTrainedConfig):
             raise ValueError(
                 f"the draft's vocab_size is {have}, but the target has {need} tokens: the draft was made for another "
                 "target; use that one or train a draft for this one"
+            )
+
+    def warn_of_another(self, target: PreTrainedConfig) -> None:
+        """Warn once if the draft was made for a target of other sizes, which this one fits all the same."""
+        if other := another_target(self.made_for, target):
+            logger.warning_once(
+                f"{other}. Hardly a draft token will be accepted: use that target, or train a draft for this one"
             )
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
@@ -342,8 +355,28 @@ def default_speculators_config(kind: str, target: PreTrainedConfig | None = None
         "verifier": {
             "name_or_path": hub_name(target.name_or_path) if target else None,
             "architectures": list((target and target.architectures) or []),
+            **(sizes_of(target) if target else {}),
         },
     }
+
+
+def sizes_of(target: PreTrainedConfig) -> dict[str, int]:
+    """Return by name what tells a target from others of its vocabulary."""
+    text = target.get_text_config()
+    return {name: size for name in TARGET_SIZES if is_int(size := getattr(text, name, None))}
+
+
+def another_target(made_for: dict[str, Any], target: PreTrainedConfig) -> str:
+    """Say how ``target`` differs from what a draft was made for; "" if it does not, or if the draft does not say."""
+    sizes = sizes_of(target)
+    known = {name: size for name in TARGET_SIZES if name in sizes and is_int(size := made_for.get(name))}
+    if all(sizes[name] == size for name, size in known.items()):
+        return ""
+    theirs, ours = (
+        " and ".join(f"{name} {one[name]}" for name in known if known[name] != sizes[name]) for one in (known, sizes)
+    )
+    names = made_for.get("name_or_path") or "another target", target.name_or_path or f"a {type(target).__name__}"
+    return f"the draft was made for {names[0]} with {theirs}, and this is {names[1]} with {ours}"
 
 
 def hub_name(path: str | None) -> str | None:

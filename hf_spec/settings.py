@@ -102,6 +102,12 @@ class SpeculationConfig:
                 f"tree must be None, one of {get_args(TreeKind)}, or a list of paths of ranks such as "
                 f"[(0,), (1,), (0, 0)], got {self.tree!r}"
             )
+        paths = {tuple(path) for path in self.tree}
+        if lone := next((path for path in sorted(paths) if path[:-1] and path[:-1] not in paths), None):
+            raise ValueError(
+                f"the tree has the path {lone} without {lone[:-1]}, which leads to it: add {lone[:-1]}, for each "
+                "draft token stands after another one or after the root"
+            )
 
     def merge(self, **changes: Any) -> SpeculationConfig:
         """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""

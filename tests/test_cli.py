@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
+import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -30,8 +33,10 @@ from hf_spec.cli import main
 from hf_spec.cli.common import length_of, tree_of
 from hf_spec.cli.demo import highlighted
 from hf_spec.cli.loading import load_models, load_speculator, to_be_read
+from hf_spec.cli.telling import as_typed, telling
 from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
+from hf_spec.progress import Progress, duration, working
 
 COMMANDS = [add.__name__.removeprefix("add_") for add in cli.COMMANDS]
 EAGLE = Path(__file__).parent / "fixtures" / "goldens" / "eagle3_orig_a" / "checkpoint"
@@ -481,7 +486,7 @@ def test_errors_are_one_message_and_no_traceback(models, prompts, tmp_path, caps
         ("/nowhere", "no draft can be read at '/nowhere'"),
         (str(EAGLE), "made for another target"),
         (str(demo.path("draft-eagle3")), "made for another target"),
-        ("ngram --tree sampled", "use tree='dynamic'"),
+        ("ngram --tree sampled", "use --tree dynamic"),
     ],
 )
 def test_a_wrong_draft_is_told_before_the_target_is_read(models, prompts, tmp_path, capsys, command, draft, problem):
@@ -618,3 +623,106 @@ def test_progress_bars_are_for_terminals(models, prompts):
     running = process("sys.exit(main())", *argv, stdout=subprocess.PIPE)
     assert running.communicate(timeout=120)[1] == ""
     assert running.returncode == 0
+
+
+# -- what is told while a command runs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("leave them out with cut_answers='drop'", "leave them out with --cut-answers drop"),
+        ("max_length is 2, but", "--max-length is 2, but"),
+        ("or name the text with text_column=", "or name the text with --text-column"),
+        ('set end_of_text=True, or tree="dynamic"', "set --end-of-text, or --tree dynamic"),
+        ("use tree='dynamic'", "use --tree dynamic"),
+        ("set batch_size=4.", "set --batch-size 4."),
+        ("a tree of guesses", "a tree of guesses"),
+        ("SpeculationConfig(tree='dynamic')", "SpeculationConfig(tree='dynamic')"),
+        ("the field max_length_of and my_max_length", "the field max_length_of and my_max_length"),
+        ("--max-length and 'max_length'", "--max-length and 'max_length'"),
+        ("a tree==2", "a tree==2"),
+    ],
+)
+def test_messages_are_written_as_options_are_typed(message, typed):
+    names = ("cut_answers", "max_length", "text_column", "end_of_text", "tree", "batch_size", "length")
+    assert as_typed(message, {name: f"--{name.replace('_', '-')}" for name in names}) == typed
+
+
+def test_warnings_name_options_as_they_are_typed_and_stand_above_a_bar(tmp_path, capsys):
+    data = tmp_path / "chats.jsonl"
+    asked = [[{"role": "user", "content": f"Tell me of {what}."}] for what in ("a dog", "the sea")]
+    data.write_text("\n".join(json.dumps({"messages": one}) for one in asked), encoding="utf-8")
+    call = ["prepare", str(data), str(tmp_path / "rows"), "--target", str(demo.path()), "--max-new-tokens", "4"]
+    assert main([*call, "--regenerate", str(tmp_path / "answers.jsonl"), "--temperature", "0"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("were cut off by --max-new-tokens") == 1 and "leave them out with --cut-answers drop" in err
+    assert logging.getLogger("hf_spec").handlers == []
+
+
+def test_without_a_terminal_a_line_says_how_far_it_is(capsys):
+    """Only while something goes on, and not for commands that wait for others."""
+    for command, silence in (("doctor", 60.0), ("chat", 0.01), ("serve", 0.01)):
+        with telling(argparse.Namespace(command=command, options={}), silence):
+            time.sleep(0.1)
+        assert capsys.readouterr().err == ""
+    with telling(argparse.Namespace(command="doctor", options={}), 0.01):
+        with Progress("Answering", 4, "prompts", shown=False, done=1) as bar:
+            bar.update()
+            time.sleep(0.2)
+        time.sleep(0.1)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("hf-spec doctor is at work for 0 s: Answering, 2 of 4 prompts, about 0 s more")
+    assert last == "hf-spec doctor is at work for 0 s"
+
+
+def test_a_bar_without_an_end_counts():
+    with Progress("Regenerating", None, "conversations", shown=False) as bar:
+        bar.update(3)
+        assert str(bar) == "Regenerating, 3 conversations" and working == [bar]
+    assert working == []
+    assert [duration(one) for one in (0.4, 89, 90, 3600, 7200)] == ["0 s", "89 s", "2 min", "60 min", "2.0 h"]
+
+
+def test_prompts_that_are_no_json_are_told_with_their_place(tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    for text, place in (('{"prompt": \n', "line 1, column 11"), ('{"prompt": "a"}\n\n[}\r\n', "line 3, column 2")):
+        file.write_text(text, encoding="utf-8")
+        assert main(["bench", "no-model", "--prompts", str(file)]) == 1
+        err = capsys.readouterr().err
+        assert f"{file}, {place} is no JSON (Expecting value); write one object per line" in err
+    assert main(["bench", "no-model", "--prompts", str(tmp_path / "no.jsonl")]) == 1
+    err = capsys.readouterr().err
+    assert "no.jsonl' cannot be read (No such file or directory); name a file" in err and "Errno" not in err
+
+
+def test_gguf_is_told_how_it_is_read(models, tmp_path, capsys):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "model-Q8_0.gguf").write_bytes(b"GGUF")
+    read = f"from_pretrained('{folder}', gguf_file='model-Q8_0.gguf')"
+    for draft in (folder, folder / "model-Q8_0.gguf"):
+        assert main(["generate", models["target"], "--speculator", str(draft), "--prompt", "x"]) == 1
+        assert read in capsys.readouterr().err
+    assert main(["generate", str(folder / "model-Q8_0.gguf"), "--prompt", "x"]) == 1
+    assert read in capsys.readouterr().err
+
+
+def test_a_draft_that_will_be_refused_is_not_called_harmless_before(tmp_path, caplog):
+    """Another tokenizer and another vocabulary: what is wrong with it is one error."""
+    draft = tmp_path / "draft"
+    shutil.copytree(demo.path("draft-vanilla"), draft)
+    tokenizer = json.loads((draft / "tokenizer.json").read_text(encoding="utf-8"))
+    tokens = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = dict(zip(tokens, reversed(tokens.values()), strict=True))
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    resized = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
+    resized.resize_token_embeddings(4096)
+    with pytest.raises(ValueError, match="vocab"):
+        target.generate(torch.ones(1, 3, dtype=torch.long), speculator=resized, **options)
+    assert "The text is the target's all the same" not in caplog.text
+    fitting = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
+    target.generate(torch.ones(1, 3, dtype=torch.long), speculator=fitting, **options)
+    assert "The text is the target's all the same" in caplog.text

@@ -10,8 +10,9 @@ import pytest
 import torch
 from architectures import build, prompts
 from golden import tiny_target
-from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, LlamaConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, DynamicCache, LlamaConfig, Qwen3Config
 
+from hf_spec import configuration
 from hf_spec.configuration import SpeculatorConfig, default_speculators_config
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig
@@ -19,6 +20,7 @@ from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.settings import SpeculationConfig
 from hf_spec.training import new_draft
+from hf_spec.training.checks import name_target
 
 ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 NESTED = {"full_attention": ROPE, "sliding_attention": ROPE}
@@ -224,6 +226,8 @@ def test_fewer_positions_than_the_target_has_are_refused() -> None:
         {"tree": "static"},
         {"tree": []},
         {"tree": [(0,), ()]},
+        {"tree": [(0, 0)]},
+        {"tree": [[1], [0], [1, 0, 0]]},
         {"tree_top_k": 0},
         {"tree": 5},
         {"tree": [5]},
@@ -254,3 +258,54 @@ def test_settings_are_merged_by_name() -> None:
     assert SpeculationConfig(tree_top_k=3).merge(tree="dynamic") == SpeculationConfig(tree_top_k=3, tree="dynamic")
     with pytest.raises(TypeError, match="has no \\['speculative_tokens'\\]"):
         SpeculationConfig().merge(speculative_tokens=3)
+
+
+# --- The target that a draft was made for ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    told: list[str] = []
+    monkeypatch.setattr(configuration.logger, "warning_once", told.append)
+    return told
+
+
+@pytest.mark.parametrize("kind", [Eagle3SpeculatorConfig, MedusaSpeculatorConfig, MTPSpeculatorConfig])
+def test_a_draft_on_a_target_of_other_layers_is_told_with_both(kind: Any, tmp_path: Path, warnings: list[str]) -> None:
+    """What the file keeps of the target is looked at after it was saved and read, each time, and first of all fits."""
+    target, other = tiny_target(num_hidden_layers=8), tiny_target(num_hidden_layers=12)
+    target.config.name_or_path, other.config.name_or_path = "org/eight", "org/twelve"
+    new_draft(kind.for_target(target.config), target).save_pretrained(tmp_path)
+    draft = AutoModel.from_pretrained(tmp_path)
+    draft.check(target)
+    assert warnings == []
+    draft.check(other)
+    (told,) = warnings
+    assert "made for org/eight with num_hidden_layers 8, and this is org/twelve with num_hidden_layers 12" in told
+
+
+def test_a_draft_keeps_which_layers_it_reads(tmp_path: Path, warnings: list[str]) -> None:
+    """By the rule [2, n // 2, n - 3] it would read other ones of a target with other layers."""
+    config = Eagle3SpeculatorConfig.for_target(tiny_target(num_hidden_layers=12).config)
+    assert config.eagle_aux_hidden_state_layer_ids == [2, 6, 9]
+    draft = new_draft(config, tiny_target(num_hidden_layers=12))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"\[2, 6, 9\] do not fit .* made for .* 12, and this is .* 8; use"):
+            draft.check(tiny_target(num_hidden_layers=8))
+    assert warnings == []  # what is refused is not warned of, too
+
+
+def test_a_draft_that_says_nothing_of_its_target_is_for_all(warnings: list[str]) -> None:
+    config = Eagle3SpeculatorConfig.for_target(tiny_target(num_hidden_layers=8).config)
+    draft = new_draft(config, tiny_target(num_hidden_layers=8))
+    for unknown in ({}, {"num_hidden_layers": None}, {"num_hidden_layers": "8"}, {"hidden_size": True}):
+        config.speculators_config["verifier"] = {"name_or_path": "org/model", **unknown}
+        draft.check(tiny_target(num_hidden_layers=12))
+    assert warnings == []
+
+
+def test_a_draft_that_is_trained_on_for_another_target_becomes_that_one_s() -> None:
+    target = tiny_target(num_hidden_layers=8)
+    draft = new_draft(Eagle3SpeculatorConfig.for_target(target.config), target)
+    name_target(draft, tiny_target(num_hidden_layers=12), "org/twelve")
+    assert draft.config.made_for["num_hidden_layers"] == 12 and draft.config.made_for["name_or_path"] == "org/twelve"

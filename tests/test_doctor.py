@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_spec import cli, demo
+from hf_spec import Eagle3SpeculatorConfig, cli, demo
 from hf_spec.bench import Prompt
 from hf_spec.doctor import Diagnosis, diagnose
+from hf_spec.doctor.diagnosis import _lost_outside
+from hf_spec.training import new_draft
 
 STORIES = (Path(__file__).parent / "fixtures" / "stories_excerpt.txt").read_text(encoding="utf-8").split("\n\n")
 PROMPTS = [Prompt((story[:80],), chat=False) for story in STORIES if len(story) > 80]
@@ -96,11 +98,25 @@ def test_nothing_is_explained_where_guesses_are_accepted(target: PreTrainedModel
 
 
 def test_a_draft_for_another_target_is_known_by_its_name(target: PreTrainedModel) -> None:
-    draft = load("eagle3")
+    draft, named = load("eagle3"), copy.deepcopy(target)
     draft.config.speculators_config["verifier"]["name_or_path"] = "somebody/another-model"
-    found = examine(target, draft)
+    named.config.name_or_path = "org/model"
+    found = examine(named, draft)
     assert found.findings[0].cause == "another target" and "somebody/another-model" in found.findings[0].evidence
-    assert found.findings[1].cause == "training"  # a directory may have any name
+    assert found.findings[1].cause == "training"  # a name says little
+
+
+def test_a_directory_says_nothing_of_its_name_on_the_hub(target: PreTrainedModel) -> None:
+    draft = load("eagle3")
+    draft.config.speculators_config["verifier"]["name_or_path"] = "org/model"
+    assert "another target" not in [one.cause for one in examine(target, draft).findings]
+
+
+def test_a_draft_for_a_target_of_another_shape_is_known_by_that(target: PreTrainedModel) -> None:
+    draft = load("eagle3")
+    draft.config.speculators_config["verifier"] |= {"name_or_path": "org/model", "num_hidden_layers": 30}
+    found = examine(target, draft).findings[0]
+    assert found.cause == "another target" and "org/model with num_hidden_layers 30" in found.evidence
 
 
 def test_a_target_in_the_cache_of_the_hub_has_its_name(target: PreTrainedModel) -> None:
@@ -152,6 +168,41 @@ def test_tokens_outside_of_the_draft_vocabulary_are_counted(target: PreTrainedMo
     draft.set_vocabulary(torch.arange(2048 - len(draft.d2t), 2048))  # the rare half
     found = examine(target, draft)
     assert "draft vocabulary" in [one.cause for one in found.findings], str(found)
+
+
+def untrained(target: PreTrainedModel, size: int) -> Any:
+    """Return a new draft that can guess the ``size`` most frequent tokens of the stories."""
+    counts = torch.bincount(torch.tensor(TOKENIZER(" ".join(STORIES)).input_ids), minlength=2048)
+    torch.manual_seed(0)
+    config = Eagle3SpeculatorConfig.for_target(target.config, draft_vocab_size=size)
+    return new_draft(config, target, counts).eval()
+
+
+def test_an_untrained_draft_is_not_its_vocabulary_s_fault(target: PreTrainedModel) -> None:
+    """Other hints that explain nothing do not hide it, either."""
+    draft = untrained(target, 180)
+    draft.config.layers.max_position_embeddings = 24
+    causes = [one.cause for one in examine(target, draft).findings]
+    assert causes[0] == "training" and {"draft vocabulary", "position limit"} <= {*causes[1:]}
+
+
+def test_a_vocabulary_without_most_tokens_is_the_cause(target: PreTrainedModel) -> None:
+    assert examine(target, untrained(target, 4)).findings[0].cause == "draft vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("known", "right", "lost"),
+    [
+        ([1, 1, 1, 1, 0], [1, 1, 0, 0, 0], 0.2 * 0.5),
+        ([1, 1, 1, 1, 0], [1, 1, 1, 1, 0], 0.2),
+        ([1, 1, 0, 0, 0], [0, 1, 0, 0, 0], 0.6),
+        ([1, 1, 1, 1, 0], [0, 0, 0, 0, 0], 0.0),
+        ([0, 0], [0, 0], 1.0),
+        ([1, 1], [0, 1], 0.0),
+    ],
+)
+def test_what_tokens_outside_of_a_vocabulary_cost(known: list[int], right: list[int], lost: float) -> None:
+    assert _lost_outside(torch.tensor(known).bool(), torch.tensor(right).bool()) == pytest.approx(lost)
 
 
 def test_texts_beyond_the_positions_of_the_draft_are_named(target: PreTrainedModel) -> None:

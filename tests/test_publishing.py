@@ -266,6 +266,17 @@ def test_options_that_an_engine_cannot_serve_are_named(flags: dict[str, Any], en
     assert "max_position_embeddings is 8, the target's 512" in " ".join(serving_warnings(draft, target))
 
 
+def test_what_no_engine_serves_is_said_before_training(tmp_path: Path, caplog: Any) -> None:
+    """And not again when it is saved."""
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    target = sharp_target()
+    draft = eagle3(target, norm_before_residual=True)
+    trainer = DraftTrainer(draft, target, arguments(tmp_path), train_dataset=text())
+    assert caplog.text.count("SGLang does not know norm_before_residual") == 1
+    trainer.save_model(str(tmp_path / "saved"))
+    assert caplog.text.count("SGLang does not know norm_before_residual") == 1
+
+
 def test_a_vocabulary_that_does_not_ascend_is_not_saved(tmp_path: Path) -> None:
     target = sharp_target()
     draft = eagle3(target, 40)

@@ -24,9 +24,10 @@ from hf_spec.cli import main
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")
-from hf_spec.training import DraftTrainingArguments  # noqa: E402
+from hf_spec.progress import Progress  # noqa: E402
+from hf_spec.training import DraftTrainer, DraftTrainingArguments  # noqa: E402
 from hf_spec.training.recipe import read_recipe, train, training_arguments  # noqa: E402
-from hf_spec.training.sources import is_prepared, prepared  # noqa: E402
+from hf_spec.training.sources import coverage, is_prepared, prepared  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(demo.path())
@@ -112,6 +113,46 @@ def test_the_target_answers_anew_and_goes_on_where_the_file_ends(tmp_path: Path,
     assert "--max-new-tokens was 12, not 13" in capsys.readouterr().err and not (tmp_path / "mixed").exists()
     assert main([*call, "--cut-answers", "drop"]) == 1  # all of them
     assert "no example is left to train on: 3 examples have an answer that was cut off" in capsys.readouterr().err
+
+
+def test_an_interrupted_regeneration_says_that_it_goes_on(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, answers = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
+    asked = [{"messages": [{"role": "user", "content": f"Tell me of {what}."}]} for what in ("a dog", "the sea")]
+    data.write_text("\n".join(map(json.dumps, asked)), encoding="utf-8")
+    told: list[str] = []
+
+    def interrupt(bar: Progress, count: int = 1) -> None:
+        bar.done += count
+        told.append(str(bar))
+        raise KeyboardInterrupt
+
+    call = ["prepare", str(data), str(tmp_path / "rows"), "--target", TARGET, "--max-new-tokens", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "update", interrupt)
+        assert main([*call, "--regenerate", str(answers), "--batch-size", "1"]) == 130
+    assert told[0].startswith("Regenerating, 1 of 2 conversations, about ")
+    assert f"hf-spec: stopped. The same command goes on where {answers} ends\n" in capsys.readouterr().err
+    assert main([*call, "--regenerate", str(answers), "--batch-size", "1"]) == 0
+    assert len(answers.read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_the_share_of_a_draft_vocabulary_is_that_of_examples_held_out() -> None:
+    seen, new = ([{"input_ids": ids, "loss_mask": [1] * len(ids)}] for ids in ([1, 1, 2, 2, 3], [1, 3, 3, 4]))
+    assert coverage(seen, 16) == {1: 0.4, 2: 0.8, 4: 1.0, 8: 1.0}
+    assert coverage(seen, 16, new) == {1: 0.25, 2: 0.25, 4: 0.75, 8: 1.0}  # ties go to the lower ids: 0 is the fourth
+
+
+@pytest.mark.parametrize("held_out", ["2", "0"])
+def test_prepare_says_which_answers_the_share_is_of(held_out: str, stories: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "rows"
+    assert main(["prepare", str(stories), str(out), "--target", TARGET, "--held-out", held_out]) == 0
+    splits = datasets.load_from_disk(str(out))
+    shares = coverage(splits["train"], 2048, splits.get("test"))
+    which = "the held-out answers" if int(held_out) else "the answers that it is counted on (fewer of others)"
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(f"Share of {which} that"))
+    assert line.endswith(": " + ", ".join(f"{size:,} {share:.1%}" for size, share in shares.items()))
 
 
 @pytest.mark.parametrize(
@@ -247,6 +288,64 @@ def test_a_recipe_may_read_its_data_as_streams(stories: Path, tmp_path: Path) ->
         directory, metrics = train(found | {"data": data})
         assert metrics["eval_acceptance_length"] >= 1
         assert AutoModel.from_pretrained(directory).config.draft_vocab_size == 512
+
+
+@pytest.mark.parametrize(
+    ("trainer", "times"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 1}, 2),
+        ({"eval_strategy": "steps", "eval_steps": 2, "max_steps": 3}, 2),
+        ({"eval_strategy": "no"}, 1),
+    ],
+)
+def test_the_last_step_is_measured_once(
+    trainer: dict[str, Any], times: int, stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, float]] = []
+    evaluate = DraftTrainer.evaluate
+
+    def counting(self: Any, *args: Any, **options: Any) -> dict[str, float]:
+        seen.append(evaluate(self, *args, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(DraftTrainer, "evaluate", counting)
+    given = recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 2}, trainer={"max_steps": 2} | trainer)
+    _, metrics = train(read_recipe(given))
+    assert len(seen) == times
+    assert {name: metrics[name] for name in seen[-1] if name != "epoch"}.items() <= seen[-1].items()
+
+
+def test_an_interrupted_training_says_how_it_goes_on(
+    stories: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last checkpoint if there is one, by a command that runs; it may be interrupted again."""
+    file = recipe(tmp_path, stories, {"kind": "medusa", "num_heads": 2}, trainer={"max_steps": 4, "save_steps": 1})
+    call = ["train", file, "--save_strategy", "steps", "--target", TARGET]
+    directory = tmp_path / "draft"
+    step = DraftTrainer.training_step
+
+    def interrupted(at: int) -> None:
+        def training_step(self: Any, *args: Any, **options: Any) -> Any:
+            if self.state.global_step == at:
+                raise KeyboardInterrupt
+            return step(self, *args, **options)
+
+        monkeypatch.setattr(DraftTrainer, "training_step", training_step)
+
+    interrupted(0)
+    assert main(call) == 130
+    assert f"No checkpoint is in {directory} yet: the same command begins anew" in capsys.readouterr().err
+    for at in (2, 3):
+        interrupted(at)
+        assert main(call) == 130
+        err = capsys.readouterr().err
+        assert f"To go on from {directory}/checkpoint-{at}:" in err
+        resume = shlex.split(err.splitlines()[-1])
+        assert resume == ["hf-spec", *call[:2], *call[2:], "--resume_from_checkpoint", "true"][: len(resume)]
+        call = resume[1:]
+    monkeypatch.setattr(DraftTrainer, "training_step", step)
+    assert main(call) == 0
+    assert (directory / "checkpoint-4").is_dir()
 
 
 def test_a_language_model_is_distilled(stories: Path, tmp_path: Path) -> None:

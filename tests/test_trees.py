@@ -176,7 +176,7 @@ def test_a_static_tree_takes_the_ranks_it_names() -> None:
 
 
 def test_a_static_tree_is_cut_where_the_text_must_end() -> None:
-    proposal = TableDraft(2).grow(1, tree=[(0, 0, 0), (1, 0)])
+    proposal = TableDraft(2).grow(1, tree=[(0,), (1,), (0, 0), (1, 0), (0, 0, 0)])
     assert [len(path) for path in paths_of(proposal, 0)] == [1, 1]
 
 
@@ -277,7 +277,7 @@ def test_a_bushy_tree_spends_its_nodes_within_its_bounds(width: int, nodes: int,
     assert all((*path[:-1], path[-1] - 1) in paths for path in paths if path[-1])
 
 
-@pytest.mark.parametrize("tree", [None, "dynamic", "sampled", [(0,), (1,), (0, 0), (0, 1), (1, 0, 0)]])
+@pytest.mark.parametrize("tree", [None, "dynamic", "sampled", [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 0, 0)]])
 @pytest.mark.parametrize("sample", [False, True])
 def test_nothing_waits_for_the_device(tree: object, sample: bool) -> None:
     """Tensors without data cannot be read, so that reading one on the CPU raises here."""

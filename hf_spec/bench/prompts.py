@@ -63,13 +63,24 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
 
 def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:
     """Yield the prompts of a JSON-lines file with the numbers of their lines, one by one; see ``read_prompts``."""
-    with Path(path).open("rb") as file:  # json finds out what is not UTF-8, so that its line is told
+    try:
+        opened = Path(path).open("rb")  # noqa: SIM115  # json finds what is not UTF-8, so that its line is told
+    except OSError as error:
+        raise type(error)(
+            f"the prompts {str(path)!r} cannot be read ({error.strerror}); name a file of JSON lines"
+        ) from error
+    with opened as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                prompt = _parse_prompt(json.loads(line))
-            except ValueError as error:  # json.JSONDecodeError and UnicodeDecodeError are
+                prompt = _parse_prompt(json.loads(line.rstrip()))  # an error behind the line's end would be on line 2
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path}, line {number}, column {error.colno} is no JSON ({error.msg}); write one object per "
+                    'line, such as {"prompt": "Once upon"}'
+                ) from error
+            except ValueError as error:  # UnicodeDecodeError is
                 raise ValueError(f"{path}, line {number}: {error}") from error
             yield number, prompt
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ..checkpoints.fingerprint import digest_of
@@ -29,6 +28,7 @@ from ..checkpoints.resolve import as_speculator
 from ..drafts.base import network_of
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
+from ..progress import Progress
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device, padded
 from ..scoring.rings import power_of_two
@@ -117,7 +117,7 @@ def run_bench(
     by_category: dict[str, list[Round]] = {}
     batches = _batches(prompts, settings.batch_size)
     total = sum(max(len(prompt.turns) for prompt in batch) for batch in batches) * len(methods) * settings.repeats
-    with tqdm(total=total, disable=not progress, unit="run") as bar:
+    with Progress("Measuring", total, "runs", progress) as bar:
         bench = _Bench(target, tokenizer, methods, settings, bar.update, log)
         for batch in batches:
             by_category.setdefault(batch[0].category, []).extend(bench.converse(batch))

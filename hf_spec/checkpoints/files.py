@@ -79,11 +79,28 @@ def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str |
     return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
 
 
+def gguf(path: str | os.PathLike[str]) -> str:
+    """Say how a language model in GGUF is read, if one is at ``path`` or its name says so; else ""."""
+    place = Path(path)
+    files = sorted(file.name for file in place.glob("*.gguf")) if place.is_dir() else []
+    if not files and "gguf" not in place.name.lower():
+        return ""
+    is_file = place.suffix.lower() == ".gguf"
+    name, folder = (place.name, os.fspath(place.parent)) if is_file else ((files or ["FILE.gguf"])[0], os.fspath(path))
+    return (
+        "GGUF is read by transformers itself, if the package gguf is there: "
+        f"model = AutoModelForCausalLM.from_pretrained({folder!r}, gguf_file={name!r}). Pass that model, or the "
+        "directory that its save_pretrained writes together with the tokenizer's"
+    )
+
+
 @contextlib.contextmanager
 def looking_for(path: str | os.PathLike[str], role: str = "") -> Iterator[None]:
     """Let errors name the model at ``path``: a FileNotFoundError if it is nowhere, an OSError for damaged weights."""
     what = f"{role} {os.fspath(path)!r}".lstrip()
     if os.path.isfile(path):
+        if cure := gguf(path):
+            raise FileNotFoundError(f"{what}: {cure}")
         raise FileNotFoundError(f"{what} is a file; pass the directory of a model, or its name on the Hub, ORG/MODEL")
     try:
         yield

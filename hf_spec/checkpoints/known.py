@@ -11,6 +11,8 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
+from ..configuration import hub_name
+
 TABLE = Path(__file__).with_name("known_drafts.csv")
 # Below a cache of the Hub a model lies in models--ORG--NAME/snapshots/COMMIT.
 CACHED = "models--"
@@ -65,6 +67,11 @@ def _name(path: str) -> str:
             return place.removeprefix(CACHED).replace("--", "/", 1)
     is_id = len(places) == 2 and not Path(path).exists()
     return "/".join(places) if is_id else places[-1] if places else ""
+
+
+def hub_id(path: str) -> str:
+    """Return the Hub id of what was loaded from ``path``, perhaps the Hub's cache; "" for a directory."""
+    return _name(path) if CACHED in path else hub_name(path) or ""
 
 
 def share_a_name(path: str, target: str) -> bool:

@@ -26,7 +26,7 @@ from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.plain import input_device
 from ..untrusted import printable
 from .auto import AutoDraftModel, load
-from .files import HUB_OPTIONS, read_checkpoint
+from .files import HUB_OPTIONS, gguf, read_checkpoint
 from .kinds import config_classes, find_format
 from .known import cached, known_drafts
 
@@ -99,7 +99,8 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
         hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         checkpoint = read_checkpoint(path, only_names=True, **hub)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no draft can be read at {os.fspath(path)!r}{_meant(os.fspath(path))}: {error}") from error
+        why = f"{_meant(os.fspath(path))}: {gguf(path) or error}"
+        raise ValueError(f"no draft can be read at {os.fspath(path)!r}{why}") from error
     if _is_draft(checkpoint, target):
         return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
     return AutoModelForCausalLM.from_pretrained(path, **kwargs)
@@ -166,7 +167,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
     draft = network_of(speculator)
     if isinstance(draft, PreTrainedModel):
         own, wanted = draft.name_or_path, target.name_or_path
-        if (share := common_tokens(own, wanted)) < MOST_IN_COMMON:
+        if (share := common_tokens(own, wanted)) < MOST_IN_COMMON and _serves(speculator, target):
             logger.warning_once(
                 f"only {share:.0%} of the tokens of the draft {own} and the target {wanted} are the same: their "
                 "tokenizers differ, so that hardly a guess will be right. The text is the target's all the same. "
@@ -177,11 +178,21 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
 def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:
     """Warn once if the draft was left on the CPU, where it takes longer than the target beside it."""
     draft, device = network_of(speculator), input_device(target)
-    if isinstance(draft, PreTrainedModel) and draft.device.type == "cpu" and device.type not in ("cpu", "meta"):
+    is_left = isinstance(draft, PreTrainedModel) and draft.device.type == "cpu" and device.type not in ("cpu", "meta")
+    if is_left and _serves(speculator, target):
         logger.warning_once(
             f"the draft {type(draft).__name__} computes on the CPU and the target on {device}: guesses will be slow. "
             f'Move it, draft.to("{device}"), or load it with device_map={{"": target.device}} and dtype=target.dtype'
         )
+
+
+def _serves(speculator: Speculator, target: PreTrainedModel) -> bool:
+    """Tell whether ``speculator`` can serve ``target``; if not, an error will say so, and a warning says less."""
+    try:
+        speculator.check(target)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _warn_of_reading(place: str, target: PreTrainedModel) -> None:

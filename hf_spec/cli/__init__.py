@@ -21,6 +21,7 @@ from .doctor import add_doctor
 from .drafts import add_convert, add_inspect
 from .generate import add_generate
 from .serve import add_serve
+from .telling import as_typed, telling
 from .training import add_prepare, add_train
 
 COMMANDS = (
@@ -79,7 +80,8 @@ def _run(args: argparse.Namespace) -> int:
             import torch
 
             torch.set_num_threads(args.threads)
-        status = int(args.run(args) or 0)
+        with telling(args):
+            status = int(args.run(args) or 0)
         if "WORLD_SIZE" in os.environ:  # a launcher has started this process beside others
             from ..processes import part
 
@@ -87,10 +89,14 @@ def _run(args: argparse.Namespace) -> int:
         return status
     except BrokenPipeError:
         raise
+    except KeyboardInterrupt:
+        if args.resumes and (how := args.resumes(args)):
+            print(f"\nhf-spec: stopped. {how}", file=sys.stderr)
+        raise
     except (ValueError, OSError, ImportError, argparse.ArgumentTypeError) as error:
         if args.traceback:
             raise
-        print(f"hf-spec: {error}", file=sys.stderr)
+        print(f"hf-spec: {as_typed(str(error), args.options)}", file=sys.stderr)
         return 1
 
 

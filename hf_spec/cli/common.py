@@ -23,11 +23,18 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def command(
-    commands: Any, run: Any, name: str, description: str, epilog: str | None = None, usage: str | None = None
+    commands: Any,
+    run: Any,
+    name: str,
+    description: str,
+    epilog: str | None = None,
+    usage: str | None = None,
+    resumes: Callable[[argparse.Namespace], str] | None = None,
 ) -> Any:
     """Add a subcommand and return its ``add_argument``; ``epilog`` is shown as it is below the options.
 
     ``usage`` is given where the command reads what argparse does not know: it finds that in ``args.rest``.
+    ``resumes`` says to whom has interrupted the command how it goes on, or "".
     """
     layout = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
@@ -39,8 +46,16 @@ def command(
         formatter_class=layout,
         allow_abbrev=usage is None,  # of a name that it does not know
     )
-    parser.set_defaults(run=run, takes_rest=usage is not None, refuse=parser.error)
-    return parser.add_argument
+    options: dict[str, str] = {}
+    parser.set_defaults(
+        command=name, run=run, takes_rest=usage is not None, refuse=parser.error, options=options, resumes=resumes
+    )
+
+    def add(*names: str, **how: Any) -> None:
+        if (action := parser.add_argument(*names, **how)).option_strings:
+            options[action.dest] = names[0]
+
+    return add
 
 
 def add_device_options(add: Any) -> None:

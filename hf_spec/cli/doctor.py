@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from .bench import PROMPTS_HELP
@@ -35,4 +36,5 @@ def _doctor(args: argparse.Namespace) -> None:
     target, tokenizer, drafts = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [draft.settings(None)]
     )
-    print(diagnose(target, drafts[args.speculator], tokenizer, prompts, args.max_new_tokens))
+    progress = sys.stderr.isatty()
+    print(diagnose(target, drafts[args.speculator], tokenizer, prompts, args.max_new_tokens, progress))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def _need_extra() -> None:
 
 def add_prepare(commands: Any) -> None:
     """Declare ``hf-spec prepare``."""
-    add = command(commands, _prepare, "prepare", "turn conversations or plain text into a dataset to train drafts on")
+    add = command(commands, _prepare, "prepare", "turn conversations or plain text into a dataset to train drafts on",
+                  resumes=_goes_on)  # fmt: skip
     add("data", help="file of JSON lines (or json, csv, parquet, txt), or a dataset of the Hub")
     add("out", help="directory to write, which must not exist; for `data:` in the recipe of hf-spec train")
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
@@ -82,25 +84,11 @@ def add_prepare(commands: Any) -> None:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    try:
-        _write_prepared(args)
-    except ValueError as error:
-        raise ValueError(_as_typed(str(error), [name for name in vars(args) if "_" in name])) from error
-
-
-def _as_typed(message: str, names: list[str]) -> str:
-    """Write in a ``message`` of Python's functions their arguments as the options are called."""
-    return re.sub(
-        rf"\b({'|'.join(names)})\b(=True|=(?!\w))?", lambda found: f"--{found[1].replace('_', '-')}", message
-    )
-
-
-def _write_prepared(args: argparse.Namespace) -> None:
     _need_extra()
     from ..checkpoints.conversion import written_whole
     from ..configuration import max_positions
     from ..processes import Processes, launched
-    from ..training.sources import cache_splits, coverage, default_layers, load_raw, prepared, sizes
+    from ..training.sources import cache_splits, default_layers, load_raw, prepared, sizes
     from .loading import config_of, tokenizer_of
 
     out = Path(args.out)
@@ -136,9 +124,23 @@ def _write_prepared(args: argparse.Namespace) -> None:
     for name, split in splits.items():
         tokens, answers = sizes(split)
         print(f"{name}: {len(split):,} examples, {tokens:,} tokens, {answers:,} of them answers")
-    vocabulary = config.get_text_config().vocab_size
-    shares = ", ".join(f"{size:,} {share:.1%}" for size, share in coverage(splits["train"], vocabulary).items())
-    print(f"Share of the answers that a draft vocabulary of so many tokens has: {shares}")
+    print(_coverage(splits, config.get_text_config().vocab_size))
+
+
+def _coverage(splits: Any, vocabulary: int) -> str:
+    """Say which share of answers' tokens draft vocabularies have that are counted on the examples to train on."""
+    from ..training.sources import coverage
+
+    shares = ", ".join(
+        f"{size:,} {share:.1%}" for size, share in coverage(splits["train"], vocabulary, splits.get("test")).items()
+    )
+    which = "the held-out answers" if "test" in splits else "the answers that it is counted on (fewer of others)"
+    return f"Share of {which} that a draft vocabulary of so many tokens has: {shares}"
+
+
+def _goes_on(args: argparse.Namespace) -> str:
+    kept = [place for place in (args.regenerate, args.features) if place and Path(place).exists()]
+    return f"The same command goes on where {' and '.join(kept)} ends" if kept else ""
 
 
 def _regenerated(data: Any, args: argparse.Namespace, state: Any, device: str | None) -> str:
@@ -172,7 +174,7 @@ def _regenerated(data: Any, args: argparse.Namespace, state: Any, device: str | 
 
 def add_train(commands: Any) -> None:
     """Declare ``hf-spec train``."""
-    add = command(commands, _train, "train", "train a draft as a YAML file says", RECIPE_HELP)
+    add = command(commands, _train, "train", "train a draft as a YAML file says", RECIPE_HELP, resumes=_resumes)
     add("recipe", metavar="RECIPE.yaml", help="what to train on what; see below")
     add("changes", nargs=argparse.REMAINDER, metavar="...", help="--target, --draft and --data go before those of the "
         "file, and so do trainer arguments such as --learning_rate 3e-4; --help lists all")  # fmt: skip
@@ -183,10 +185,7 @@ def _train(args: argparse.Namespace) -> None:
     from ..checkpoints.files import merging
     from ..training.recipe import read_recipe, train
 
-    parser = argparse.ArgumentParser(prog="hf-spec train", add_help=False, allow_abbrev=False)
-    for name in ("--target", "--draft", "--data"):
-        parser.add_argument(name)
-    instead, changes = parser.parse_known_args(args.changes)
+    instead, changes = _instead().parse_known_args(args.changes)
     recipe = read_recipe(args.recipe, **vars(instead))
     directory, metrics = train(recipe, changes)
     for name, value in metrics.items():
@@ -195,3 +194,35 @@ def _train(args: argparse.Namespace) -> None:
         print(f"The adapter is in {directory}: {merging(directory, recipe['draft'])}")
     else:
         print(f"The draft is in {directory}.")
+
+
+def _instead() -> argparse.ArgumentParser:
+    """Return what reads from a command line what goes before the recipe's own."""
+    parser = argparse.ArgumentParser(prog="hf-spec train", add_help=False, allow_abbrev=False)
+    for name in ("--target", "--draft", "--data"):
+        parser.add_argument(name)
+    return parser
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    """Return the ``words`` of a command line without ``--option`` and its value."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{option}", f"--{option.replace('_', '-')}", nargs="?")
+    return parser.parse_known_args(words)[1]
+
+
+def _resumes(args: argparse.Namespace) -> str:
+    """Say how a training that was interrupted goes on: from the last checkpoint in its directory, if there is one."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from ..training.recipe import read_recipe, training_arguments
+
+    if int(os.environ.get("RANK", "0")):  # the first process says it
+        return ""
+    instead, changes = _instead().parse_known_args(args.changes)
+    directory = training_arguments(read_recipe(args.recipe, **vars(instead))["trainer"], changes).output_dir
+    last = get_last_checkpoint(directory) if directory and os.path.isdir(directory) else None
+    if last is None:
+        return f"No checkpoint is in {directory} yet: the same command begins anew"
+    words = ["hf-spec", "train", args.recipe, *_without(args.changes, "resume_from_checkpoint")]
+    return f"To go on from {last}:\n  {shlex.join(words)} --resume_from_checkpoint true"

@@ -12,10 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.prompts import Prompt
-from ..checkpoints.known import share_a_name
+from ..checkpoints.known import hub_id, share_a_name
 from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, common_tokens
+from ..configuration import another_target
 from ..drafts.modeling import DraftModel
 from ..drafts.vanilla.speculator import VanillaSpeculator
+from ..progress import Progress
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 from .changes import Change, changes
 from .evidence import Answer, answered, survival
@@ -36,6 +38,11 @@ class Finding:
     evidence: str
     cure: str
     gain: float = 0.0
+
+    @property
+    def explains(self) -> bool:
+        """Tell whether it is worth naming as the likeliest cause; a name says little."""
+        return self.cause != ANOTHER and self.gain >= WORTH
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,11 @@ def diagnose(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     max_new_tokens: int = 96,
+    progress: bool = False,
 ) -> Diagnosis:
     """Examine why so many guesses of ``speculator`` are refused by ``target``, on its greedy answers to ``prompts``.
+
+    ``progress`` draws a bar of the answers, and one of the ways in which the draft is read again.
 
     Errors: a ValueError for what has no weights to examine, and what ``generate`` raises.
     """
@@ -94,17 +104,21 @@ def diagnose(
         draft.bind(target)
     asked = found.defaults().num_speculative_tokens
     depth = asked if isinstance(asked, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
-    answers = answered(target, found, [prompt.render([], tokenizer) for prompt in prompts], depth, max_new_tokens)
+    asked_for = [prompt.render([], tokenizer) for prompt in prompts]
+    with Progress("Answering", len(asked_for), "prompts", progress) as bar:
+        answers = answered(target, found, asked_for, depth, max_new_tokens, bar.update)
     survived = [survival(target, draft, answer, depth) for answer in answers]
     depth = sum(map(bool, _offered(answers)))  # Medusa heads end before that
     case = _Case(target, found, draft, tokenizer, prompts, answers, survived, depth)
-    tried = list(case.tried())
+    tried = list(case.tried(progress))
     findings = [finding for _, _, finding in tried if finding]
     findings = [*sorted(findings, key=lambda one: -one.gain)[:1], *case.hints()]
     measured, expected = case.measured(), case.expected()
     findings.sort(key=lambda one: -one.gain)
-    if all(finding.cause == ANOTHER for finding in findings):  # a name says little
-        findings = [] if sum(measured) >= WELL * len(measured) else [*findings, case.nothing_else()]
+    if not any(finding.explains for finding in findings):
+        names, rest = ([one for one in findings if (one.cause == ANOTHER) == is_name] for is_name in (True, False))
+        well = sum(measured) >= WELL * len(measured)
+        findings = [] if well else [*names, case.nothing_else(), *rest]
     return Diagnosis(
         len(answers),
         sum(len(answer.row.tokens) for answer in answers),
@@ -151,16 +165,19 @@ class _Case:
                 right[:room] += survived[root - answer.start + 1, :room]
         return [float(share) for share in right / offered.clamp(min=1)]
 
-    def tried(self) -> Iterator[tuple[Change, float, Finding | None]]:
+    def tried(self, progress: bool) -> Iterator[tuple[Change, float, Finding | None]]:
         """Set one thing otherwise at a time, and see what teacher forcing would accept."""
         if not isinstance(self.draft, DraftModel):
             return
-        for change in changes(self.draft, self.target):
-            if (changed := change.apply(self.draft, self.target)) is not None:
-                survived = [
-                    survival(self.target, changed, answer, self.survived[0].shape[1]) for answer in self.answers
-                ]
-                yield change, self.mean(survived), self._gained(change, survived)
+        ways = list(changes(self.draft, self.target))
+        with Progress("Reading the draft otherwise", len(ways), "ways", progress) as bar:
+            for change in ways:
+                if (changed := change.apply(self.draft, self.target)) is not None:
+                    survived = [
+                        survival(self.target, changed, answer, self.survived[0].shape[1]) for answer in self.answers
+                    ]
+                    yield change, self.mean(survived), self._gained(change, survived)
+                bar.update()
 
     def _gained(self, change: Change, survived: list[Tensor]) -> Finding | None:
         gains = torch.cat(survived).float().sum(1) - torch.cat(self.survived).float().sum(1)  # (tokens,)
@@ -197,14 +214,16 @@ class _Case:
         ids = self.draft.target_ids if isinstance(self.draft, DraftModel) else None
         if ids is None:
             return
-        said = torch.tensor([token for answer in self.answers for token in answer.row.tokens])
-        share = float(torch.isin(said, ids.cpu()).float().mean())
+        said = torch.cat([answer.ids[0, answer.start :].cpu() for answer in self.answers])
+        known = torch.isin(said, ids.cpu())  # (tokens,)
+        right = torch.cat([survived[:, 0] for survived in self.survived])
+        share = float(known.float().mean())
         if share < COVERED:
             yield Finding(
                 "draft vocabulary",
                 f"only {share:.0%} of the answers' tokens are among the {len(ids)} that the draft can guess",
                 "train with a larger draft_vocab_size, or with token counts (count_tokens) of such text as this",
-                1 - share,
+                _lost_outside(known, right),
             )
 
     def _names(self) -> Iterator[Finding]:
@@ -218,12 +237,15 @@ class _Case:
                     1 - share,
                 )
             return
-        made_for = ((self.draft.config.speculators_config or {}).get("verifier") or {}).get("name_or_path")
-        name = self.target.config.name_or_path
-        if made_for and name and not share_a_name(name, made_for):
+        made_for, name = self.draft.config.made_for.get("name_or_path"), self.target.config.name_or_path
+        told = another_target(self.draft.config.made_for, self.target.config)
+        # A directory may have any name, and drafts that will be published are told the Hub's name of their target.
+        if not told and made_for and (called := hub_id(name or "")) and not share_a_name(called, made_for):
+            told = f"the draft says that it was made for {made_for}, and this is {name}"
+        if told:
             yield Finding(
                 ANOTHER,
-                f"the draft says that it was made for {made_for}, and this is {name}",
+                told,
                 "take a draft for this target (hf_spec.known_drafts), or train this one on: hf-spec train with "
                 "'draft: DIRECTORY' on the target's own answers",
             )
@@ -274,6 +296,18 @@ class _Case:
             "version of the target, or too little: let the target answer prompts like these "
             "(hf-spec prepare --regenerate), and train on that",
         )
+
+
+def _lost_outside(known: Tensor, right: Tensor) -> float:
+    """Return what a step loses by tokens outside of the draft vocabulary.
+
+    ``known`` tokens (tokens,) are inside, and a first guess is ``right`` (tokens,). A draft that is seldom right about
+    those that it knows would not be about the others, either, unless these are most of what it was wrong about.
+    """
+    outside = float((~known).float().mean())
+    if 2 * int((~known).sum()) > int((~right).sum()):
+        return outside
+    return outside * float(right[known].float().mean())
 
 
 def _tau(answers: Sequence[Answer]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -46,9 +46,14 @@ class Answer:
 
 @torch.no_grad()
 def answered(
-    target: PreTrainedModel, speculator: Speculator, prompts: Sequence[list[int]], depth: int, max_new_tokens: int
+    target: PreTrainedModel,
+    speculator: Speculator,
+    prompts: Sequence[list[int]],
+    depth: int,
+    max_new_tokens: int,
+    advance: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Answer ``prompts`` (token ids) one by one, guessing chains of ``depth``."""
+    """Answer ``prompts`` (token ids) one by one, guessing chains of ``depth``; ``advance`` is called after each."""
     config = SpeculationConfig(num_speculative_tokens=depth, tree=None)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     generate: Any = target.generate
@@ -60,6 +65,7 @@ def answered(
         stats: SpeculationStats = out.speculation
         start, reads_prompt = len(prompt), stats.first_tokens_in_steps > 0
         found.append(Answer(out.sequences, start, stats.per_row[0], start + max_new_tokens, reads_prompt))
+        advance()
     return found
 
 

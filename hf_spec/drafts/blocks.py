@@ -109,8 +109,6 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
             whole = not (is_int(size := flags.get("draft_vocab_size")) and size < text.vocab_size)
             flags.setdefault("shared_with_target", ["embed_tokens"] + ["lm_head"] * whole)
         config = super().for_target(target, shape, **flags)
-        if config.layer_ids is None:  # servers know no rule, and read what the file says
-            config.aux_hidden_state_layer_ids = list(config.feature_layers(text.num_hidden_layers))
         if "speculators_config" not in flags:
             config._default_method()["speculative_tokens"] = config.num_guesses
         return config

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ..configuration import SpeculatorConfig
+from ..configuration import SpeculatorConfig, another_target
 from ..settings import is_int
 
 # How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
@@ -37,8 +37,8 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
     @classmethod
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
         count = target.get_text_config().num_hidden_layers
-        if count < 7 and flags.get(cls.layer_ids_field) is None:
-            flags[cls.layer_ids_field] = SHALLOW.get(count, [1, count // 2, count - 1])
+        if flags.get(cls.layer_ids_field) is None:  # named, so that a target of other layers is not read by the rule
+            flags[cls.layer_ids_field] = usual_layers(count)
         return super().for_target(target, layers, **flags)
 
     @property
@@ -87,9 +87,10 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
             )
         ids, count = self.feature_layers(text.num_hidden_layers), text.num_hidden_layers
         if not all(0 <= i <= count for i in ids) or len(set(ids)) < len(ids):
+            other = another_target(self.made_for, target)
             raise ValueError(
-                f"{self.layer_ids_field} {list(ids)} do not fit a target of {count} layers; "
-                f"name distinct ones of 0..{count}"
+                f"{self.layer_ids_field} {list(ids)} do not fit a target of {count} layers: "
+                + (f"{other}; use that one" if other else f"name distinct ones of 0..{count}")
             )
 
     def _fill_in(self) -> None:
@@ -114,6 +115,11 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
         ids = self.layer_ids
         if ids is not None and not (isinstance(ids, list) and ids and all(is_int(i) and i >= 0 for i in ids)):
             raise ValueError(f"{self.layer_ids_field} is {ids!r}; list whole numbers i >= 0, one per hidden_states[i]")
+
+
+def usual_layers(count: int) -> list[int]:
+    """Return the layers that are read of a target with ``count`` ones if nothing else is said."""
+    return [2, count // 2, count - 3] if count >= 7 else SHALLOW.get(count, [1, count // 2, count - 1])
 
 
 def check_mask_token(mask: Any, vocabulary: int) -> None:

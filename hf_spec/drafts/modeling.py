@@ -267,11 +267,12 @@ class DraftModel(PreTrainedModel, Speculator):
         self.config.check_target(target.config)
         if (reason := why_no_masks(self.config._attn_implementation)) is not None:
             raise ValueError(f"the draft {type(self).__name__} {reason}")
-        if input_device(target).type == "meta":  # an outline of a target that will be read
+        if input_device(target).type == "meta":  # an outline of a target that will be read, and checked again
             return
         ends = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
         for name in self.config.shared_with_target or ():
             lendable(ends[name], name, self.config)
+        self.config.warn_of_another(target.config)  # last: what is refused needs no warning
 
     @classmethod
     def engines(

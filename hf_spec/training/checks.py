@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoints.resolve import base_model
-from ..configuration import hub_name, max_positions
+from ..configuration import hub_name, max_positions, sizes_of
 from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
 
@@ -40,7 +40,11 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
-    """Raise a ValueError for arguments that make no sense for this ``draft``, or a draft of another vocabulary."""
+    """Raise a ValueError for arguments that make no sense for this ``draft``, or a draft of another vocabulary.
+
+    What will be wrong with the trained draft is warned of here, where it costs nothing yet.
+    """
+    _warn(draft, target)
     if args.neftune_noise_alpha is not None and draft.get_input_embeddings() is None:
         raise ValueError(
             "neftune_noise_alpha adds noise to a draft's own embeddings, and this one borrows the target's: leave it "
@@ -76,15 +80,21 @@ def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[st
         )
     if isinstance(draft, DraftModel):
         draft.check_vocabulary()
+    _warn(draft, target)
+
+
+def _warn(draft: Any, target: PreTrainedModel) -> None:
+    """Warn once of each engine that cannot serve such a draft."""
     for warning in serving_warnings(draft, target):
         logger.warning_once(warning)
 
 
-def name_target(draft: Any, name: str | None) -> None:
-    """Write the name of its target on the Hub into the config of ``draft``, and no directory of this machine."""
+def name_target(draft: Any, target: Any, name: str | None) -> None:
+    """Write into the config of ``draft`` its target's sizes and name on the Hub, and no directory of this machine."""
     if not isinstance(draft, DraftModel):
         return
     verifier = draft.config.speculators_config["verifier"]
+    verifier |= sizes_of(target.config)
     verifier["name_or_path"] = name or hub_name(verifier.get("name_or_path"))
     if verifier["name_or_path"] is None:
         logger.warning_once("nothing says for which target this draft is: set target_name to its id on the Hub")

@@ -31,6 +31,7 @@ from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokenizer_digest
 from ..checkpoints.resolve import base_model
+from ..progress import Progress
 from ..scoring.plain import input_device
 from ..settings import is_int
 from ..untrusted import check_ends, printable
@@ -103,8 +104,7 @@ def cache_features(
             reader.check()
         _begin(path, target, sum(survey.lengths[example] for example in rest) * bytes_per_token)
         total = len(survey.lengths)
-        bar: Any = logging.tqdm(initial=total - len(rest), total=total, desc="Caching", disable=not progress)
-        with bar:
+        with Progress("Caching", total, "examples", progress, done=total - len(rest)) as bar:
             _fill(index, todo, _ShardReader(dataset, reader, batch_size, kind, bar))
     return FeatureCache(path)
 

@@ -241,11 +241,22 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         peft_config=adapter,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = trainer.evaluate() if "test" in splits else {}
+    metrics = _last_figures(trainer) if "test" in splits else {}
     trainer.save_model()
     if args.push_to_hub:
         trainer.push_to_hub()
     return str(args.output_dir), metrics
+
+
+def _last_figures(trainer: DraftTrainer) -> dict[str, float]:
+    """Return what these weights were measured by after the last step, or measure them."""
+    state, args = trainer.state, trainer.args
+    best = state.best_global_step if args.load_best_model_at_end else None
+    if best in (None, state.global_step):
+        for logs in state.log_history:
+            if logs["step"] == state.global_step and any(name.startswith("eval_") for name in logs):
+                return {name: value for name, value in logs.items() if name != "step"}
+    return trainer.evaluate()
 
 
 def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> DraftTrainingArguments:

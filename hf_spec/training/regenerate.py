@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, generation_settings, tokenizer_digest
 from ..processes import Processes
+from ..progress import Progress
 from ..scoring.plain import input_device, padded, position_limit
 from ..untrusted import check_ends
 from .chat import (
@@ -102,8 +103,8 @@ def regenerate(
         if isinstance(target, Endpoint)
         else _answered_here(rest, target, tokenizer, options, batch_size, processes)
     )
-    bar: Any = logging.tqdm(initial=done, desc="Regenerating", disable=not (progress and processes.is_first))
-    with bar:
+    total = len(conversations) if isinstance(conversations, Sized) else None
+    with Progress("Regenerating", total, "conversations", progress and processes.is_first, done) as bar:
         for batch in answered:
             lines = [{"messages": said, **one.beside} for one, said in batch]
             processes.by_the_first(lambda lines=lines: _append(path, lines))  # type: ignore[misc]

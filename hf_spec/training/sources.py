@@ -181,13 +181,18 @@ def sizes(examples: Any) -> tuple[int, int]:
     return sum(len(mask) for mask in masks), sum(sum(mask) for mask in masks)
 
 
-def coverage(examples: Any, vocabulary: int) -> dict[int, float]:
-    """Say for several sizes of a draft vocabulary which share of the answers' tokens it has."""
+def coverage(examples: Any, vocabulary: int, held_out: Any = None) -> dict[int, float]:
+    """Say for several sizes of a draft vocabulary which share of the answers' tokens it has.
+
+    The tokens are chosen by ``examples``, which they fit better than others. The share is that of ``held_out`` ones,
+    if any are given.
+    """
     counts = count_tokens(examples, vocabulary)
+    met = counts if held_out is None else count_tokens(held_out, vocabulary)
     found = {}
     for size in (vocabulary // 16, vocabulary // 8, vocabulary // 4, vocabulary // 2):
-        kept = counts[most_frequent(counts, max(1, size))].sum()
-        found[size] = float(kept / counts.sum().clamp(min=1))
+        kept = met[most_frequent(counts, max(1, size))].sum()
+        found[size] = float(kept / met.sum().clamp(min=1))
     return found
 
 

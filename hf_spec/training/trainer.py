@@ -405,7 +405,7 @@ class DraftTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         check_before_saving(self.draft, self.target, state_dict)
-        name_target(self.draft, self._target_name)
+        name_target(self.draft, self.target, self._target_name)
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             self._write_card(output_dir or cast(str, self.args.output_dir))
