@@ -91,7 +91,8 @@ def test_context_grows_and_blocks_leave_nothing_behind(case: str) -> None:
 @torch.no_grad()
 def test_rows_of_a_ragged_batch_are_what_they_are_alone(case: str) -> None:
     io, draft, target = outputs(case), load_draft(case), load_target(case)
-    ids, features, lengths = io["draft/ids"], io["draft/features"], io["draft/context_len"].tolist()
+    lengths = io["draft/context_len"].tolist()
+    ids, features = (torch.cat([one, one[:4]]) for one in (io["draft/ids"], io["draft/features"]))  # to go on with
     first = [length - more for length, more in zip(lengths, (2, 0, 4), strict=True)]  # read as the prompt
     longest = max(first) + 1
     prompt, mask = torch.zeros(3, longest, dtype=torch.long), torch.zeros(3, longest, dtype=torch.long)
@@ -110,13 +111,20 @@ def test_rows_of_a_ragged_batch_are_what_they_are_alone(case: str) -> None:
         tokens[row, :count], beside[row, :count] = ids[end - count + 1 : end + 1], features[end - count : end]
     guesses = draft.config.num_speculative_tokens
     proposal = drafter.propose(news(tokens, beside, counts), guesses)
-    for row, end in enumerate(last):
-        alone, _ = drafter_of(draft, target, ids[None, :end], features[None, :end])
-        expected = alone.propose(news(ids[None, end : end + 1], features[None, end - 1 : end]), guesses)
-        assert proposal.tokens[row].tolist() == expected.tokens[0].tolist()
-    drafter.keep_rows(torch.tensor([0, 2]))
-    kept = drafter.propose(news(tokens[[0, 2], :1], beside[[0, 2], :1]), 2)
-    assert kept.tokens.shape == (2, 3)
+
+    def check(found: Proposal, rows: list[int]) -> None:
+        for place, end in enumerate(last[row] for row in rows):
+            alone, _ = drafter_of(draft, target, ids[None, :end], features[None, :end])
+            expected = alone.propose(news(ids[None, end : end + 1], features[None, end - 1 : end]), guesses)
+            assert found.tokens[place].tolist() == expected.tokens[0].tolist()
+
+    check(proposal, [0, 1, 2])
+    for rows, kept in (([0, 2], [0, 2]), ([2], [1])):  # by the numbers that they have among those that are left
+        drafter.keep_rows(torch.tensor(kept))
+        last = [end + 1 for end in last]
+        root = torch.stack([ids[last[row]] for row in rows])[:, None]
+        before = torch.stack([features[last[row] - 1] for row in rows])[:, None]
+        check(drafter.propose(news(root, before), guesses), rows)
 
 
 @pytest.mark.parametrize("reading", READS_WINDOWS)
