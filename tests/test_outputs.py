@@ -290,6 +290,25 @@ def test_rows_that_guess_less_are_counted_by_themselves(lockstep: bool, shape: s
     assert [len(row.offered) for row in out.speculation.per_row] == [0, 1, 2, 3]
 
 
+def test_a_row_whose_end_was_not_foreseen_holds_no_other_up() -> None:
+    """In lockstep, where a token that was not guessed ends the step of all rows, unless it ended its own."""
+    options: dict[str, Any] = {"logits_processor": [lambda ids, scores: scores], "max_new_tokens": 20}
+    inputs = prompts(2)
+    said = generate(inputs, **options).sequences
+    end = next(token for token in said[0, 13 + 6 :].tolist() if token not in said[1, 13:])
+    options |= {"eos_token_id": end, "pad_token_id": 0}
+    plain = generate(inputs, **options).sequences
+    place = plain[0].tolist().index(end) - 13
+    assert place % 5 in (1, 2, 3), "inside a block of four guesses and one more token"
+    foreseen, otherwise = plain, plain.masked_fill(plain == end, (end + 1) % 99)
+    steps = []
+    for guesses in (foreseen, otherwise):
+        out = generate(inputs, speculator=Oracle(guesses, wrong=1000), num_speculative_tokens=4, **options)
+        assert torch.equal(out.sequences, plain)
+        steps.append(out.speculation.steps)
+    assert steps == [4, 4]
+
+
 def test_known_acceptance() -> None:
     """Of a chain of four whose third guess is wrong two are accepted, and a third token is the target's own."""
     plain = generate(prompts(1)).sequences
