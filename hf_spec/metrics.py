@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any, Literal
 
 import torch
+
+from .display import to_figure, to_html, to_text
 
 Part = Literal["propose", "verify", "choose"]
 
@@ -18,9 +18,6 @@ SUMMED = (  # over the calls that are put together
     *("steps", "propose_seconds", "verify_seconds", "choose_seconds", "compile_seconds", "graphs", "total_seconds"),
     "first_tokens_in_steps",
 )
-# Tokens decoded before a piece of text, so that characters and spaces that tokens share come out right.
-CONTEXT = 8
-GUESSED_STYLE = "background: rgba(46, 160, 67, 0.35); border-radius: 2px"
 
 
 @dataclass
@@ -316,27 +313,7 @@ class SpeculationStats:
         }
 
     def __repr__(self) -> str:
-        title, lines = self._told()
-        return "\n".join([title, *(f"  {name:25}  {text}" for name, text in lines.items())])
-
-    def _told(self) -> tuple[str, dict[str, str]]:
-        """Return a title and the figures that people read, by name."""
-        counts = self.counts
-        by_position = " ".join(f"{share:.2f}" for share in counts.acceptance_by_position)
-        seconds = (self.propose_seconds, self.verify_seconds, self.choose_seconds)
-        shares = " / ".join(f"{_ratio(part, sum(seconds)):.1%}" for part in seconds)
-        title = f"SpeculationStats: {counts.emitted} tokens in {self.steps} steps, batch of {self.batch_size}"
-        compiled = {"compiled": f"{self.graphs} graphs in {self.compile_seconds:.1f} s"} if self.graphs else {}
-        return title, {
-            "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
-            "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
-            "acceptance by position": by_position or "-",
-            "depth of guesses": self.pace or "-",
-            "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
-            "time to first token": f"{self.time_to_first_token * 1e3:.1f} ms",
-            "time per output token": f"{self.time_per_output_token * 1e3:.2f} ms",
-            **compiled,
-        }
+        return to_text(self)
 
     def show(self, tokenizer: Any) -> SpeculationStats:
         """Remember ``tokenizer`` for the HTML view and return self, so that Jupyter displays it."""
@@ -344,41 +321,14 @@ class SpeculationStats:
         return self
 
     def plot(self) -> Any:
-        """Draw how deep guesses were accepted, and how many tokens a step emitted; return the figure of matplotlib.
+        """Draw the acceptance by position and the tokens of a step; return the figure of matplotlib.
 
         Errors: an ImportError if matplotlib is missing.
         """
-        try:
-            from matplotlib import pyplot
-        except ImportError as error:
-            raise ImportError("a plot needs matplotlib: pip install 'hf-spec[notebook]'") from error
-        figure, (accepted, emitted) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
-        pyplot.close(figure)  # a notebook shows what a cell returns, and would show what is open as well
-        shares = self.counts.acceptance_by_position
-        accepted.bar(range(1, len(shares) + 1), shares)
-        accepted.set(xlabel="guess", ylabel="share of steps that accept it", ylim=(0, 1))
-        first = 0 if self.first_tokens_in_steps else 1  # the token of the prefill belongs to no step
-        lengths = [length for row in self.per_row for length in _step_lengths(row.guessed[first:])]
-        most = max(lengths, default=1)
-        emitted.hist(lengths, bins=[length - 0.5 for length in range(1, most + 2)], rwidth=0.8)
-        emitted.axvline(self.mean_accepted_length, color="grey", linewidth=0.8)
-        emitted.set(xlabel=f"tokens of a step (mean {self.mean_accepted_length:.2f})", ylabel="steps")
-        for axes in (accepted, emitted):
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        return figure
+        return to_figure(self)
 
     def _repr_html_(self) -> str:
-        title, lines = self._told()
-        # A table, not lines of text: notebooks may show those in a font whose letters differ in width.
-        cells = (f"<tr>{_cell(name)}{_cell(text)}</tr>" for name, text in lines.items())
-        figures = f"<table><caption>{html.escape(title)}</caption>{''.join(cells)}</table>"
-        rows = [row for row in self.per_row if row.tokens]
-        if self.tokenizer is None or not rows:
-            return figures
-        legend = f'<p><span style="{GUESSED_STYLE}">accepted guesses</span> and the target\'s own tokens</p>'
-        style = "white-space: pre-wrap; margin: 0.5em 0; padding-left: 0.5em; border-left: 2px solid currentColor"
-        texts = (f'<div style="{style}">{_row_html(row, self.tokenizer)}</div>' for row in rows)
-        return f"<div>{figures}{legend}{''.join(texts)}</div>"
+        return to_html(self)
 
     def _now(self) -> float:
         if self.synchronize and torch.accelerator.is_available():
@@ -399,38 +349,5 @@ class _Timer(AbstractContextManager[None]):
         self._stats.book(self._part, self._stats._now() - self._start)
 
 
-def _step_lengths(guessed: Sequence[bool]) -> Iterator[int]:
-    """Count the tokens of each step: accepted guesses up to the target's own token, or to one that ends the text."""
-    length = 0
-    for is_guess in guessed:
-        length += 1
-        if not is_guess:
-            yield length
-            length = 0
-    if length:
-        yield length
-
-
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _cell(text: str) -> str:
-    return f'<td style="text-align: left">{html.escape(text)}</td>'
-
-
-def _row_html(row: RowStats, tokenizer: Any) -> str:
-    escaped = ((guessed, html.escape(text)) for guessed, text in text_pieces(row, tokenizer))
-    return "".join(f'<span style="{GUESSED_STYLE}">{text}</span>' if guessed else text for guessed, text in escaped)
-
-
-def text_pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:
-    """Cut the row's text where guessed and own tokens meet; a character that both share goes to the later piece."""
-    start = 0
-    for guessed, run in groupby(row.guessed):
-        end = start + len(list(run))
-        first = max(0, start - CONTEXT)
-        before = tokenizer.decode(row.tokens[first:start]).rstrip("\ufffd")
-        text = tokenizer.decode(row.tokens[first:end])[len(before) :]
-        yield guessed, text if end == len(row.tokens) else text.rstrip("\ufffd")
-        start = end

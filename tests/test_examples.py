@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
-from hf_spec.metrics import GUESSED_STYLE
+from hf_spec.display import ACCEPTED_STYLE
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,7 +75,7 @@ def test_the_notebook_runs() -> None:
     NotebookClient(notebook, timeout=600).execute()
     outputs = [out.get("data", {}) for cell in notebook.cells for out in cell.get("outputs", ())]
     shown = [out["text/html"] for out in outputs if "text/html" in out]
-    assert len(shown) == 3 and all(GUESSED_STYLE in one for one in shown)
+    assert len(shown) == 3 and all(ACCEPTED_STYLE in one for one in shown)
     assert sum("image/png" in out for out in outputs) == 2
     tree, kinds, depths, taus = (
         printed(notebook, start) for start in ("class Watched", "drafts =", "depths =", "from matp")

@@ -162,7 +162,7 @@ def test_html_colours_accepted_guesses_only(tokenizer: PreTrainedTokenizerFast) 
     assert "span" not in stats._repr_html_()
     assert stats.show(tokenizer) is stats
     assert re.findall("<div style[^>]*>(.*?)</div>", stats._repr_html_())[0].split("<span")[0] == "o"
-    assert re.findall("<span[^>]*>(.*?)</span>", stats._repr_html_()) == ["accepted guesses", "&lt;g"]
+    assert re.findall("<span[^>]*>(.*?)</span>", stats._repr_html_()) == ["accepted draft tokens", "&lt;g"]
 
 
 def test_repr_names_the_figures() -> None:

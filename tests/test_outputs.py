@@ -359,8 +359,8 @@ def test_a_draft_that_is_never_right_is_warned_of_once(shape: str, caplog: pytes
 def test_the_text_is_shown_with_the_tokenizer_of_the_call() -> None:
     out = generate(prompts(1), speculator=draft(), tokenizer=tokenizer())
     html = out.speculation._repr_html_()
-    assert "accepted guesses" in html
-    assert "accepted guesses" not in generate(prompts(1), speculator=draft()).speculation._repr_html_()
+    assert "accepted draft tokens" in html
+    assert "accepted draft tokens" not in generate(prompts(1), speculator=draft()).speculation._repr_html_()
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

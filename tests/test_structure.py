@@ -1,10 +1,11 @@
-"""The measures of the house: no function above 60 lines, no file above 450, no public name that says nothing."""
+"""The measures of the house: no function above 60 lines, every public name explained, a warning for long files."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +50,8 @@ def module_of(file: Path) -> ModuleType:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_measures(file: Path) -> None:
     source = file.read_text(encoding="utf-8")
-    assert source.count("\n") <= LONGEST_FILE
+    if (lines := source.count("\n")) > LONGEST_FILE:  # files are cut by concern, not by size
+        warnings.warn(f"{file.relative_to(PACKAGE)} has {lines} lines: does a reader follow it?", stacklevel=1)
     assert too_long(source) == []
     if file.name != "__main__.py":  # which runs
         assert undocumented(module_of(file)) == []

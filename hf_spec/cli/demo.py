@@ -129,9 +129,9 @@ def _show_guesses(target: Any, tokenizer: PreTrainedTokenizerBase, best: Contend
 
 
 def highlighted(row: RowStats, tokenizer: PreTrainedTokenizerBase, colour: bool) -> str:
-    """Return the text of ``row`` with accepted guesses in green, or in brackets where there is no colour."""
+    """Return the text of ``row`` with accepted draft tokens in green, or in brackets where there is no colour."""
     from ..demo import mended
-    from ..metrics import text_pieces
+    from ..display import text_pieces
 
     parts = ((guessed, mended(text)) for guessed, text in text_pieces(row, tokenizer) if text)
     return "".join(_mark(text, colour) if guessed else text for guessed, text in parts)

@@ -1,0 +1,114 @@
+"""Show statistics of speculation to people: as text, as HTML in a notebook, as a plot."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .metrics import RowStats, SpeculationStats
+
+# Tokens decoded before a piece of text, so that characters and spaces that tokens share come out right.
+CONTEXT = 8
+ACCEPTED_STYLE = "background: rgba(46, 160, 67, 0.35); border-radius: 2px"
+SEQUENCE_STYLE = "white-space: pre-wrap; margin: 0.5em 0; padding-left: 0.5em; border-left: 2px solid currentColor"
+
+
+def to_text(stats: SpeculationStats) -> str:
+    """Write a title and a line for each figure."""
+    title, lines = _summary(stats)
+    return "\n".join([title, *(f"  {name:25}  {text}" for name, text in lines.items())])
+
+
+def to_html(stats: SpeculationStats) -> str:
+    """Write a table of the figures, and the text with accepted draft tokens coloured if a tokenizer is known."""
+    title, lines = _summary(stats)
+    # A table, not lines of text: notebooks may show those in a font whose letters differ in width.
+    cells = (f"<tr>{_cell(name)}{_cell(text)}</tr>" for name, text in lines.items())
+    figures = f"<table><caption>{html.escape(title)}</caption>{''.join(cells)}</table>"
+    rows = [row for row in stats.per_row if row.tokens]
+    if stats.tokenizer is None or not rows:
+        return figures
+    legend = f'<p><span style="{ACCEPTED_STYLE}">accepted draft tokens</span> and the target\'s own tokens</p>'
+    texts = (f'<div style="{SEQUENCE_STYLE}">{_row_html(row, stats.tokenizer)}</div>' for row in rows)
+    return f"<div>{figures}{legend}{''.join(texts)}</div>"
+
+
+def to_figure(stats: SpeculationStats) -> Any:
+    """Draw the acceptance by position and the tokens of a step; return the figure of matplotlib.
+
+    Errors: an ImportError if matplotlib is missing.
+    """
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'hf-spec[notebook]'") from error
+    figure, (accepted, emitted) = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    pyplot.close(figure)  # a notebook shows what a cell returns, and would show what is open as well
+    shares = stats.counts.acceptance_by_position
+    accepted.bar(range(1, len(shares) + 1), shares)
+    accepted.set(xlabel="draft token", ylabel="share of steps that accept it", ylim=(0, 1))
+    first = 0 if stats.first_tokens_in_steps else 1  # the token of the prefill belongs to no step
+    lengths = [length for row in stats.per_row for length in _step_lengths(row.guessed[first:])]
+    most = max(lengths, default=1)
+    emitted.hist(lengths, bins=[length - 0.5 for length in range(1, most + 2)], rwidth=0.8)
+    emitted.axvline(stats.mean_accepted_length, color="grey", linewidth=0.8)
+    emitted.set(xlabel=f"tokens of a step (mean {stats.mean_accepted_length:.2f})", ylabel="steps")
+    for axes in (accepted, emitted):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def text_pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:
+    """Cut the row's text where draft tokens and the target's own meet; a character of both goes to the later piece."""
+    start = 0
+    for guessed, run in groupby(row.guessed):
+        end = start + len(list(run))
+        first = max(0, start - CONTEXT)
+        before = tokenizer.decode(row.tokens[first:start]).rstrip("\ufffd")
+        text = tokenizer.decode(row.tokens[first:end])[len(before) :]
+        yield guessed, text if end == len(row.tokens) else text.rstrip("\ufffd")
+        start = end
+
+
+def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
+    """Return a title and the figures that people read, by name."""
+    counts = stats.counts
+    by_position = " ".join(f"{share:.2f}" for share in counts.acceptance_by_position)
+    seconds = (stats.propose_seconds, stats.verify_seconds, stats.choose_seconds)
+    shares = " / ".join(f"{part / (sum(seconds) or 1):.1%}" for part in seconds)
+    title = f"SpeculationStats: {counts.emitted} tokens in {stats.steps} steps, batch of {stats.batch_size}"
+    compiled = {"compiled": f"{stats.graphs} graphs in {stats.compile_seconds:.1f} s"} if stats.graphs else {}
+    return title, {
+        "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
+        "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
+        "acceptance by position": by_position or "-",
+        "depth of guesses": stats.pace or "-",
+        "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
+        "time to first token": f"{stats.time_to_first_token * 1e3:.1f} ms",
+        "time per output token": f"{stats.time_per_output_token * 1e3:.2f} ms",
+        **compiled,
+    }
+
+
+def _step_lengths(guessed: Sequence[bool]) -> Iterator[int]:
+    """Count the tokens of each step: accepted draft tokens, then the target's own token unless the text ends."""
+    length = 0
+    for is_guess in guessed:
+        length += 1
+        if not is_guess:
+            yield length
+            length = 0
+    if length:
+        yield length
+
+
+def _cell(text: str) -> str:
+    return f'<td style="text-align: left">{html.escape(text)}</td>'
+
+
+def _row_html(row: RowStats, tokenizer: Any) -> str:
+    escaped = ((accepted, html.escape(text)) for accepted, text in text_pieces(row, tokenizer))
+    return "".join(f'<span style="{ACCEPTED_STYLE}">{text}</span>' if accepted else text for accepted, text in escaped)
