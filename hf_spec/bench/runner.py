@@ -29,6 +29,7 @@ from ..drafts.base import network_of
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..progress import Progress
+from ..scoring.hooks import looking
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device, padded
 from ..scoring.rings import power_of_two
@@ -315,8 +316,8 @@ class ForwardClock:
             device = next(model.parameters()).device
             # Part of no graph of a compiled model: there each clock, and each number of calls, would be another one.
             begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
-            self._hooks.append(model.register_forward_pre_hook(partial(begin, device)))
-            self._hooks.append(model.register_forward_hook(partial(end, device, number)))
+            self._hooks.append(model.register_forward_pre_hook(looking(partial(begin, device))))
+            self._hooks.append(model.register_forward_hook(looking(partial(end, device, number))))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -146,9 +146,9 @@ class StaticRunner(ModelRunner):
             scores = scores.each(lambda states: states[:, :count])
         return scores if seats is None else scores.of(self.slots.seat_of_row)
 
-    def _of_these_rows(self, names: list[str], count: int) -> list[str]:
+    def _of_these_rows(self, count: int) -> list[int]:
         seats = self.slots.row_in_seat
-        return [names[self._numbers[row]] for row in (range(count) if seats is None else numbers_of(seats))]
+        return [self._numbers[row] for row in (range(count) if seats is None else numbers_of(seats))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
         if self.compiled is None or self.model in _not_compiled:

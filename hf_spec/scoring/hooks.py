@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -49,4 +49,18 @@ def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
         # torch.compile cannot look at a thread; compiled forwards that are looked into take turns.
         return hook(*args) if torch.compiler.is_compiling() or threading.get_ident() == thread else None
 
-    return guarded
+    return looking(guarded)
+
+
+Hook = TypeVar("Hook")
+
+
+def looking(hook: Hook) -> Hook:
+    """Mark a hook of this package, which changes nothing that a caller could see."""
+    hook._hf_spec_looks = True  # type: ignore[attr-defined]
+    return hook
+
+
+def only_looks(hook: object) -> bool:
+    """Tell whether ``hook`` was marked by ``looking``."""
+    return getattr(hook, "_hf_spec_looks", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,8 +84,28 @@ def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: 
 
 def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
     """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
-    kwargs = prompt_kwargs(model, input_ids, attention_mask)
-    outputs = model._prefill(input_ids, GenerationConfig(), kwargs)
+    return logits_of_ways(model, input_ids, prompt_kwargs(model, input_ids, attention_mask), [pieces])[0]
+
+
+def logits_of_ways(
+    model: Any, input_ids: Tensor, kwargs: dict[str, Any], ways: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Read a prompt with what ``generate`` hands to the prefill, and go on from it in several ``ways``.
+
+    Each way is the pieces (batch, n) in which it is read. Returns the logits (batch, tokens, vocabulary) of each.
+    """
+    outputs, name = model._prefill(input_ids, GenerationConfig(), kwargs), cache_name(model)
+    found = []
+    for number, pieces in enumerate(ways):
+        last = number + 1 == len(ways)
+        read, cache = (outputs, kwargs.get(name)) if last else copy.deepcopy((outputs, kwargs.get(name)))
+        found.append(_logits_after(model, input_ids, read, {**kwargs, name: cache}, pieces))
+    return found
+
+
+def _logits_after(
+    model: Any, input_ids: Tensor, outputs: Any, kwargs: dict[str, Any], pieces: Sequence[Tensor]
+) -> Tensor:
     logits = []
     for piece in pieces:
         new = piece.shape[1]

@@ -320,7 +320,7 @@ class ModelRunner:
             self.features.watching() as caught,
             self.slots.scoring(tokens.shape[1], ancestors, config, level) as block,
             _reading_at(block, self._position_readers),
-            with_adapters(self._adapted, self._of_these_rows),
+            with_adapters(self._adapted, self._of_these_rows, are_steps=True),
         ):
             outputs = self._forward(self._inputs(tokens, block))
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
@@ -339,8 +339,9 @@ class ModelRunner:
     def _forward(self, inputs: dict[str, Any]) -> Any:
         return self.model(**inputs, return_dict=True)
 
-    def _of_these_rows(self, names: list[str], count: int) -> list[str]:
-        return [names[row] for row in self.slots.cache.batch]
+    def _of_these_rows(self, count: int) -> list[int]:
+        batch: list[int] = self.slots.cache.batch
+        return batch
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""

@@ -11,9 +11,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from .adapters import adapted_layers, adapter_of_inputs, with_adapters
-from .plain import precision
+from .adapters import adapted_layers, with_adapters
+from .changes import way_of_forward
 
+MOST_WAYS = 32  # of one model that are remembered: hooks that are made anew for each call make a new one each
 Options = ParamSpec("Options")
 Found = TypeVar("Found")
 
@@ -27,23 +28,27 @@ def in_short(error: Exception) -> str:
 def tried_once(
     trial: Callable[Concatenate[PreTrainedModel, Options], Found],
 ) -> Callable[Concatenate[PreTrainedModel, Options], Found]:
-    """Let ``trial(model, ...)`` run once for each model, way of preparing its inputs, attention, precision and other
-    arguments.
+    """Let ``trial(model, ...)`` run once for each model, each way of its forward and other arguments.
 
-    What it returns is remembered, what it raises is not. It runs without gradients and leaves the model as it was.
+    What it returns is remembered, what it raises is not. It runs without gradients and leaves the model as it was. An
+    argument that has a ``kind`` is remembered by that.
     """
     known: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Found]] = WeakKeyDictionary()
 
     @functools.wraps(trial)
     def remembered(model: PreTrainedModel, /, *args: Options.args, **kwargs: Options.kwargs) -> Found:
-        attention = model.config.get_text_config(decoder=True)._attn_implementation
-        way = attention, adapter_of_inputs(model), precision(model)
+        given = tuple(getattr(one, "kind", one) for one in (*args, *kwargs.values()))
+        key = way_of_forward(model), given, tuple(kwargs)
         found = known.setdefault(model, {})
-        if (key := (way, args, tuple(kwargs.items()))) not in found:
-            of_the_first_row = with_adapters(adapted_layers(model), lambda names, count: names[:1] * count)
-            with torch.no_grad(), _left_alone(model), of_the_first_row:
-                found[key] = trial(model, *args, **kwargs)
-        return found[key]
+        if key in found:
+            return found[key]
+        of_the_first_row = with_adapters(adapted_layers(model), lambda count: [0] * count)
+        with torch.no_grad(), _left_alone(model), of_the_first_row:
+            result = trial(model, *args, **kwargs)
+        while len(found) >= MOST_WAYS:
+            found.pop(next(iter(found)), None)
+        found[key] = result
+        return result
 
     return cast(Callable[Concatenate[PreTrainedModel, Options], Found], remembered)
 

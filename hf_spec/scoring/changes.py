@@ -1,0 +1,132 @@
+"""What can change the forward of a model after something was found out about it, as far as it is cheap to ask."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .adapters import NAMES, adapter_of_inputs, given_by_row
+from .hooks import only_looks
+from .plain import precision
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_RARE = frozenset(("forward", "_compiled_call_impl", "_active_adapter"))  # attributes of modules that were changed
+_LABELS = ("id2label", "label2id")  # may be thousands, and no forward reads them
+
+
+def way_of_forward(model: PreTrainedModel) -> Hashable:
+    """Return a key that differs where a forward of ``model`` may: by what it is made of, not by its numbers.
+
+    It holds hooks, the types of modules and weights, PEFT's active adapters, the configurations, the precision, and
+    functions that stand in for others. It is asked in every call: a few operations for each module.
+    """
+    parts: list[Any] = [precision(model), adapter_of_inputs(model)]
+    kinds: dict[Any, None] = {}
+    configs: dict[int, Any] = {}
+    seen: dict[nn.Module, None] = {}  # torch's own walk builds names, and takes several times as long
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is None or module in seen:
+            continue
+        seen[module] = None
+        own, kind = module.__dict__, cast(Any, type(module))
+        kinds[kind] = None
+        parts += kind, bool(own["training"])
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or not _RARE.isdisjoint(own):
+            parts += _changes(own)
+        for weight in own["_parameters"].values():
+            if weight is not None:
+                parts += type(weight), weight.dtype
+        if "config" in own:
+            configs[id(own["config"])] = own["config"]
+        if own["_modules"]:
+            left += own["_modules"].values()
+    parts.extend(map(_frozen, configs.values()))
+    parts.extend(_identity(kind.forward) for kind in kinds)
+    parts.extend(_identity(one) for one in _functions(model))
+    return tuple(parts)
+
+
+def foreign_hooks(model: nn.Module) -> list[str]:
+    """Name the forward hooks of others on ``model`` and its modules: the module, and the hook itself.
+
+    What this package or PEFT's adapters for each row put there does not count.
+    """
+    return [
+        f"{name or type(module).__name__}: {getattr(hook, '__qualname__', type(hook).__name__)}"
+        for name, module in model.named_modules()
+        for hooks in _HOOKS
+        for hook in list(getattr(module, hooks).values())
+        if not only_looks(hook) and given_by_row(hook) is None
+    ]
+
+
+def _changes(own: dict[str, Any]) -> list[Hashable]:
+    """Return what was done to a single module, by its attributes."""
+    found: list[Hashable] = []
+    for hooks in _HOOKS:
+        if own[hooks]:
+            found += hooks, *_hooks(own[hooks].values())
+    if "forward" in own and not only_looks(own["forward"]):
+        found.append(_identity(own["forward"]))
+    if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
+        found.append("compiled")
+    if "_active_adapter" in own:  # of PEFT
+        names = own["_active_adapter"]
+        found.append(names if isinstance(names, str) else tuple(names))
+        found += own.get("_disable_adapters"), tuple(own.get("merged_adapters", ()))
+    return found
+
+
+def _hooks(hooks: Iterable[Any]) -> list[Hashable]:
+    marks: list[Hashable] = []
+    for hook in list(hooks):  # another thread may add some
+        if only_looks(hook):
+            continue
+        by_row = given_by_row(hook)  # of PEFT, made anew for each call
+        if by_row is None:
+            marks.append(_identity(hook))
+        else:
+            marks.append((by_row, hook.keywords[NAMES][0] if by_row == NAMES else None))
+    return marks
+
+
+def _identity(one: Any) -> Hashable:
+    """Return what is equal to the same of ``one`` alone, also after that is gone, and does not keep it alive."""
+    try:
+        mark = weakref.ref(one)
+        hash(mark)
+    except TypeError:
+        return id(one)
+    return mark
+
+
+def _frozen(value: Any) -> Hashable:
+    """Return the content of a configuration, or of a value in it, as something that can be looked up."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, PreTrainedConfig):
+        return _frozen(vars(value))
+    if isinstance(value, dict):
+        return tuple((name, _frozen(one)) for name, one in value.items() if name not in _LABELS)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    return value if isinstance(value, torch.dtype) else (type(value), _identity(value))
+
+
+def _functions(model: PreTrainedModel) -> Iterator[Any]:
+    """Yield functions that are looked up by name or by torch in every forward, and may have been replaced."""
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    yield ALL_ATTENTION_FUNCTIONS.get(implementation)
+    yield ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    module = nn.modules.module
+    for hooks in (module._global_forward_pre_hooks, module._global_forward_hooks):
+        yield from list(hooks.values())

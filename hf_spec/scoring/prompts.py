@@ -1,0 +1,118 @@
+"""The prompts that a target is tried with: a few tokens of text, or what a call gives its first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, StaticCache
+
+from .architectures import cache_name, why_one_row
+from .names import CACHES, cache_among
+from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
+
+LENGTH = 7  # of a prompt of text
+ROOM = 64  # slots of a fixed cache after the prompt, more than all that is read
+# What a prompt of text alone comes with.
+OF_TEXT = ("attention_mask", "position_ids", "logits_to_keep", *CACHES)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt and what ``generate`` hands to the first forward with it.
+
+    ``ids`` (rows, tokens); ``mask`` (rows, columns) is 0 at padding, ``None``: nowhere; ``kwargs`` are the arguments
+    but for the cache; ``extra`` names those that text alone does not come with; a fixed cache has ``slots``.
+    """
+
+    ids: Tensor
+    mask: Tensor | None
+    kwargs: dict[str, Any]
+    extra: tuple[str, ...] = ()
+    slots: int = LENGTH + ROOM
+
+    @property
+    def kind(self) -> Hashable:
+        """Say by what findings about such prompts are remembered: all but the numbers in them."""
+        return self.extra, len(self.ids) > 1
+
+    @classmethod
+    def of_text(cls, model: PreTrainedModel, draw: int = 0) -> Prompt:
+        """Make two rows, the second one padded on the left, or one if ``model`` takes no more.
+
+        The tokens are other ones in each ``draw``.
+        """
+        ids = tokens_for(model, 2, LENGTH, draw)
+        mask = torch.ones_like(ids)
+        mask[1, :2] = 0
+        count = 2 if why_one_row(model) is None else 1
+        return cls._text(model, ids[:count], mask[:count])
+
+    @classmethod
+    def _text(cls, model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Prompt:
+        return cls(ids, mask, _without_cache(prompt_kwargs(model, ids, mask)))
+
+    @classmethod
+    def of_call(cls, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt | None:
+        """Take over what a call of ``generate`` hands to its first forward, with all of its rows.
+
+        ``None`` if that is text alone, or goes on from a cache that holds some already.
+        """
+        extra = [name for name, value in model_kwargs.items() if name not in OF_TEXT and _is_content(value)]
+        cache = cache_among(model_kwargs)
+        if not extra or (isinstance(cache, Cache) and cache.get_seq_length() > 0):
+            return None
+        mask, slots = model_kwargs.get("attention_mask"), input_ids.shape[1] + ROOM
+        if isinstance(cache, StaticCache):  # which has room for what stands before the tokens
+            slots = max(slots, int(cache.get_max_length()))
+        return cls(input_ids, mask, _without_cache(model_kwargs), tuple(sorted(extra)), slots)
+
+    def handed(self, model: PreTrainedModel, static: bool = False) -> dict[str, Any]:
+        """Build what ``generate`` would hand to the prefill, with an empty cache."""
+        cache = new_static_cache(model, self.slots) if static else new_cache(model)
+        return {**self.kwargs, cache_name(model): cache}
+
+    def repeated(self, model: PreTrainedModel, count: int) -> Prompt:
+        """Put a prompt of text ``count`` times below itself."""
+        assert not self.extra and self.mask is not None
+        return self._text(model, self.ids.repeat(count, 1), self.mask.repeat(count, 1))
+
+    def alone(self, model: PreTrainedModel, row: int) -> Prompt | None:
+        """Keep one row without its padding; ``None`` where it is not known what belongs to the row."""
+        rows, columns = self.ids.shape
+        seen = self.ids.new_ones(columns) if self.mask is None else self.mask[row]
+        if len(seen) != columns:
+            return None
+        kept = seen.nonzero()[:, 0]
+        if not self.extra:
+            return self._text(model, self.ids[row : row + 1, kept], self.ids.new_ones(1, len(kept)))
+        of_row: dict[str, Any] = {}
+        for name, value in self.kwargs.items():
+            if isinstance(value, Tensor):
+                if value.ndim == 0 or len(value) != rows:
+                    return None
+                value = value[row : row + 1]
+                value = value[:, kept] if value.shape[1:2] == (columns,) else value
+            elif _is_content(value):
+                return None
+            of_row[name] = value
+        return Prompt(self.ids[row : row + 1, kept], of_row.get("attention_mask"), of_row, self.extra, self.slots)
+
+
+def tokens_for(model: PreTrainedModel, rows: int, count: int, draw: int = 0) -> Tensor:
+    """Return low token ids (rows, count), which are seldom special; other ones in each ``draw``."""
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    numbers = torch.arange(rows * count, device=input_device(model)).view(rows, count)
+    return ((numbers + 3 * draw) * 7 % 31 + 11) % vocabulary
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in CACHES}
+
+
+def _is_content(value: object) -> bool:
+    return value is not None and not isinstance(value, (bool, int, float, str))
