@@ -26,6 +26,7 @@ from hf_spec.training.losses import ChunkedLoss, chain_weights
 CASES = (*DFLASH, *DSPARK)
 LAYERS = {"num_hidden_layers": 2, "head_dim": 8}
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+TREE = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
 
 
 def read(case: str) -> tuple[UnrollInput, Tensor]:
@@ -267,7 +268,7 @@ def test_a_block_in_training_is_that_of_drafting(kind: str) -> None:
             torch.testing.assert_close(made.head(step, laid[row, root - 1]), alone[step], **CLOSE)
 
 
-@pytest.mark.parametrize("tree", [None, [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("from_anchor", [False, True])
 @pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
 @torch.no_grad()

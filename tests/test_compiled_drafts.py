@@ -42,6 +42,7 @@ from hf_spec.scoring.graphs import Compiler
 
 DEPTH = 3
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+DEEP = [(1,), *((0,) * depth for depth in range(1, 7))]
 SHAPES = {
     "chain": SpeculationConfig(num_speculative_tokens=DEPTH),
     "confident": SpeculationConfig(num_speculative_tokens=DEPTH, min_confidence=0.02),
@@ -255,7 +256,7 @@ def test_same_text_as_plain_generate(kind: str, shape: str, as_it_is: None) -> N
     assert accepted > 0 or kind in MODELS[1:]  # which know nothing of this target
 
 
-@pytest.mark.parametrize("deep", [{"num_speculative_tokens": 6}, {"tree": [(0,) * 6, (1,)]}], ids=["chain", "tree"])
+@pytest.mark.parametrize("deep", [{"num_speculative_tokens": 6}, {"tree": DEEP}], ids=["chain", "tree"])
 @pytest.mark.parametrize(("kind", "deepest"), [("medusa", DEPTH), ("dflash", 4), ("dspark", 4), ("peagle", 6)])
 def test_no_draft_guesses_deeper_than_it_can(kind: str, deepest: int, deep: dict[str, Any], as_it_is: None) -> None:
     ways: dict[str, Any] = {"speculation_config": SpeculationConfig(**deep), "max_new_tokens": 12}

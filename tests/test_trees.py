@@ -112,6 +112,15 @@ def test_a_chain_ends_after_a_guess_without_confidence() -> None:
     assert len(lengths) > 2  # otherwise this would show little
 
 
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_chain_goes_on_after_a_guess_as_sure_as_is_asked_for(has_head: bool) -> None:
+    root, even = torch.zeros(2, dtype=torch.long), torch.tensor([math.log(0.5)] * 2).expand(2, -1)
+    confidence = (lambda: torch.full((2,), 0.5)) if has_head else None
+    config = SpeculationConfig(min_confidence=0.5)
+    proposal = grow(root, even, lambda *_: even[:, None], config, 4, False, confidence)
+    assert proposal.present.all() and proposal.max_depth == 4
+
+
 @pytest.mark.parametrize(("top_k", "nodes", "depth"), [(2, 5, 3), (3, 12, 4), (6, 40, 3), (4, 3, 2)])
 def test_a_dynamic_tree_keeps_the_most_probable_paths(top_k: int, nodes: int, depth: int) -> None:
     draft = TableDraft(3)
@@ -184,6 +193,30 @@ def test_ranks_beyond_the_vocabulary_are_absent() -> None:
     proposal = TableDraft(2).grow(2, tree=[(VOCABULARY + 3,), (0,)])
     assert len(paths_of(proposal, 0)) == 1
     assert int(proposal.tokens.max()) < VOCABULARY
+
+
+class NarrowDraft(TableDraft):
+    """A draft of which one or two tokens are possible after every path."""
+
+    def log_probs(self, row: int, path: tuple[int, ...]) -> Tensor:
+        scores = super().log_probs(row, path)
+        return scores.masked_fill(scores < scores.topk(1 + (row + sum(path)) % 2).values[-1], -torch.inf)
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("tree", ["dynamic", "sampled", [(0,), (1,), (2,), (0, 0), (0, 2), (1, 1), (2, 0), (2, 0, 0)]])
+def test_nothing_follows_a_guess_that_cannot_be(tree: object, sample: bool) -> None:
+    """Neither it nor what would stand after it is in the tree."""
+    draft, sizes = NarrowDraft(8), set()
+    torch.manual_seed(0)
+    proposal = draft.grow(3, sample=sample, tree=tree, tree_top_k=3, tree_nodes=12)
+    for row in range(8):
+        paths = paths_of(proposal, row)
+        for path in paths:
+            assert path[:-1] in [(), *paths]
+            assert draft.log_probs(row, path[:-1])[path[-1]] > -torch.inf
+        sizes.add(len(paths))
+    assert len(sizes) > 1
 
 
 @pytest.mark.parametrize("tree", ["sampled", [(0,), (2,), (2, 5), (0, 0), (0, 1), (0, 1, 3)]])
