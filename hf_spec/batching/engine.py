@@ -59,19 +59,25 @@ class RequestOutput(GenerationOutput):
 class SpeculativeManager(ContinuousBatchingManager):
     """Be transformers' manager of continuous batching, which guesses; ``speculation`` says how it goes.
 
-    ``made_for`` is the generation config of the call that it was made for.
+    ``made_for`` is the generation config of the call that it was made for. ``is_chosen``: the call did not say how
+    large the cache is.
     """
 
     speculation: Speculation
     made_for: dict[str, Any]
+    is_chosen: bool
 
     @classmethod
     def take_over(
-        cls, manager: ContinuousBatchingManager, speculation: Speculation, settings: GenerationConfig
+        cls,
+        manager: ContinuousBatchingManager,
+        speculation: Speculation,
+        settings: GenerationConfig,
+        is_chosen: bool = False,
     ) -> SpeculativeManager:
         """Make a manager that transformers has made by ``settings``, and that has not begun, one that guesses."""
         ours = _become(cls, manager)
-        ours.speculation, ours.made_for = speculation, settings.to_dict()
+        ours.speculation, ours.made_for, ours.is_chosen = speculation, settings.to_dict(), is_chosen
         ours.output_router = _become(_Router, manager.output_router)
         ours.output_router.speculation = speculation
         return ours

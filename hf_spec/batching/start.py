@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +9,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..decoding.refusals import Refusal, refusing
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
+from .sizes import has_room, sized
 from .speculation import Speculation
 
 _engines: WeakKeyDictionary[PreTrainedModel, WeakSet[ContinuousBatchingManager]] = WeakKeyDictionary()
@@ -28,7 +29,7 @@ def make_manager(
     config: SpeculationConfig | None,
     generation_config: GenerationConfig | None,
     batching_config: ContinuousBatchingConfig | None,
-    workload_hints: Any,
+    workload_hints: WorkloadHints | None,
 ) -> ContinuousBatchingManager:
     """Make a manager that guesses with ``speculator``, or return the one that the model keeps if it does so.
 
@@ -36,6 +37,8 @@ def make_manager(
     ValueError from the draft.
     """
     settings = generation_config or model.generation_config
+    if batching_config is None:  # transformers looks there, too
+        batching_config = getattr(settings, "continuous_batching_config", None)
     found = speculator.settings(config)
     own_wish = config is None and found.tree is not None
     if own_wish or found.tree == "auto":  # which a chain serves, too
@@ -43,20 +46,22 @@ def make_manager(
     with refusing():
         refuse_batch(model, settings, found)
         speculator.check(model, found)
+    given = sized(model, batching_config, workload_hints)
+    if found.tree is not None:  # flash attention, which transformers would switch to, takes no mask
+        given.auto_switch_to_flash = False
+    is_chosen = batching_config is None or batching_config.num_blocks is None
     kept = kept_manager(model)
-    if kept is not None and not _does_so(kept, speculator, config, settings):
+    if kept is not None and not (
+        _does_so(kept, speculator, config, settings) and _holds(kept, given, is_chosen, workload_hints)
+    ):
         forget_manager(model)
         kept = None
-    given = batching_config
-    if found.tree is not None:  # flash attention, which transformers would switch to, takes no mask
-        given = copy.copy(batching_config or ContinuousBatchingConfig())
-        given.auto_switch_to_flash = False
     manager = plain(model, generation_config, given, workload_hints)
     if kept is not None:
         return manager
     speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
     switch_off(manager.continuous_batching_config, batching_config, reads_features=bool(speculation.features.layers))
-    return SpeculativeManager.take_over(manager, speculation, settings)
+    return SpeculativeManager.take_over(manager, speculation, settings, is_chosen)
 
 
 def kept_manager(model: Any) -> ContinuousBatchingManager | None:
@@ -81,6 +86,16 @@ def _does_so(
         for guesser in (own, speculator)
     )
     return asked == config and (own is speculator or (one == other and one[1] is not None))
+
+
+def _holds(manager: Any, wanted: ContinuousBatchingConfig, is_chosen: bool, hints: WorkloadHints | None) -> bool:
+    """Tell whether the cache of ``manager`` is large enough; one that a user asked for is, unless a call asks again.
+
+    ``is_chosen``: nobody asked for the size that is ``wanted``.
+    """
+    if manager.is_running() or (is_chosen and not manager.is_chosen):
+        return True
+    return has_room(manager.continuous_batching_config, wanted, hints)
 
 
 def forget_manager(model: Any) -> None:

@@ -18,6 +18,10 @@ MORE = """
 All options of `transformers serve` may be given, too (see `transformers serve --help`). Some of them:
   --host NAME, --port N     where to listen (localhost, 8000)
   --continuous-batching     many requests at a time
+  --cb-num-blocks N, --cb-max-memory-percent SHARE
+                            its paged cache: N blocks of 256 tokens, or a share of the memory (0 to 1); by default
+                            2 GiB on a CPU, or a quarter of the free memory if that is less, and half of the free
+                            memory of an accelerator
   --compile                 static cache and torch.compile
   --device, --dtype, --quantization, --attn-implementation
 

@@ -6,19 +6,18 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..batching.hooks import KEYWORDS
 from ..batching.refusals import refuse_batch, refuse_dropped
+from ..batching.sizes import sized
 from ..decoding.refusals import Refusal
 from ..defaults import default_speculator, fill_in, option
-from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
 
 OURS = ("continuous_batching_config", "generation_config", "tokenizer", *KEYWORDS)
-PAGE, TOKENS_PER_FORWARD = 32, 512  # of the cache on a CPU, whose memory the engine would take as a whole
 
 
 class Engine:
@@ -35,34 +34,29 @@ class Engine:
         waiting = {str(one.index): one for one in sorted(prompts, key=lambda one: (-len(one.ids), one.index))}
         if with_tensors := [one.index for one in prompts if one.per_token or one.others]:
             raise ValueError(f"prompt {with_tensors[0]} has more than token ids, which the engine does not take")
-        longest, new = max(len(one.ids) for one in prompts), self.config.max_new_tokens
+        new = self.config.max_new_tokens
+        hints = WorkloadHints(max(len(one.ids) for one in prompts), new, len(prompts))
+        given = self.options.get("continuous_batching_config")
         with self.model.continuous_batching_context_manager(
             generation_config=self.config,
-            continuous_batching_config=self._engine_config(longest + new, min(self.size, len(prompts))),
+            continuous_batching_config=sized(self.model, given, hints, min(self.size, len(prompts))),
             warmup=False,
-            workload_hints=WorkloadHints(longest, new, len(prompts)),
+            workload_hints=hints,
             **{name: self.options[name] for name in KEYWORDS if name in self.options},
         ) as manager:
-            for name, one in waiting.items():
-                manager.add_request(one.ids, request_id=name, max_new_tokens=new)
-            while waiting:
-                result = manager.get_result(timeout=1)
-                if result is None:
-                    if not manager.is_running():
-                        raise RuntimeError(f"continuous batching ended without {len(waiting)} of its answers")
-                elif result.is_finished():
-                    yield _completion(waiting.pop(result.request_id), result)
-
-    def _engine_config(self, longest: int, rows: int) -> ContinuousBatchingConfig:
-        given = self.options.get("continuous_batching_config")
-        config = copy.copy(given) if given is not None else ContinuousBatchingConfig()
-        if given is None and input_device(self.model).type == "cpu":
-            pages = -(-longest // PAGE) + 1
-            config = ContinuousBatchingConfig(
-                page_size=PAGE, num_blocks=rows * pages + 2, max_batch_tokens=max(TOKENS_PER_FORWARD, longest)
-            )
-        config.max_requests_per_batch = config.max_requests_per_batch or rows
-        return config
+            try:
+                for name, one in waiting.items():
+                    manager.add_request(one.ids, request_id=name, max_new_tokens=new)
+                while waiting:
+                    result = manager.get_result(timeout=1)
+                    if result is None:
+                        if not manager.is_running():
+                            raise RuntimeError(f"continuous batching ended without {len(waiting)} of its answers")
+                    elif result.is_finished():
+                        yield _completion(waiting.pop(result.request_id), result)
+            finally:
+                for name in waiting:  # nobody reads on: the engine would end only when all are answered
+                    manager.cancel_request(name)
 
 
 def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
