@@ -17,6 +17,7 @@ from architectures import build, prompts
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
 from torch import Tensor
+from transformers import DynamicCache
 from twins import fitted, noisy, target
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, as_speculator
@@ -39,6 +40,7 @@ from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 from hf_spec.drafts.static import CompiledDrafter, OpenKeys
 from hf_spec.scoring import compiled, graphs, rings
 from hf_spec.scoring.graphs import Compiler
+from hf_spec.scoring.names import CACHE
 
 DEPTH = 3
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -122,8 +124,10 @@ def draft_graphs_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Call:
     """Start the same call with two drafters, over slots that grow and over fixed ones, and tell both the same."""
 
-    def __init__(self, kind: str, config: SpeculationConfig, batch: int, sample: bool) -> None:
-        model, draft, given = target("llama"), draft_of(kind), prompts(batch, (9, 6, 1, 4))
+    def __init__(
+        self, kind: str, config: SpeculationConfig, batch: int, sample: bool, lengths: tuple[int, ...] = (9, 6, 1, 4)
+    ) -> None:
+        model, draft, given = target("llama"), draft_of(kind), prompts(batch, lengths)
         self.vocabulary = int(model.config.vocab_size)
         self.generator = torch.Generator().manual_seed(batch)
         draft = as_speculator(draft, model)
@@ -192,6 +196,22 @@ def same_guesses(call: Call) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fixed_slots_change_no_guess(kind: str, shape: str, sample: bool, batch: int, as_it_is: None) -> None:
     same_guesses(Call(kind, SHAPES[shape], batch, sample))
+
+
+@pytest.mark.parametrize("kind", ["eagle3-window", "mtp", "peagle", "dflash", "llama"])
+def test_a_prompt_of_one_token_leaves_nothing_to_read_before_it(kind: str, as_it_is: None) -> None:
+    call = Call(kind, SHAPES["chain"], 2, sample=False, lengths=(1,))
+    for counts in ([1, 1], [2, 1], [1, 4], [3, 2]):
+        assert_same(*call.tell(counts))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "llama"])
+def test_slots_end_where_all_that_is_read_does(kind: str, as_it_is: None) -> None:
+    """At every length: a row that is ahead by one token is padded like one that is behind and gets many."""
+    for ahead in range(1, 9):
+        call = Call(kind, SHAPES["chain"], 2, sample=False, lengths=(9, 8))
+        for counts in ([ahead, 1], [1, 9], [1, 1]):
+            assert_same(*call.tell(counts))
 
 
 @pytest.mark.parametrize("shape", ["chain", "static"])
@@ -265,6 +285,21 @@ def test_no_draft_guesses_deeper_than_it_can(kind: str, deepest: int, deep: dict
         _, out = text_and_out(kind, "chain", 1, **ways, cache_implementation=cache)
         assert torch.equal(out.sequences, expected)
         assert len(out.speculation.per_row[0].offered) == deepest
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "peagle", "dflash"])
+def test_a_target_that_has_read_more_or_less_than_the_tokens_of_the_call(kind: str) -> None:
+    """A cache that holds the first half of the prompt, and a prompt without tokens."""
+    model, given = target("llama"), prompts(1, (13,))
+    text = generate(model, 1)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(given["input_ids"][:, :7], **{CACHE: cache})
+    embeds = {"input_ids": None, "inputs_embeds": model.get_input_embeddings()(given["input_ids"]).detach()}
+    for ways, expected in (({CACHE: cache}, text), (embeds, text[:, 13:])):
+        out = generate(model, 1, **ways, speculator=draft_of(kind), return_dict_in_generate=True)
+        assert torch.equal(out.sequences, expected)
+        assert out.speculation.proposed
 
 
 def test_rows_that_end_apart(as_it_is: None) -> None:
