@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,6 +231,32 @@ def test_joined_drafters_guess_as_each_alone(kind: str) -> None:
             nodes = expected.tokens.shape[1]
             assert proposal.tokens[place, :nodes].tolist() == expected.tokens[0].tolist()
             assert not proposal.present[place, nodes:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_padded_row_joins_as_what_it_is_or_not_at_all(kind: str) -> None:
+    target = model("gemma3_text")
+    speculator = as_speculator(draft(kind, "gemma3_text"), target)
+    prompts = [torch.tensor(prompt) for prompt in ([*range(10, 24)], [50, 51, 52, 53, 54])]
+
+    def start(i: int, padding: int) -> Drafter:
+        whole = request_of(target, speculator, prompts[i], sample=False)
+        features = None if whole.features is None else torch.nn.functional.pad(whole.features, (0, 0, padding, 0))
+        ids, mask = (torch.nn.functional.pad(one, (padding, 0)) for one in (whole.input_ids, whole.attention_mask))
+        return speculator.drafter(replace(whole, input_ids=ids, attention_mask=mask, features=features))
+
+    widths = len(speculator.feature_layers(target)) * target.config.hidden_size or None
+    for paddings in ((0, 3), (3, 0), (2, 3)):
+        (mine, theirs), alone = ([start(i, padding) for i, padding in enumerate(paddings)] for _ in range(2))
+        accepted = accepted_of([1, 2], widths, 0)
+        expected = [drafter.propose(own, 4) for drafter, own in zip(alone, accepted, strict=True)]
+        if mine.join(theirs):
+            found = list(mine.propose(stacked(accepted), 4).tokens)
+        else:
+            found = [drafter.propose(own, 4).tokens[0] for drafter, own in zip((mine, theirs), accepted, strict=True)]
+        for row, one in zip(found, expected, strict=True):
+            assert row[: one.tokens.shape[1]].tolist() == one.tokens[0].tolist()
 
 
 def hybrid() -> HybridSpeculator:
