@@ -133,14 +133,14 @@ def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str,
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Write a picture with a row for each dtype and a column for each curve."""
+    """Write a picture with a row for each curve and a column for each dtype, to be read at the width of a page."""
     from matplotlib import pyplot
 
     curves = list(next(iter(found.values())))
     picture, axes = pyplot.subplots(
-        len(found), len(curves), figsize=(4 * len(curves), 3.2 * len(found)), squeeze=False, layout="constrained"
+        len(curves), len(found), figsize=(4 * len(found), 2.8 * len(curves)), squeeze=False, layout="constrained"
     )
-    for line, (dtype, measured) in zip(axes, found.items(), strict=True):
+    for line, (dtype, measured) in zip(axes.T, found.items(), strict=True):
         for place, (curve, lines) in zip(line, measured.items(), strict=True):
             for nodes, points in lines.items():
                 label = {"0": "plain", "1": "1 node"}.get(nodes, f"{nodes} nodes")
@@ -152,7 +152,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
             place.minorticks_off()
             if curve != "nodes":
                 place.legend()
-    picture.savefig(path, dpi=90)
+    picture.savefig(path, dpi=110)
 
 
 def main() -> None:

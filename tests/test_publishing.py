@@ -16,13 +16,15 @@ from hub import running
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import demo
+from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
-from hf_spec.training import DraftTrainer, new_draft
+from hf_spec.training import DraftTrainer, new_draft, recipe
+from hf_spec.training.card import adapter_of, is_chat
 from hf_spec.training.checks import serving_warnings
 
 peft = pytest.importorskip("peft")
@@ -178,7 +180,8 @@ def test_the_snippet_of_a_card_runs(tmp_path: Path, capsys: Any) -> None:
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.base_model == "org/target" and card.data.license == "apache-2.0"
     assert "The draft's own: apache-2.0. Its embeddings" in card.text
-    assert "[org/target](https://huggingface.co/org/target)" in card.text and "pip install hf-spec\n" in card.text
+    assert "[org/target](https://huggingface.co/org/target)" in card.text
+    assert "```sh\npip install git+https://github.com/hf-spec/hf_spec\n```" in card.text
     for line in (
         "| prompts | 3 |",
         f"| tokens that verifications emitted, greedy | {found['eval_measured_tokens']:,.0f} |",
@@ -191,6 +194,45 @@ def test_the_snippet_of_a_card_runs(tmp_path: Path, capsys: Any) -> None:
     capsys.readouterr()
     exec(snippet, {})
     assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_the_snippet_of_a_draft_for_chats_and_an_adapter_runs(tmp_path: Path, capsys: Any) -> None:
+    """By the recipe, which knows the adapter's name; without one on the Hub it is called by its kind."""
+    plain = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(plain, lora).save_pretrained(str(tmp_path / "lora"))
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    masks = [{"input_ids": [1, 5, 6, 7, 8], "loss_mask": [0, 0, 1, 1, 1]}] * 4
+    target = recipe._target(str(demo.path()), str(tmp_path / "lora"), dtype="float32")
+    args = arguments(tmp_path, max_steps=1, target_name="org/target", hub_model_id="me/draft")
+    for place, named in (("org/lora", "org/lora"), (str(tmp_path / "lora"), "LORA 'default'")):
+        target.peft_config["default"].loaded_from = place
+        trainer = DraftTrainer(
+            eagle3_of(base_model(target)), target, args, train_dataset=masks, processing_class=tokenizer
+        )
+        trainer.save_model()
+        card = ModelCard.load(tmp_path / "README.md")
+        assert f"# eagle3 draft for org/target with {named}" in card.text
+        assert f"with the adapter {named}. It has" in card.text and str(tmp_path) not in str(card)
+    (snippet,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    places = {"org/target": demo.path(), "me/draft": tmp_path, "the-adapter": tmp_path / "lora"}
+    for name, place in places.items():
+        snippet = snippet.replace(name, str(place))
+    capsys.readouterr()
+    exec(snippet, {})
+    assert "Tell me a short story." in capsys.readouterr().out
+    with target.disable_adapter():
+        assert adapter_of(base_model(target)) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "mask", "chat"), [(True, [0, 1], True), (True, [1, 1], False), (False, [0, 1], False)]
+)
+def test_what_was_trained_on_chats_is_asked_in_the_template(template: bool, mask: list[int], chat: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.path())
+    tokenizer.chat_template = tokenizer.chat_template if template else None
+    assert is_chat(tokenizer, [{"input_ids": [3, 4], "loss_mask": mask}]) == chat
+    assert is_chat(tokenizer, iter(())) == template
 
 
 def eagle3_of(target: Any) -> Any:

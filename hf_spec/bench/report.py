@@ -112,25 +112,33 @@ class BenchReport:
         pyplot.close(picture)
 
     def draw(self, pyplot: Any) -> Any:
-        """Return the figure of matplotlib that ``plot`` writes."""
+        """Return the figure of matplotlib that ``plot`` writes: each method has one colour, in both parts."""
         overall = self.overall
+        colours = dict(zip(overall, _colours(pyplot, len(overall)), strict=True))
         picture, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.5 * max(4, len(overall))))
         names = list(overall)[::-1]
-        bars = speed.barh(names, [overall[name].ratio_to_plain for name in names])
+        lengths = [overall[name].ratio_to_plain for name in names]
+        bars = speed.barh(names, lengths, color=[colours[name] for name in names])
         speed.bar_label(bars, [_label(overall[name]) for name in names], padding=3)
         speed.axvline(1, color="grey", linewidth=0.8)
         speed.margins(x=0.4)
         speed.set_xlabel("tokens per second, plain generate = 1")
-        accepted.set_prop_cycle(color=pyplot.colormaps["tab20"].colors)
         for name, one in overall.items():
             if shares := one.acceptance_by_position:
-                accepted.plot(range(1, len(shares) + 1), shares, marker="o", label=name)
+                accepted.plot(range(1, len(shares) + 1), shares, marker="o", label=name, color=colours[name])
         accepted.xaxis.get_major_locator().set_params(integer=True)
         accepted.set(xlabel="position of the guess", ylabel="accepted", ylim=(0, 1.02))
         picture.tight_layout()
         if accepted.lines:
             accepted.legend(loc="upper left", bbox_to_anchor=(1.02, 1))  # beside the axes, where no line is
         return picture
+
+
+def _colours(pyplot: Any, count: int) -> list[Any]:
+    """Return as many colours as methods, no two of them the same; beyond twenty along the rainbow."""
+    if count <= len(listed := pyplot.colormaps["tab20"].colors):
+        return list(listed[:count])
+    return [pyplot.colormaps["turbo"](i / (count - 1)) for i in range(count)]
 
 
 def import_pyplot() -> Any:

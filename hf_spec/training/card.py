@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, metadata
 from typing import Any
 
+import torch
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its list of names lacks
@@ -15,6 +16,25 @@ from ..configuration import hub_name, is_local
 from ..drafts.modeling import DraftModel, vllm_command
 from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
+
+PLACE = "loaded_from"  # what the config of an adapter remembers of where it was read
+TOLD = ('inputs = tokenizer("Once upon a time", return_tensors="pt")',)
+ASKED = (
+    'messages = [{"role": "user", "content": "Tell me a short story."}]',
+    "inputs = tokenizer.apply_chat_template(",
+    '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
+    ")",
+)
+
+
+def is_chat(tokenizer: Any, examples: Any) -> bool:
+    """Tell whether ``examples`` were made of conversations: of plain text every token is trained on."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return False
+    if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):  # a stream
+        return True
+    some = (examples[i] for i in range(min(len(examples), 8)))
+    return any(not torch.as_tensor(one["loss_mask"]).bool().all() for one in some if "loss_mask" in one)
 
 
 def model_card(
@@ -28,21 +48,27 @@ def model_card(
     examples: int | None = None,
     target_name: str | None = None,
     best_step: int | None = None,
+    chat: bool = False,
 ) -> str:
     """Return a README for the Hub: target, recipe, what was measured, and how to load the draft.
 
     ``base`` is the name of the draft if what is saved is an adapter on it, ``examples`` how many it was
-    trained on, ``best_step`` the step whose weights were loaded when training ended.
+    trained on, ``best_step`` the step whose weights were loaded when training ended. ``chat``: on conversations.
     """
     name = target_name or hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
     what = f"{kind} draft" if base is None else f"adapter on a draft ({kind})"
+    adapter = adapter_of(target)
     parts = [
         _front_matter(name, kind, args, base),
-        f"# {what} for {name or type(target).__name__}",
-        f"Guesses tokens for speculative decoding of {_link(name, type(target).__name__)} with {_millions(draft)} "
-        f"parameters. The text stays the target's. Trained by {_library()}.",
-        "## How to use it\n\n" + _usage(draft, kind, name or "the-target", args.hub_model_id or "this-draft", base),
+        f"# {what} for {name or type(target).__name__}{f' with {adapter}' if adapter else ''}",
+        f"Guesses tokens for speculative decoding of {_link(name, type(target).__name__)}"
+        f"{f' with the adapter {adapter}' if adapter else ''}. It has {_millions(draft)} parameters. The text stays "
+        f"the target's. Trained by {_library()}.",
+        "## How to use it\n\n"
+        + _install(peft=base is not None or bool(adapter))
+        + _snippet(draft, (name or "the-target", adapter), args.hub_model_id or "this-draft", base, chat)
+        + _usage_in_vllm(draft, name or "the-target", args.hub_model_id or "this-draft", base),
         "## Measured\n\n" + _measured(args, history, best_step),
         "## Training\n\n" + _recipe(args, steps, history, examples),
         "## Licence\n\n" + _licence(args.license),
@@ -52,17 +78,44 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
+def adapter_of(target: Any) -> str:
+    """Name the adapter of PEFT that is active in ``target``, by its Hub id or its kind; "" if there is none."""
+    configs: dict[str, Any] = getattr(target, "peft_config", None) or {}
+    active = [name for name in _active(target) if name in configs]
+    names = [
+        hub_name(getattr(configs[one], PLACE, None)) or f"{configs[one].peft_type.value} {one!r}" for one in active
+    ]
+    return ", ".join(names)
+
+
+def _active(target: Any) -> list[str]:
+    """Return the names of the adapters in use, which their layers say."""
+    layers = (one for one in target.modules() if hasattr(one, "active_adapters") and hasattr(one, "base_layer"))
+    return [] if (layer := next(layers, None)) is None or layer.disable_adapters else list(layer.active_adapters)
+
+
 def _link(name: str | None, otherwise: str) -> str:
     return f"[{name}](https://huggingface.co/{name})" if name else f"a {otherwise}"
 
 
 def _library() -> str:
-    """Name the library, with the first address that its package gives."""
+    """Name the library, with its address."""
+    return f"[hf_spec]({address})" if (address := _address()) else "hf_spec"
+
+
+def _address() -> str:
+    """Return the first address that the package gives; "" where it is run from a checkout."""
     try:
-        addresses = metadata("hf-spec").get_all("Project-URL") or []
-    except PackageNotFoundError:  # run from a checkout
-        addresses = []
-    return f"[hf_spec]({addresses[0].partition(', ')[2]})" if addresses else "hf_spec"
+        addresses = metadata("hf-spec").get_all("Project-URL") or [""]
+    except PackageNotFoundError:
+        return ""
+    return addresses[0].partition(", ")[2]
+
+
+def _install(peft: bool) -> str:
+    """Say how the library is installed: from its repository, for no index has it yet."""
+    source = f"git+{address}" if (address := _address()) else "hf-spec"
+    return f"```sh\npip install {f'{source} peft' if peft else source}\n```\n\n"
 
 
 def _licence(name: str | None) -> str:
@@ -96,25 +149,29 @@ def _millions(draft: Any) -> str:
     return f"{sum(parameter.numel() for parameter in draft.parameters()) / 1e6:.1f} million"
 
 
-def _usage(draft: Any, kind: str, target: str, here: str, base: str | None) -> str:
+def _snippet(draft: Any, target: tuple[str, str], here: str, base: str | None, chat: bool) -> str:
+    """Show in Python how the draft at ``here`` guesses for ``target``, a name and that of an adapter or ""."""
     loader = "AutoModel" if isinstance(draft, DraftModel) else "AutoModelForCausalLM"
-    imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None else [])]
+    name, adapter = target
+    imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None or adapter else [])]
     loaders = dict.fromkeys((loader, "AutoModelForCausalLM", "AutoTokenizer"))
     imports += [f"from transformers import {', '.join(loaders)}"]
     loaded = f'{loader}.from_pretrained("{here if base is None else hub_name(base) or "the-draft"}")'
     if base is not None:
         loaded = f'PeftModel.from_pretrained({loaded}, "{here}")'
+    whole = f'AutoModelForCausalLM.from_pretrained("{name}")'
+    if adapter:
+        whole = f'PeftModel.from_pretrained({whole}, "{adapter if "/" in adapter else "the-adapter"}")'
     lines = [
-        *("```sh", f"pip install hf-spec{' peft' if base is not None else ''}", "```", ""),
         *("```python", *imports, ""),
-        f'tokenizer = AutoTokenizer.from_pretrained("{target}")',
-        f'target = AutoModelForCausalLM.from_pretrained("{target}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f"target = {whole}",
         f"draft = {loaded}",
-        'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+        *(ASKED if chat else TOLD),
         "out = target.generate(**inputs, speculator=draft, max_new_tokens=64)",
         *("print(tokenizer.decode(out[0], skip_special_tokens=True))", "```"),
     ]
-    return "\n".join(lines) + "\n\n" + _usage_in_vllm(draft, target, here, base)
+    return "\n".join(lines) + "\n\n"
 
 
 def _usage_in_vllm(draft: Any, target: str, here: str, base: str | None) -> str:

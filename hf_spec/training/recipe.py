@@ -33,6 +33,7 @@ from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
 from ..untrusted import DEEPEST, check_ends, check_sound
 from .arguments import DraftTrainingArguments
+from .card import PLACE
 from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
@@ -304,7 +305,10 @@ def _target(name: str, adapter: str | None = None, **options: Any) -> Any:
         return target
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(target, adapter)
+    adapted = PeftModel.from_pretrained(target, adapter)
+    for config in adapted.peft_config.values():
+        setattr(config, PLACE, adapter)  # for the card of the draft: PEFT forgets it
+    return adapted
 
 
 def _on(device: Any, target: Any) -> Any:

@@ -23,7 +23,7 @@ from ..drafts.mtp.target import TargetMtp
 from ..drafts.unrolling import UnrollInput
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
-from .card import model_card
+from .card import is_chat, model_card
 from .checks import check_arguments, check_before_saving, check_call, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
@@ -444,5 +444,6 @@ class DraftTrainer(Trainer):
             examples=len(data) if hasattr(data, "__len__") else None,
             target_name=self._target_name,
             best_step=self.state.best_global_step if self.args.load_best_model_at_end else None,
+            chat=is_chat(self.processing_class, data),
         )
         Path(directory, "README.md").write_text(card, encoding="utf-8")
