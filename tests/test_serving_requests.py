@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, plain, serving, target
+from servers import BATCHES, PROMPTS, TARGET, Client, plain, serving, target
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
@@ -90,12 +90,6 @@ def test_requests_may_have_one_id(client):
     for (status, answer), body in zip(answers, asked, strict=True):
         assert (status, answer["id"]) == (200, "one")
         assert answer["choices"][0]["text"] == plain(body["prompt"], 20)
-
-
-def test_no_other_model_is_loaded(client):
-    status, answer = client.post("load_model", {"model": str(DRAFT)})
-    assert status == 400 and "alone, not" in answer["error"]["message"]
-    assert len(client.server._model_manager.loaded_models) == 1
 
 
 def test_requests_that_wait_keep_their_seeds():

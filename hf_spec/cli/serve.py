@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from .common import SPECULATOR_HELP, TREE_HELP, add_proposal_options, asked_for, command, draft_of, tree_of
+from ..serving.policy import (
+    CHARACTERS_PER_TOKEN,
+    DEEPEST_NESTING,
+    LONGEST_STOP_STRING,
+    MOST_STOP_STRINGS,
+    Policy,
+    check_address,
+    is_host,
+    is_key,
+)
+from .common import TREE_HELP, add_proposal_options, add_speculator, asked_for, at_least, command, tree_of
 from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
     from ..settings import SpeculationConfig
 
-USAGE = "%(prog)s TARGET --speculator X [options of transformers serve]"
+USAGE = "%(prog)s TARGET [--speculator X] [options of transformers serve]"
 MORE = """
 All options of `transformers serve` may be given, too (see `transformers serve --help`). Some of them:
   --host NAME, --port N     where to listen (localhost, 8000)
@@ -25,16 +37,45 @@ All options of `transformers serve` may be given, too (see `transformers serve -
   --compile                 static cache and torch.compile
   --device, --dtype, --quantization, --attn-implementation
 
-Answers POST /v1/chat/completions, /v1/completions, /v1/responses, and GET /metrics, for Prometheus."""
+Answers POST /v1/chat/completions, /v1/completions, /v1/responses, and GET /metrics, for Prometheus.
+"""
+FIXED = (
+    f"\nNot to be changed: {MOST_STOP_STRINGS} stop strings of {LONGEST_STOP_STRING} characters, {DEEPEST_NESTING} "
+    f"levels of lists and objects,\nand {CHARACTERS_PER_TOKEN} characters for each token of the longest prompt."
+)
+
+KEY = "HF_SPEC_API_KEY"
 
 
 def add_serve(commands: Any) -> None:
     """Declare ``hf-spec serve``."""
-    add = command(commands, _serve, "serve", "answer OpenAI's clients with a target that guesses", MORE, USAGE)
-    add("--speculator", type=draft_of, required=True, metavar="X", help=SPECULATOR_HELP)
+    add = command(commands, _serve, "serve", "answer OpenAI's clients with a target that guesses", MORE + FIXED, USAGE)
+    add_speculator(add)
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
     add_memory_file(add)
+    _add_policy(add)
+
+
+def _add_policy(add: Any) -> None:
+    """Declare what clients may ask for; the fields of ``Policy``."""
+
+    def limit(name: str, meaning: str, least: int = 1) -> None:
+        usual = getattr(Policy, name.strip("-").replace("-", "_"))
+        add(name, type=at_least(least), metavar="N", default=usual, help=f"{meaning} (%(default)s)")
+
+    limit("--max-prompt-tokens", "longest prompt; a longer one is refused")
+    limit("--max-new-tokens", "longest text, which ends there")
+    limit("--max-beams", "most beams of a request")
+    limit("--max-request-mib", "largest request, with its pictures, in MiB")
+    limit("--shutdown-seconds", "how long texts go on when the server is told to end", least=0)
+    add("--api-key", type=key_of, metavar="KEY", default=os.environ.get(KEY), help="what clients have to send as "
+        f"Authorization: Bearer KEY, but for /health; left out: {KEY} of the environment, or nothing")  # fmt: skip
+    add("--media-hosts", type=hosts_of, metavar="HOST,...", default=(), help="from where pictures and sounds that a "
+        "request names by URL are fetched, HOST or HOST:PORT; left out: from nowhere; requests may hold them as data: "
+        "URLs")  # fmt: skip
+    add("--docs", action="store_true", help="answer /docs, /redoc and /openapi.json, too")
+    add("--admin", action="store_true", help="answer /reset and /load_model, too")
 
 
 def _serve(args: argparse.Namespace) -> None:
@@ -42,7 +83,8 @@ def _serve(args: argparse.Namespace) -> None:
     options = _options_of_transformers(args.rest)
     target = options.pop("force_model")
     if target is None:
-        raise ValueError("serve needs a target: hf-spec serve TARGET --speculator X; a directory or Hub id")
+        raise ValueError("serve needs a target: hf-spec serve TARGET; a directory or Hub id")
+    check_address(options["host"], options["port"])
 
     # Where requests are batched, a draft that guesses trees does so only if it is asked to.
     tree = args.tree or ("chain" if options["continuous_batching"] else None)
@@ -57,7 +99,21 @@ def _serve(args: argparse.Namespace) -> None:
     speculator = _checked(target, args.speculator, options["dtype"], config)
     tokenizer = None if args.memory_file is None else AutoTokenizer.from_pretrained(target)
     with remembering(args, speculator, tokenizer):
-        Server(target, speculator, config, **options)
+        Server(target, speculator, config, **options, **{one.name: getattr(args, one.name) for one in fields(Policy)})
+
+
+def key_of(text: str) -> str:
+    """Read a key that clients send."""
+    if is_key(text):
+        return text
+    raise argparse.ArgumentTypeError("a key has visible ASCII characters, at least one, and no spaces")
+
+
+def hosts_of(text: str) -> tuple[str, ...]:
+    """Read names of hosts."""
+    if all(map(is_host, hosts := tuple(text.lower().split(",")))):
+        return hosts
+    raise argparse.ArgumentTypeError(f"{text!r} is no list of HOST or HOST:PORT with commas between them")
 
 
 def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,15 +14,19 @@ from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from transformers.cli.serving.utils import CBWorkerDeadError
 
+from .guard import error_answer, guard
 from .meter import CONTENT_TYPE_LATEST, Meter
+from .policy import Policy
+from .preparing import LEAVING
 
 # Of the client: values, bodies that are no JSON objects, and chats that the model's template does not take.
 MISTAKES = (ValueError, RequestValidationError, TemplateError)
 CLOSED_BY_CLIENT = "499"  # as web servers log it
 
 
-def add_to_app(app: FastAPI, meter: Meter) -> None:
+def add_to_app(app: FastAPI, meter: Meter, policy: Policy) -> None:
     """Add ``/metrics``, count requests, end those whose clients have gone, and tell errors the OpenAI way."""
+    guard(app, policy)
     app.add_api_route("/metrics", lambda: Response(meter.text(), media_type=CONTENT_TYPE_LATEST))
     app.add_middleware(_Watch, meter=meter)
 
@@ -30,15 +35,13 @@ def add_to_app(app: FastAPI, meter: Meter) -> None:
 
 
 def _tell(_request: Request, error: Exception) -> JSONResponse:
-    """Say what went wrong where OpenAI's clients look for it, and where those of transformers do."""
     status = 400 if isinstance(error, MISTAKES) else 503 if isinstance(error, CBWorkerDeadError) else 500
     status = getattr(error, "status_code", status)
     message = str(getattr(error, "detail", "") or error or type(error).__name__)
     if isinstance(error, RequestValidationError):
         message = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
     message = message.encode(errors="replace").decode()  # it may quote half of a surrogate pair, which no answer holds
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}, "detail": message}, status)
+    return error_answer(status, message)
 
 
 class _Watch:
@@ -72,6 +75,8 @@ class _Answer:
         self.receive, self.send = receive, send
         self.status, self.complete = "500", False
         self.messages: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
+        self.leaving: list[Callable[[], None]] = []
+        LEAVING.set(self.leaving)
         self.task = asyncio.ensure_future(app(scope, self.messages.get, self._send))
 
     async def give(self) -> None:
@@ -80,6 +85,8 @@ class _Answer:
         try:
             await self.task
         except asyncio.CancelledError:
+            for cancel in self.leaving:  # a stream that has not begun does not notice
+                cancel()
             if self.status != CLOSED_BY_CLIENT:  # who runs the server cancels
                 raise
         finally:

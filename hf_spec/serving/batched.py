@@ -8,19 +8,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import functools
 import itertools
 import time
 from typing import Any, cast
 
 import torch
+from fastapi import HTTPException
 from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
 from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWorkerDeadError, _StreamError
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..batching.refusals import processors_of
 from ..defaults import fill_in, option
-from ..scoring.plain import position_limit, room_behind
+from .limits import fit
 from .meter import Meter
+from .policy import Policy
+from .preparing import in_loop, when_it_leaves
 from .requests import quotable
 
 OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what the engine can set for each
@@ -29,11 +33,11 @@ OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # 
 class Batched(CBGenerateManager):
     """Add requests to the engine and take its outputs; the target's default speculator guesses."""
 
-    def __init__(self, meter: Meter, config: ContinuousBatchingConfig | None) -> None:
+    def __init__(self, meter: Meter, config: ContinuousBatchingConfig | None, policy: Policy) -> None:
         config = copy.copy(config) if config is not None else ContinuousBatchingConfig()
         config.per_request_processors = True
         super().__init__(config)
-        self.meter = meter
+        self.meter, self.policy = meter, policy
         self.numbers = itertools.count()
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
@@ -48,6 +52,16 @@ class Batched(CBGenerateManager):
             while self._scheduler is None and self.is_alive():
                 time.sleep(0.01)
             self._check_alive("the first one")
+
+    def reset(self) -> None:
+        """Stop the engine, which the next request starts with a model that is loaded anew.
+
+        Errors: an ``HTTPException`` 409 while there are requests: they would end.
+        """
+        if self._cb is not None and (self.running() or self.waiting()):
+            raise HTTPException(409, "texts are being generated; try again when there are none")
+        self.stop()
+        self._cb = None
 
     @property
     def _engine(self) -> Any:
@@ -86,10 +100,13 @@ class Batched(CBGenerateManager):
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         """Start a text and return the queue of its pieces and the streamer that can cancel it."""
-        queue: asyncio.Queue[Any] = asyncio.Queue()
         text = _Text(self, model, processor, inputs, gen_config, request_id)
+        return in_loop(functools.partial(self._stream, text, response_parser))
+
+    def _stream(self, text: _Text, response_parser: Any) -> tuple[asyncio.Queue[Any], CBStreamer]:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
         loop, tokenizer = asyncio.get_running_loop(), text.tokenizer._tokenizer
-        streamer = _Streamer(self._engine, request_id, tokenizer, loop, queue, response_parser)
+        streamer = _Streamer(self._engine, text.request_id, tokenizer, loop, queue, response_parser)
         streamer.text = text
 
         def pass_on(output: Any, ended: bool) -> None:
@@ -105,20 +122,15 @@ class Batched(CBGenerateManager):
                 streamer.end()
 
         text.start(pass_on, streaming=True)
+        when_it_leaves(text.cancel)
         return queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Return a whole text, its prompt's length and its tokens; a cancelled task stops its generation."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         text = _Text(self, model, processor, inputs, gen_config, request_id)
-
-        def pass_on(output: Any, ended: bool) -> None:
-            if ended and not future.done():  # whose client may have left a moment ago
-                future.set_result(output)
-
-        text.start(pass_on, streaming=text.stops is not None)
+        future = in_loop(functools.partial(self._whole, text))
         try:
             output = await future
         except asyncio.CancelledError:
@@ -129,6 +141,16 @@ class Batched(CBGenerateManager):
             raise (CBWorkerDeadError if dead else RuntimeError)(output.error)
         tokens = output.generated_tokens
         return processor.decode(tokens, skip_special_tokens=True), len(text.prompt), tokens
+
+    def _whole(self, text: _Text) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def pass_on(output: Any, ended: bool) -> None:
+            if ended and not future.done():  # whose client may have left a moment ago
+                future.set_result(output)
+
+        text.start(pass_on, streaming=text.stops is not None)
+        return future
 
 
 class _Text:
@@ -141,23 +163,12 @@ class _Text:
         self.manager, self.engine, self.config = manager, manager._engine, config
         self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may send one id with several requests
         self.prompt: list[int] = list(inputs["input_ids"])
-        config.max_new_tokens = self._room(model)  # as where a model's context ends
+        cache = manager._scheduler.cache.max_tokens_read
+        fit(model, len(self.prompt), config, manager.policy, cache)  # without room all texts would end
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)
         self.seen, self.ended = 0, False
-
-    def _room(self, model: Any) -> int:
-        """Count the tokens that may follow; a ValueError if there is no room: the engine would end, with all texts."""
-        prompt, config = len(self.prompt), self.config
-        cache = self.manager._scheduler.cache.max_tokens_read
-        more = ", or start the server with more --cb-num-blocks"
-        room = room_behind(prompt, cache, "the paged cache has room", more)
-        if (size := position_limit(model)) is not None:
-            room = min(room, room_behind(prompt, size, "the model has room"))
-        if config.max_new_tokens is None and config.max_length is not None:
-            room = min(room, room_behind(prompt, config.max_length, "max_length has room"))
-        return min(config.max_new_tokens or room, room)
 
     def start(self, pass_on: Any, streaming: bool) -> None:
         """Hand the request to the engine; ``pass_on(output, ended)`` is called in the server's loop."""

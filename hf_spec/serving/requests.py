@@ -2,35 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Callable
 from typing import Any
 
-from fastapi import HTTPException
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _get_template_variables
 
-from ..settings import is_int, is_temperature
+from .fields import FIELDS, SETTINGS, Fields, is_objects, refuse
+from .media import bring_media
+from .policy import CHARACTERS_PER_TOKEN, DEEPEST_NESTING, Policy
+
+TEXTS = (
+    "messages",
+    "prompt",
+    "input",
+    "instructions",
+    "tools",
+    "chat_template_kwargs",
+    "suffix",
+    "state",
+    "questions",
+)
+THINKING = "enable_thinking"  # which clients send to every model
+ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+READ_ANYWAY = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
 
 
-def refuse_request(body: dict[str, Any], needs: str | None = None) -> None:
+def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = None) -> None:
     """Raise an ``HTTPException`` 400 that names the field for what would fail late, or be passed over in silence.
 
     ``needs`` is a field that must be there. Fields that transformers' server does not know stay its affair: it refuses
-    them; so do those that it ignores and that change no answer.
+    them; so do those that it ignores and that change no answer. Pictures and sounds that the body names are put in.
     """
     if needs is not None and not body.get(needs):
-        _refuse(needs, "it is empty or left out")
+        refuse(needs, "it is empty or left out")
+    if (name := body.get("model")) is not None and not isinstance(name, str):
+        refuse("model", "it is not a text")
     wanted = body.get("response_format") or {}
     kind = wanted.get("type", "text") if isinstance(wanted, dict) else wanted
     if kind != "text":
-        _refuse("response_format", f"{kind!r} needs a grammar, and transformers' server has none; leave it out")
+        refuse("response_format", f"{kind!r} needs a grammar, and transformers' server has none; leave it out")
     _refuse_values(body, FIELDS)
     if (given := body.get("generation_config")) is not None:
-        _refuse_values(json.loads(given), SETTINGS, "generation_config: ")
-    if body.get("chat_template_kwargs", {}) is None:
-        del body["chat_template_kwargs"]  # which transformers would go through
+        _refuse_settings(given, policy)
+    bring_media(body, policy)
+    _refuse_size(body, needs, policy.max_prompt_tokens * CHARACTERS_PER_TOKEN)
+    for name in ("chat_template_kwargs", "generation_config"):
+        if name in body and body[name] is None:
+            del body[name]  # which transformers would go through
     if bias := body.get("logit_bias"):
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
+
+
+def refuse_template_arguments(body: dict[str, Any], template: Any) -> None:
+    """Raise an ``HTTPException`` 400 for what a chat ``template``, a text or several by names, does not read.
+
+    All other names are arguments of ``apply_chat_template``: templates of one's own, kinds of tensors, files.
+    """
+    given = body.get("chat_template_kwargs") or {}
+    templates = template.values() if isinstance(template, dict) else [template]
+    read = {THINKING}.union(*map(_read_by, templates))
+    if unknown := given.keys() - read:
+        refuse("chat_template_kwargs", f"the model's chat template does not read {sorted(unknown)[0]!r}, but "
+               f"{', '.join(sorted(read))}")  # fmt: skip
+    if not is_objects(given.get("documents") or []):
+        refuse("chat_template_kwargs", "documents is not a list of objects")
 
 
 def quotable(error: BaseException) -> str:
@@ -41,146 +79,58 @@ def quotable(error: BaseException) -> str:
     return json.dumps(str(error) or type(error).__name__)[1:-1]
 
 
+@functools.lru_cache
+def _read_by(template: str | None) -> frozenset[str]:
+    return frozenset(_get_template_variables(template) - ARGUMENTS - READ_ANYWAY)
+
+
+def _refuse_settings(given: str, policy: Policy) -> None:
+    try:
+        settings = json.loads(given)
+        if not isinstance(settings, dict):
+            raise TypeError("it is another value")
+    except (ValueError, TypeError, RecursionError) as error:
+        refuse("generation_config", f"{given[:80]!r} is not a JSON object, written as a string ({error})")
+    where = "generation_config: "
+    for name, value in settings.items():
+        if name not in SETTINGS and value is not None:
+            refuse(where + name[:80], f"of GenerationConfig these are served: {', '.join(SETTINGS)}")
+    _refuse_values(settings, SETTINGS, where)
+    if (settings.get("num_beams") or 1) > policy.max_beams:
+        refuse(where + "num_beams", f"this server takes at most {policy.max_beams} (--max-beams)")
+    try:
+        GenerationConfig(**settings)  # looks at some values together
+    except (TypeError, ValueError, AttributeError) as error:
+        refuse("generation_config", str(error))
+
+
 def _refuse_values(given: dict[str, Any], fields: Fields, where: str = "") -> None:
     for name, (test, meaning) in fields.items():
         if given.get(name) is not None and not test(given[name]):
-            _refuse(where + name, f"{str(given[name])[:80]!r} is not {meaning}")
+            refuse(where + name, f"{_shown(given[name])!r} is not {meaning}")
 
 
-def _refuse(name: str, reason: str) -> None:
-    raise HTTPException(status_code=400, detail=f"{name}: {reason}.")
-
-
-def _is_count(value: Any) -> bool:
-    return is_int(value) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # nan does not
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_temperature(value: Any) -> bool:
-    return _is_number(value) and is_temperature(value)  # where requests are batched, an overflow would end them all
-
-
-def _is_text(value: Any) -> bool:
+def _shown(value: Any) -> str:
     try:
-        return isinstance(value, str) and bool(value.encode())  # which fails for half of a surrogate pair
-    except UnicodeEncodeError:
-        return False
+        return str(value)[:80]
+    except ValueError:  # of more digits than Python writes
+        return "a number of thousands of digits"
 
 
-def _is_stop(value: Any) -> bool:
-    return all(map(_is_text, value)) and bool(value) if isinstance(value, list) else _is_text(value)
-
-
-def _is_end(value: Any) -> bool:
-    return all(map(is_int, value)) and bool(value) if isinstance(value, list) else is_int(value)
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_message, value))
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    content, calls = value.get("content"), value.get("tool_calls") or []
-    return (content in ("", None) or _is_content(content)) and isinstance(calls, list) and all(map(_is_call, calls))
-
-
-def _is_call(value: Any) -> bool:
-    function = value.get("function") or value if isinstance(value, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("arguments"), str | dict)
-
-
-def _is_content(value: Any) -> bool:
-    return all(map(_is_part, value)) if isinstance(value, list) else _is_text(value)
-
-
-def _is_part(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
-        return False
-    return not value["type"].endswith("text") or value.get("text") == "" or _is_text(value.get("text"))
-
-
-def _is_input(value: Any) -> bool:
-    if not _are_objects(value):
-        return _is_text(value)
-    return all((_is_message if "role" in one else _is_part)(one) for one in value)
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
-
-
-def _is_generation_config(value: Any) -> bool:
-    try:
-        given = json.loads(value)
-        GenerationConfig(**given)  # looks at the values, too
-        return bool(given.keys() <= GenerationConfig().to_dict().keys()) and not any(map(given.get, MORE_THAN_TEXT))
-    except (TypeError, ValueError, AttributeError):
-        return False
-
-
-def _is_seed(value: Any) -> bool:
-    return isinstance(value, int) and -(1 << 63) <= value < 1 << 64  # as torch takes it
-
-
-def _is_bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(token.isdecimal() and _is_number(one) for token, one in value.items())
-
-
-MORE_THAN_TEXT = ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states")
-_COUNT = (_is_count, "a whole number of at least 1")
-_ONE = (lambda value: value == 1, "1, and a request has one answer; send it again, with another seed")
-_FLAG = (_is_flag, "true or false")
-_TEMPERATURE = (_is_temperature, "a number of at least 0, which is 0 or from 1e-30 on")
-_STOP = (_is_stop, "a string that is not empty, or a list of such")
-Fields = dict[str, tuple[Callable[[Any], bool], str]]
-FIELDS: Fields = {
-    "messages": (_is_chat, "a list of messages that have a role, and a text or a list of typed parts as content"),
-    "prompt": (_is_text, "a text"),
-    "input": (_is_input, "a text, or a list of messages"),
-    "suffix": (lambda value: value == "" or _is_text(value), "a text"),
-    "stream": _FLAG,
-    "tools": (_are_objects, "a list of objects"),
-    "chat_template_kwargs": (lambda value: isinstance(value, dict), "an object"),
-    "max_tokens": _COUNT,
-    "max_completion_tokens": _COUNT,
-    "max_output_tokens": _COUNT,
-    "temperature": _TEMPERATURE,
-    "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
-    "frequency_penalty": (lambda value: _is_number(value) and value > -1, "a number above -1"),
-    "seed": (_is_seed, "a whole number of at most 64 bits"),
-    "stop": _STOP,
-    "generation_config": (
-        _is_generation_config,
-        "a JSON object, written as a string, of GenerationConfig's fields and values that go with text alone",
-    ),
-    "logit_bias": (_is_bias, "numbers by the ids of tokens"),
-    # What transformers' server would pass over; values that change nothing are taken.
-    "n": _ONE,
-    "best_of": _ONE,
-    "logprobs": (lambda value: value is False, "false: no probabilities are told; generate with output_logits=True"),
-    "top_logprobs": (lambda value: value == 0, "0: no probabilities are told; generate with output_logits=True"),
-    "presence_penalty": (lambda value: value == 0, "0, which is all that is served; take frequency_penalty"),
-    "echo": (lambda value: value is False, "false: the prompt is not repeated; put it before the answer"),
-    "tool_choice": (lambda value: value in ("auto", "none"), "'auto': the model chooses; leave the other tools out"),
-}
-SETTINGS: Fields = {  # of generation_config, whose class looks at few
-    "max_new_tokens": _COUNT,
-    "max_length": _COUNT,
-    "do_sample": _FLAG,
-    "temperature": _TEMPERATURE,
-    "top_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
-    "top_k": (lambda value: is_int(value) and value >= 0, "a whole number of at least 1, or 0 for all"),
-    "num_beams": _COUNT,
-    "num_return_sequences": _ONE,
-    "eos_token_id": (_is_end, "the id of a token, or a list of such"),
-    "stop_strings": _STOP,
-}
+def _refuse_size(body: dict[str, Any], needs: str | None, most: int) -> None:
+    """Refuse long texts, which need not be split into tokens, and deep nesting, which templates would write out."""
+    left, seen = [(body[name], 0) for name in TEXTS if name in body], 0
+    while left:
+        value, depth = left.pop()
+        if depth > DEEPEST_NESTING:
+            refuse(needs or "body", f"lists and objects are nested more than {DEEPEST_NESTING} deep")
+        if isinstance(value, str):
+            seen += 0 if value.startswith("data:") else len(value)
+        elif isinstance(value, dict):
+            seen += sum(map(len, value))
+            left += [(one, depth + 1) for one in value.values()]
+        elif isinstance(value, list):
+            left += [(one, depth + 1) for one in value]
+        if seen > most:
+            refuse(needs or "body", f"it has more than {most} characters; the server's --max-prompt-tokens allows "
+                   f"{CHARACTERS_PER_TOKEN} for each token")  # fmt: skip

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,60 +15,93 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decoding.outputs import forget_speculation, last_speculation
-from ..scoring.plain import position_limit, room_behind
+from .limits import fit
 from .meter import Meter
+from .policy import Policy
+from .preparing import in_loop, shielded, when_it_leaves
 from .requests import quotable
+
+REST = 5  # seconds, for a step of the text that runs when the server ends
 
 
 class OneByOne(GenerateManager):
     """Call ``generate`` for one request after the other; the target's default speculator guesses."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, policy: Policy) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.meter = meter
+        self.meter, self.policy, self.stopping = meter, policy, False
         # Each of these is counted by one thread: that of the server or that of the manager.
         self._submitted = self._began = self._ended = 0
 
     def running(self) -> int:
-        """Count the texts that are being generated."""
+        """Count the requests that are being answered."""
         return self._began - self._ended
 
     def waiting(self) -> int:
         """Count the requests that wait for their turn."""
         return self._submitted - self._began
 
-    def began(self) -> None:
-        """Note that a text is being generated."""
-        self._began += 1
-
-    def ended(self) -> None:
-        """Note that it no longer is."""
-        self._ended += 1
-
-    def generate_streaming(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Start a text and return the queue of its pieces and the streamer that can cancel it."""
-        return super().generate_streaming(cast(Any, _Measured(model, self)), *args, **kwargs)
+        fit(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
+        start = super().generate_streaming
 
-    async def generate_non_streaming(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def started() -> Any:
+            queue, streamer = start(cast(Any, _Measured(model, self)), processor, inputs, gen_config, *args, **kwargs)
+            when_it_leaves(streamer.cancel)
+            return queue, streamer
+
+        return in_loop(started)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Return a whole text, its prompt's length and its tokens; a cancelled task stops its generation."""
+        fit(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
         measured = _Measured(model, self)
         try:
-            return await super().generate_non_streaming(cast(Any, measured), *args, **kwargs)
+            return await super().generate_non_streaming(
+                cast(Any, measured), processor, inputs, gen_config, *args, **kwargs
+            )
         except asyncio.CancelledError:
             measured.streamer.cancel()
             raise
 
+    def stop(self) -> None:
+        """Let the thread come to rest, so that what a draft remembers may be written."""
+        self.stopping = True
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # of beams, which cannot be stopped
+            self._thread.submit(int).result(timeout=REST)
+
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Submit to the thread."""
         self._submitted += 1
-        return super().submit(fn, *args, **kwargs)
+        return super().submit(self._counted(fn), *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
         """Submit to the thread. What is returned may be cancelled; what the thread reports to may not."""
-        self._submitted += 1
-        future = super().async_submit(fn, *args, **kwargs)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else may look
-        return asyncio.shield(future)
+        submit = super().async_submit
+
+        def submitted() -> asyncio.Future[Any]:
+            self._submitted += 1
+            return shielded(submit(self._counted(fn), *args, **kwargs))
+
+        return in_loop(submitted)
+
+    def _counted(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn``, which is whatever the thread does: texts, and decisions, which are no texts."""
+
+        @functools.wraps(fn)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._began += 1
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._ended += 1
+
+        return counted
 
 
 class _Measured:
@@ -81,7 +117,6 @@ class _Measured:
     def generate(self, **kwargs: Any) -> Any:
         """Generate as the model does; the thread of the manager calls this."""
         meter, streams = self.manager.meter, "streamer" in kwargs
-        self.manager.began()
         prompt_length = kwargs["input_ids"].shape[-1]
         meter.prompt_tokens.inc(prompt_length)
         config = kwargs["generation_config"]
@@ -90,9 +125,8 @@ class _Measured:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
         forget_speculation(self.model)  # what this request does not guess is not that of the one before
         try:
-            if (size := position_limit(self.model)) is not None and config.max_new_tokens is not None:
-                room = room_behind(prompt_length, size, "the model has room")
-                config.max_new_tokens = min(config.max_new_tokens, room)
+            if self.manager.stopping:
+                raise _GenerationCancelled
             if (seed := vars(config).pop("seed", None)) is not None:
                 torch.manual_seed(seed)
             out = self.model.generate(**kwargs)
@@ -116,7 +150,6 @@ class _Measured:
             return out
         finally:
             meter.generated_tokens.inc(self.streamer.total_tokens)
-            self.manager.ended()
 
 
 class _Listener(BaseStreamer):

@@ -6,9 +6,11 @@ import copy
 import functools
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, cast
 
 from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse
 from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving.utils import split_model_id
@@ -21,8 +23,11 @@ from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .app import add_to_app
 from .batched import Batched
+from .endpoints import let_rendering_tell, not_batched, only_of, only_speech, replace_route, route_of, with_limit
 from .meter import Meter
-from .requests import refuse_request
+from .policy import Policy, check_address
+from .preparing import Preparer
+from .requests import refuse_request, refuse_template_arguments
 from .sequential import OneByOne
 
 
@@ -36,7 +41,9 @@ class Server(Serve):
         target: directory or Hub id, the only model that is served.
         speculator: anything that ``set_speculator`` takes.
         config: how to guess; by default as the draft says. A function is asked once the draft is loaded.
-        options: those of ``transformers serve``, by the names of its constructor.
+        options: those of ``transformers serve``, by the names of its constructor, and the fields of ``Policy``.
+
+    Errors: a ValueError or an OSError where nobody can listen, before anything is loaded.
     """
 
     def __init__(
@@ -47,7 +54,10 @@ class Server(Serve):
         **options: Any,
     ) -> None:
         self.speculator, self.config, self.meter = speculator, config, Meter()
+        self.preparer = Preparer()
         self._in_thread = options.pop("non_blocking", False)
+        self.policy = Policy(**{one.name: options.pop(one.name) for one in fields(Policy) if one.name in options})
+        check_address(options.get("host", "localhost"), options.get("port", 8000))
         super().__init__(target, **options, non_blocking=True)  # builds everything, then calls start_server
 
     def start_server(self) -> None:
@@ -55,39 +65,74 @@ class Server(Serve):
         models: Any = self._model_manager
         (loaded,) = models.loaded_models.values()
         self._let_guess(loaded.model)
-        models._load_model = _then(self._let_guess, models._load_model)  # it may be loaded anew, after POST /reset
-        models.process_model_name = functools.partial(_only, models.force_model, models.process_model_name)
+        # It may be loaded anew, after POST /reset.
+        models._load_model = _then(self._let_guess, models._load_model)
+        models._load_processor = _then(let_rendering_tell, models._load_processor)
+        let_rendering_tell(loaded.processor)
         listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": ""}
         models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all that was ever downloaded
         self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)
-        handlers: dict[str, Any] = {
-            "messages": self._chat_handler,
-            "prompt": self._completion_handler,
-            "input": self._response_handler,
-        }
-        for needs, handler in handlers.items():
-            check = functools.partial(refuse_request, needs=needs)
-            handler._validate_request = _first(check, handler._validate_request)
-            if not self._generation_state._continuous_batching:  # where all requests draw from one stream
-                handler._build_generation_config = _with_seed(handler._build_generation_config)
-        add_to_app(cast(FastAPI, self.server.config.app), self.meter)
+        self._prepare_outside()
+        app = cast(FastAPI, self.server.config.app)
+        replace_route(app, "/reset", self._reset_in_turn)
+        replace_route(app, "/load_model", only_of(models.force_model, route_of(app, "/load_model").endpoint))
+        add_to_app(app, self.meter, self.policy)
+        self.server.config.timeout_graceful_shutdown = self.policy.shutdown_seconds
         if self._in_thread:
             super().start_server()  # type: ignore[no-untyped-call]
         else:
             self._run()
+
+    def _prepare_outside(self) -> None:
+        """Let requests be checked, and prepared outside the event loop."""
+        batched = self._generation_state._continuous_batching
+        handlers: dict[str, Any] = {
+            "messages": self._chat_handler,
+            "prompt": self._completion_handler,
+            "input": self._response_handler,
+            "questions": self._systemone_handler,
+        }
+        for needs, handler in handlers.items():
+            check = functools.partial(refuse_request, policy=self.policy, needs=needs)
+            handler._validate_request = _first(check, handler._validate_request)
+            handler._resolve_model = _and_template(handler._resolve_model)
+            handler.handle_request = self.preparer.around(handler.handle_request)
+            if not batched:  # where all requests draw from one stream
+                handler._build_generation_config = _with_seed(handler._build_generation_config)
+        systemone: Any = self._systemone_handler
+        systemone._pipeline = with_limit(systemone._pipeline, self.policy)
+        if batched:
+            systemone.handle_request = not_batched
+        target, transcribes = cast(Any, self._model_manager).force_model, cast(Any, self._transcription_handler)
+        transcribes.handle_request = only_speech(target, transcribes.handle_request, self._processor)
+
+    def _processor(self) -> Any:
+        (loaded,) = self._model_manager.loaded_models.values()
+        return loaded.processor
+
+    async def _reset_in_turn(self) -> JSONResponse:
+        await self.preparer.call(self._reset)  # between two requests, none of which is left without its model
+        return JSONResponse({"status": "ok"})
+
+    def _reset(self) -> None:
+        """Forget the model; the next request loads it. Texts that are being generated go on with the one they have."""
+        manager: Any = self._generation_state._cb_manager
+        if manager is not None:
+            manager.reset()
+        self._model_manager.shutdown()
 
     def _add_manager(self, name: str, model: PreTrainedModel) -> None:
         """Let the texts of ``model`` be generated, and counted, our way."""
         state, meter = self._generation_state, self.meter
         manager: OneByOne | Batched
         if state._continuous_batching:
-            manager = state._cb_manager = Batched(meter, state._cb_config)
+            manager = state._cb_manager = Batched(meter, state._cb_config, self.policy)
             manager.init_cb(model, copy.deepcopy(model.generation_config))
             state._cb_model_id = name
             meter.gauge("cache_used", "Share of the paged cache that is taken.", manager.cache_used)
             meter.gauge("draft_slots", "Requests that the draft keeps something of.", manager.draft_slots)
         else:
-            manager = state._generate_managers[name] = OneByOne(meter)
+            manager = state._generate_managers[name] = OneByOne(meter, self.policy)
         meter.gauge("requests_running", "Texts that are being generated.", manager.running)
         meter.gauge("requests_waiting", "Texts that wait for their turn.", manager.waiting)
 
@@ -96,6 +141,8 @@ class Server(Serve):
             self.server.run()
         finally:
             self._generation_state.shutdown()
+            for manager in self._generation_state._generate_managers.values():
+                manager.stop()
 
     def _let_guess(self, model: PreTrainedModel) -> None:
         speculator = as_speculator(self.speculator, model)
@@ -115,11 +162,21 @@ def _of_batches(speculator: Speculator, config: SpeculationConfig | None) -> Spe
     return config.merge(num_speculative_tokens=config.num_speculative_tokens or "auto")
 
 
-def _only(target: str, process: Callable[[str], str], name: str) -> str:
-    """Return the full ``name`` of the model that is served; ``POST /load_model`` would load others beside it."""
-    if (full := process(name)) != process(split_model_id(target)[0]):
-        raise HTTPException(400, f"this server serves {target!r} alone, not {name!r}; start another one for it")
-    return full
+def _and_template(resolve: Callable[..., Any]) -> Callable[..., Any]:
+    """Look at what goes into the chat template. A model that cannot be loaded is no mistake of the client."""
+
+    @functools.wraps(resolve)
+    def resolved(body: dict[str, Any]) -> Any:
+        try:
+            found = resolve(body)
+        except HTTPException:
+            raise
+        except Exception as error:
+            raise RuntimeError(f"the model cannot be loaded: {error}") from error
+        refuse_template_arguments(body, getattr(found[2], "chat_template", None))
+        return found
+
+    return resolved
 
 
 def _with_seed(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,10 +201,10 @@ def _then(more: Callable[[Any], None], load: Callable[..., Any]) -> Callable[...
     return loaded
 
 
-def _first(check: Callable[[dict[str, Any]], None], validate: Callable[[dict[str, Any]], None]) -> Any:
+def _first(check: Callable[[dict[str, Any]], None], validate: Callable[[dict[str, Any]], Any]) -> Any:
     @functools.wraps(validate)
-    def validated(body: dict[str, Any]) -> None:
+    def validated(body: dict[str, Any]) -> Any:
         check(body)
-        validate(body)
+        return validate(body)
 
     return validated

@@ -1,0 +1,69 @@
+"""Who may ask a server, and how much: keys, sizes of requests, and endpoints that are closed."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any
+
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
+
+from .policy import Policy
+
+DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+ADMIN = ("/reset", "/load_model")
+OPEN = "/health"  # which who watches over a server asks
+
+
+def guard(app: FastAPI, policy: Policy) -> None:
+    """Close what is not asked for, and let nobody in without the key, or with too large a body."""
+    closed = (() if policy.docs else DOCS) + (() if policy.admin else ADMIN)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in closed]
+    # Last, so that the answers of CORS stand around it, whose first question comes without a key.
+    app.user_middleware.append(Middleware(_Guard, policy=policy))
+
+
+def error_answer(status: int, message: str, **headers: str) -> JSONResponse:
+    """Say what went wrong where OpenAI's clients look for it, and where those of transformers do."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    told = {"error": {"message": message, "type": kind, "code": status}, "detail": message}
+    return JSONResponse(told, status, headers)
+
+
+class _Guard:
+    def __init__(self, app: Any, policy: Policy) -> None:
+        self.app, self.most = app, policy.max_bytes
+        self.key = None if policy.api_key is None else policy.api_key.encode()
+        self.large = f"the request is larger than {policy.max_request_mib} MiB (--max-request-mib)"
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one request, or refuse it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif not self._may_enter(scope):
+            refused = error_answer(401, "a key is needed: Authorization: Bearer KEY", **{"WWW-Authenticate": "Bearer"})
+            await refused(scope, receive, send)
+        else:
+            await self.app(scope, self._measured(receive), send)
+
+    def _may_enter(self, scope: Any) -> bool:
+        if self.key is None or scope["path"] == OPEN:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        same = hmac.compare_digest(key.strip(), self.key)  # in a time that tells nothing
+        return same and scheme.lower() == b"bearer"
+
+    def _measured(self, receive: Any) -> Any:
+        seen = 0
+
+        async def received() -> Any:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.most:
+                raise HTTPException(413, self.large)
+            return message
+
+        return received

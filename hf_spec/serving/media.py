@@ -1,0 +1,129 @@
+"""Pictures and sounds of requests: what the request holds, or what stands at hosts that the server may ask.
+
+transformers would read any URL, those of the server's own network too, and any file. Here all becomes ``data:`` URLs.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException as BadAnswer
+from typing import Any
+from urllib.parse import urlsplit
+
+from .fields import refuse
+from .policy import Policy
+
+KINDS = {"image_url": "image", "input_image": "image", "input_audio": "audio", "audio_url": "audio"}
+READ = (*KINDS, "video_url")
+HOLDERS = {**{kind: kind for kind in KINDS}, "input_image": "image_url"}
+MOST_PIXELS = 64_000_000  # of all pictures of a request
+SECONDS = 10  # to fetch one
+PORTS = {"http": 80, "https": 443}
+
+
+def bring_media(body: dict[str, Any], policy: Policy) -> None:
+    """Put pictures and sounds in the place of their URLs; an ``HTTPException`` 400 where that may not be."""
+    pixels = 0
+    for part in _parts(body):
+        if part["type"] == "video_url":
+            refuse("video_url", "videos are not served: transformers reads them from URLs and files alone")
+        kind, holder = KINDS[part["type"]], HOLDERS[part["type"]]
+        data = _bytes_of(_source(part.get(holder), holder), kind, holder, policy)
+        part[holder] = {"url": f"data:{kind}/;base64,{base64.b64encode(data).decode()}"}
+        if part["type"] == "input_audio":
+            part[holder] = part[holder]["url"]
+        pixels += _pixels(data, holder) if kind == "image" else 0
+    assets = body.get("assets") or {}
+    for name, asset in assets.items() if isinstance(assets, dict) else [("", None)]:
+        if not name or not isinstance(asset, dict):
+            refuse("assets", "it is not an object of objects with data_base64, by names that are not empty")
+        data = _bytes_of(_source(asset.get("data_base64"), "assets"), "image", "assets", policy)
+        asset["data_base64"] = f"data:image/;base64,{base64.b64encode(data).decode()}"
+        pixels += _pixels(data, "assets")
+    if pixels > MOST_PIXELS:
+        refuse("image_url", f"the pictures of a request may have {MOST_PIXELS} pixels in all; make them smaller")
+
+
+def _parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what transformers would read: parts of messages, of answers of tools, and those without a message."""
+    for name in ("messages", "input"):
+        for one in body[name] if isinstance(body.get(name), list) else ():
+            for parts in ([one], one.get("content"), one.get("output")):
+                found = parts if isinstance(parts, list) else ()
+                yield from (part for part in found if isinstance(part, dict) and part.get("type") in READ)
+
+
+def _source(value: Any, name: str) -> str:
+    if isinstance(value, dict):
+        value = value.get("url", value.get("data"))
+    if not isinstance(value, str) or not value or not value.isascii():
+        refuse(name, "it is not the URL of a picture or sound, or an object with it")
+    return value
+
+
+def _bytes_of(source: str, kind: str, name: str, policy: Policy) -> bytes:
+    if source.lower().startswith(("http:", "https:")):
+        return _fetched(_allowed(source, name, policy), name, policy)
+    if source.startswith("data:"):
+        meaning, _, source = source.partition(",")
+        if not (meaning.startswith(f"data:{kind}/") and meaning.endswith(";base64")):
+            refuse(name, f"a data: URL begins with data:{kind}/KIND;base64,")
+    try:
+        return base64.b64decode(source, validate=True)
+    except binascii.Error:
+        refuse(name, "it is neither a data: URL nor base64, and the server reads no files and no other URLs")
+
+
+def _allowed(source: str, name: str, policy: Policy) -> str:
+    """Return ``source`` if its host may be asked."""
+    try:
+        url = urlsplit(source)
+        host, port = url.hostname or "", url.port or PORTS.get(url.scheme, 0)
+    except ValueError:
+        host, port = "", 0
+    usual = port == PORTS.get(url.scheme) if host else False
+    listed = {entry.lower() for entry in policy.media_hosts}
+    plain = all("!" <= one <= "~" and one not in "\\@" for one in source)
+    if not plain or not (f"{host}:{port}" in listed or (usual and host in listed)):
+        refuse(name, f"this server fetches nothing from {host or source[:80]!r} (--media-hosts); send a data: URL")
+    return source
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        """Follow none: it may lead anywhere."""
+        return None
+
+
+def _fetched(url: str, name: str, policy: Policy) -> bytes:
+    end, found = time.monotonic() + SECONDS, bytearray()
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=SECONDS) as answer:
+            while piece := answer.read1(1 << 16):
+                found += piece
+                if len(found) > policy.max_bytes:
+                    refuse(name, f"{url[:80]} is larger than {policy.max_request_mib} MiB")
+                if time.monotonic() > end:
+                    refuse(name, f"{url[:80]} takes more than {SECONDS} seconds")
+    except (OSError, BadAnswer, ValueError) as error:
+        refuse(name, f"{url[:80]} cannot be fetched ({error})")
+    return bytes(found)
+
+
+def _pixels(data: bytes, name: str) -> int:
+    """Count the pixels of a picture by its head alone."""
+    try:
+        from PIL import Image
+    except ImportError:  # and no model reads pictures
+        return 0
+    try:
+        with Image.open(io.BytesIO(data)) as picture:
+            return int(picture.width * picture.height)
+    except Exception as error:  # of every decoder, damaged and malicious files included
+        refuse(name, f"it is no picture that can be read ({type(error).__name__})")
