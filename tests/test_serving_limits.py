@@ -213,6 +213,34 @@ def test_texts_end_at_the_limit(client, given):
     assert answer["usage"]["completion_tokens"] == 12 and answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"forced_eos_token_id": 2048},
+        {"forced_bos_token_id": 2048},
+        {"bad_words_ids": [[1, 2048]]},
+        {"sequence_bias": [[[2048], 5000]]},
+        {"suppress_tokens": [1, 2048]},
+        {"begin_suppress_tokens": [2048]},
+    ],
+)
+def test_tokens_that_there_are_not(client, setting):
+    [name] = setting
+    for stream in (False, True):
+        config = json.dumps(setting | {"max_new_tokens": 2})
+        body = {"prompt": "Hi", "stream": stream, "generation_config": config}
+        status, answer = client.post("v1/completions", body)
+        assert status == 400 and (name in answer["detail"] or "continuous batching" in answer["detail"]), answer
+
+
+def test_a_bias_may_be_larger_than_the_vocabulary(client):
+    config = json.dumps({"sequence_bias": [[[5], 5000]], "max_new_tokens": 2})
+    status, answer = client.post("v1/completions", {"prompt": "Hi", "generation_config": config})
+    assert status == 200 or "continuous batching" in answer["detail"]
+    status, answer = client.post("v1/chat/completions", {**CHAT, "logit_bias": {"2048": 1}})
+    assert status == 400 and ("no token 2048" in answer["detail"] or "continuous batching" in answer["detail"])
+
+
 # -- what has no text -------------------------------------------------------------------------------------------------
 
 
@@ -305,7 +333,7 @@ def test_sigterm_ends_a_server_in_time_and_its_memory_is_kept(options, tmp_path)
 
     endless = {"prompt": "Hi", "max_tokens": 10**6, "stream": True, "logit_bias": None}
     try:
-        until(answers)
+        until(answers, 300)
         first = send({"prompt": PROMPTS[2], "max_tokens": 20, "temperature": 0})
         assert first.recv(1 << 16).startswith(b"HTTP/1.1 200")
         connections = [send(endless, half=True), send(endless)]

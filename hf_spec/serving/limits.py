@@ -1,7 +1,8 @@
-"""How long prompts and texts may be: as the server allows, and as there is room."""
+"""What depends on the model: how long prompts and texts may be, and which tokens a request may name."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from transformers import GenerationConfig
@@ -9,12 +10,15 @@ from transformers import GenerationConfig
 from ..scoring.plain import position_limit, room_behind
 from .policy import Policy
 
+TOKENS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+
 
 def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache: int | None = None) -> None:
     """Let a text after ``prompt`` tokens end where the limit, the positions, or the paged ``cache`` do.
 
-    Errors: a ValueError if there is no room for one token.
+    Errors: a ValueError if there is no room for one token, or for tokens that the model has not.
     """
+    _refuse_tokens(config, model.config.get_text_config(decoder=True).vocab_size)
     if prompt > policy.max_prompt_tokens:
         raise ValueError(
             f"the prompt has {prompt} tokens, and this server takes {policy.max_prompt_tokens} (--max-prompt-tokens)"
@@ -30,3 +34,19 @@ def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache
     if cache is None and config.max_new_tokens is None and config.max_length is None:
         return  # as short as transformers' default is
     config.max_new_tokens = min(config.max_new_tokens or rooms[0], *rooms)
+
+
+def _refuse_tokens(config: GenerationConfig, size: int) -> None:
+    """Raise a ValueError for ids of tokens that there are not; what they are looked up in would raise other errors."""
+    biases: Any = config.sequence_bias or {}
+    words = [*biases] if isinstance(biases, dict) else [word for word, _ in biases]
+    for name, value in {"sequence_bias": words, **{name: getattr(config, name) for name in TOKENS}}.items():
+        if (token := max(_numbers(value), default=0)) >= size:
+            raise ValueError(f"{name}: there is no token {token}, the model has {size}")
+
+
+def _numbers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    for one in value if isinstance(value, list | tuple) else ():
+        yield from _numbers(one)
