@@ -18,8 +18,9 @@ from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..counting import numbers, numbers_of
-from ..proposal import NO_PARENT, Proposal
+from ..proposal import NO_PARENT, Proposal, once
 from ..scoring.names import CACHE
+from ..scoring.plain import scored_vocabulary
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ class DraftContext:
     worth: Worth | None = None
     goes_on: Callable[[Tensor], bool] | None = None
 
+    @once
+    def vocabulary(self) -> int:
+        """Return how many tokens the target's logits, and so what draft tokens are drawn from, are over."""
+        return scored_vocabulary(self.target)
+
     def prompts(self) -> list[list[int]]:
         """Return the prompts as numbers, without their padding, in one transfer."""
         pairs = torch.stack([self.input_ids, self.attention_mask.to(self.input_ids)], dim=1).tolist()
@@ -71,6 +77,8 @@ class DraftContext:
 def guess_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor:
     """Turn logits (..., draft vocabulary) of ``draft`` into the log-probabilities of guesses over the target's."""
     whole: Tensor = draft.over_target(logits)
+    if (missing := request.vocabulary - whole.shape[-1]) != 0:  # negative: the target's head knows fewer tokens
+        whole = torch.nn.functional.pad(whole, (0, missing), value=-torch.inf)
     return request.log_probs(whole.to(request.input_ids.device)).to(logits.device)
 
 

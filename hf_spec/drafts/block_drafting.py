@@ -53,7 +53,7 @@ class BlockDrafter(StaticDrafter):
 
     @property
     def vocabulary(self) -> int:
-        return int(self._draft.layer_config.vocab_size or 0)
+        return self._request.vocabulary
 
     def _read_prompt(self, static: bool) -> None:
         """Remember the prompt but for its last position, which comes with the first accepted tokens."""

@@ -174,7 +174,7 @@ class BlockDraftModel(DraftModel):
         cache = self.new_cache(len(input_ids), input_ids.device) if past_key_values is None else past_key_values
         if features is not None:
             hidden_states = self.fuse(features)
-        if hidden_states is not None:
+        if hidden_states is not None and hidden_states.shape[1]:
             self.remember(hidden_states, cache, attention_mask)
             cast(SlotCache, cache).commit(input_ids[:, :0], [hidden_states.shape[1]] * len(input_ids), in_place=True)
         guesses = min(num_guesses or self.config.num_guesses, self.config.num_guesses)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..proposal import Proposal
+from ..scoring.plain import readable
 from .base import AcceptedTokens, DraftContext, Drafter, guess_log_probs
 from .readers import Reader, StaticReader
 from .static import StaticDrafter, Told, reseated
@@ -49,7 +50,7 @@ class FeedbackDrafter(StaticDrafter):
 
     def _read_prompt(self) -> None:
         """Read the pairs that lie in the prompt."""
-        tokens, mask, features = pairs_of_prompt(self._request, self.device)
+        tokens, mask, features = pairs_of_prompt(self._request, self.device, self._draft.layer_config.vocab_size)
         beside = {"features": features.to(self.dtype)}
         for reader in self._readers:
             hidden = reader.read_prompt(tokens, mask, **beside)
@@ -59,7 +60,7 @@ class FeedbackDrafter(StaticDrafter):
 
     @property
     def vocabulary(self) -> int:
-        return int(self._draft.layer_config.vocab_size)
+        return self._request.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read what became text beside the target's features, then grow a proposal."""
@@ -169,8 +170,10 @@ class _Growth:
         return logits, [hidden] * depth + [states for _, states in said]  # those before are not asked again
 
 
-def pairs_of_prompt(request: DraftContext, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def pairs_of_prompt(request: DraftContext, device: torch.device, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the pairs that lie in the prompt: tokens, 0 where they are padded, and the features before them.
+
+    Of tokens beyond the ``vocabulary`` 0 stands for each.
 
     They are (batch, pairs), (batch, pairs) and (batch, pairs, widths). The last position's feature comes with the
     first accepted tokens.
@@ -179,6 +182,6 @@ def pairs_of_prompt(request: DraftContext, device: torch.device) -> tuple[Tensor
     # The target may have read more than these tokens (embeddings) or less (a cache handed in).
     pairs = max(0, min(request.input_ids.shape[1], request.features.shape[1]) - 1)
     first = request.input_ids.shape[1] - pairs
-    tokens = request.input_ids[:, first:].to(device)
+    tokens = readable(request.input_ids[:, first:], vocabulary).to(device)
     mask = request.attention_mask[:, first - 1 : first - 1 + pairs].to(device)
     return tokens, mask, request.features[:, -pairs - 1 : -1].to(device)

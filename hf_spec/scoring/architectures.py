@@ -30,6 +30,7 @@ REFUSED = {
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
 ONE_ROW = {
     "gpt_neo": "its causal mask counts columns from one place for the whole batch",
+    "imagegpt": "its causal mask counts columns from one place for the whole batch",
     "inkling2_loop_text": _BIAS,
     "inkling2_text": _BIAS,
     "inkling_text": _BIAS,

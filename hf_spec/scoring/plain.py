@@ -31,6 +31,19 @@ def precision(model: PreTrainedModel) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
+def scored_vocabulary(model: Any) -> int:
+    """Return how many tokens the logits of ``model`` are over; its config may count more (ImageGPT, Inkling)."""
+    config = model.config.get_text_config(decoder=True)
+    width = getattr(model.get_output_embeddings(), "out_features", None)
+    counts = (width or config.vocab_size, getattr(config, "unpadded_vocab_size", None))
+    return min(int(count) for count in counts if count)
+
+
+def readable(tokens: Tensor, count: int) -> Tensor:
+    """Put token 0 in place of those that are not in a table of ``count``: some stand for parts of an image."""
+    return tokens.masked_fill((tokens < 0) | (tokens >= count), 0)
+
+
 def new_cache(model: PreTrainedModel) -> DynamicCache | None:
     """Make the empty cache that transformers would make for ``model``; ``None`` if it makes one of its own kind."""
     if keeps_own_states(model):
@@ -118,6 +131,28 @@ def _logits_after(
         outputs = model(**inputs, return_dict=True)
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
+
+
+def continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
+    """Let the mask and the positions of a prompt go on for ``count`` more tokens."""
+    longer: dict[str, Tensor] = {}
+    if (mask := model_kwargs.get("attention_mask")) is not None:
+        longer["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
+    if (positions := model_kwargs.get("position_ids")) is not None:
+        behind = torch.arange(1, 1 + count, device=positions.device)
+        longer["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
+    return longer
+
+
+def step_inputs(model: Any, input_ids: Tensor, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Let the model prepare what ``generate`` would give the first forward of one token after a prompt.
+
+    ``outputs`` are those of the prompt's last forward, and ``kwargs`` what ``generate`` handed to the first one.
+    """
+    longer = torch.nn.functional.pad(input_ids, (0, 1))  # whatever the token is
+    kwargs = model._update_model_kwargs_for_generation(outputs, dict(kwargs), is_encoder_decoder=False)
+    prepared: dict[str, Any] = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **kwargs)
+    return prepared
 
 
 def difference(logits: Tensor, expected: Tensor) -> Tensor:

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from ..counting import uploaded
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
-from .architectures import arguments_of, cache_name
+from .architectures import cache_name
 from .cache import SlotCache, keeps_everything, undo_reading
-from .features import Features, decoder_of
+from .features import Features
 from .hooks import NOTHING, hooked
 from .masks import Block
-from .names import CACHE, CACHES
-from .plain import prompt_kwargs
+from .names import CACHES
+from .plain import continued, prompt_kwargs, step_inputs
+from .positions import OwnPositions
 from .slots import Slots
 
-# Arguments of ``generate`` that transformers gives no forward, and those of a model that are made anew for each one.
-NEVER_GIVEN = ("labels", "next_sequence_length")
+# Arguments that are made anew for each forward, and those that have a column for each token.
 PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -67,9 +67,12 @@ class Scores:
 
 @dataclass
 class _PrefillRecord:
-    """What the forwards of a prefill, which transformers may run in chunks, leave behind."""
+    """What the forwards of a prefill, which transformers may run in chunks, leave behind.
 
-    position: Tensor | None = None
+    ``by_token`` names the arguments that had a column for each token.
+    """
+
+    by_token: set[str] = field(default_factory=set)
     features: list[Tensor] = field(default_factory=list)
 
 
@@ -126,8 +129,9 @@ class ModelRunner:
         self._text_config = model.config.get_text_config(decoder=True)
         self._origin: Tensor | None = None  # (..., batch or 1, 1), the position that column 0 has or would have
         self._adapted = adapted_layers(model)  # layers with an adapter per row
-        self._position_readers: list[nn.Module] = []  # where positions are put in if the model takes none
-        self._step_kwargs: dict[str, Any] = {}  # arguments of ``generate`` that every forward is given
+        self._positions: OwnPositions | None = None  # if the model is told none
+        self._step_kwargs: dict[str, Any] = {}  # what the model's own preparation gives every forward
+        self._by_token: set[str] = set()  # those of them that have a column for each token
         self._closing: _Closing | None = None  # rows to be read once more with the next proposal
         self.most_new_tokens: int | None = None  # that any row may get; set before the prefill
         self._undo_prompt: Callable[[], None] | None = None  # puts the cache back as it was before the prompt
@@ -145,9 +149,7 @@ class ModelRunner:
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
-        self._start(
-            outputs[self._cache_name], outputs.logits.shape[0], outputs.logits.device, model_kwargs, record.position
-        )
+        self._start_after(input_ids, outputs, model_kwargs, record)
         features = torch.cat(record.features, dim=1) if record.features else None
         return Scores(outputs.logits[:, -1:], features, self.features.all_hidden(outputs))
 
@@ -186,24 +188,23 @@ class ModelRunner:
         """
         refuse_trees(proposal)
         guesses = proposal.tokens.shape[1] - 1
-        kwargs = {**model_kwargs, **_continued(model_kwargs, guesses)}
+        kwargs = {**model_kwargs, **continued(model_kwargs, guesses)}
         # Given to the forward itself: some models' prepare_inputs_for_generation keeps one, whatever it is asked for.
         kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording(**kept) as record:
             ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
             outputs = self.model._prefill(ids, generation_config, kwargs)
-        last_position = None if record.position is None else record.position - guesses
-        logits = outputs.logits[:, -1 - guesses :]
-        self._start(outputs[self._cache_name], len(ids), logits.device, model_kwargs, last_position, 1 + guesses)
-        return Scores(logits)
+        self._start_after(input_ids, outputs, model_kwargs, record, 1 + guesses)
+        return Scores(outputs.logits[:, -1 - guesses :])
 
     def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Scores | None:
         """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
         kwargs = prompt_kwargs(self.model, input_ids, attention_mask, cache)
         if input_ids.shape[1] == 0:
-            before_first = input_ids.new_full((1, 1), -1) if "position_ids" in kwargs else None
-            self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, {"use_cache": True}, before_first)
+            first = input_ids.new_zeros(1, 1) if "position_ids" in kwargs else None
+            given = {"use_cache": True, "position_ids": first}
+            self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, None, given)
             return None
         if self.model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
@@ -214,20 +215,40 @@ class ModelRunner:
         if self._undo_prompt is not None:
             self._undo_prompt()
 
+    def _start_after(
+        self,
+        input_ids: Tensor,
+        outputs: Any,
+        model_kwargs: dict[str, Any],
+        record: _PrefillRecord,
+        open_nodes: int = 0,
+    ) -> None:
+        """Go on after a prompt with what the model's own preparation gives the next forward."""
+        batch, cache = len(outputs.logits), outputs[self._cache_name]
+        if isinstance(cache, EncoderDecoderCache):
+            raise ValueError(
+                f"{type(self.model).__name__} attends to the output of an encoder, whose keys lie in a cache of their "
+                "own, and slots cannot stand in for that"
+            )
+        prepared = step_inputs(self.model, input_ids, outputs, model_kwargs)
+        self._by_token = {*TOKEN_TYPES, *record.by_token}
+        self._start(cache, batch, outputs.logits.device, model_kwargs.get("attention_mask"), prepared, open_nodes)
+
     def _start(
         self,
         cache: DynamicCache,
         batch: int,
         device: torch.device,
-        model_kwargs: dict[str, Any],
-        last_position: Tensor | None,
+        padding: Tensor | None,
+        prepared: dict[str, Any],
         open_nodes: int = 0,
     ) -> None:
-        self._position_readers = _position_readers(self.model) if last_position is None else []
-        self.slots = self._slots_over(cache, batch, device, model_kwargs.get("attention_mask"), open_nodes)
-        self._origin = None if last_position is None else last_position + (1 - self.slots.prompt)
-        skipped = (*PER_FORWARD, *NEVER_GIVEN, *MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
-        self._step_kwargs = {name: value for name, value in model_kwargs.items() if name not in skipped}
+        """Stand in for ``cache``; ``prepared`` are the arguments of a forward of the first token after the prompt."""
+        position = prepared.get("position_ids")
+        self._positions = OwnPositions(self.model) if position is None else None
+        self.slots = self._slots_over(cache, batch, device, padding, open_nodes)
+        self._origin = None if position is None else position[..., -1:] - self.slots.prompt
+        self._step_kwargs = {name: value for name, value in prepared.items() if name not in PER_FORWARD}
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
         """Stand slots in for transformers' ``cache``, whose last ``nodes`` columns are the open forest, a chain."""
@@ -235,12 +256,11 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def _recording(self, **changed: Any) -> Iterator[_PrefillRecord]:
-        """Note the positions and features of every forward of a prefill, with some arguments ``changed``."""
+        """Note the features and arguments of every forward of a prefill, with some arguments ``changed``."""
         record = _PrefillRecord()
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            position = kwargs.get("position_ids")
-            record.position = None if position is None else position[..., -1:]
+            record.by_token = _named_by_token(kwargs)
             return args, kwargs | changed
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -319,7 +339,7 @@ class ModelRunner:
         with (
             self.features.watching() as caught,
             self.slots.scoring(tokens.shape[1], ancestors, config, level) as block,
-            _reading_at(block, self._position_readers),
+            self._reading_at(block),
             with_adapters(self._adapted, self._of_these_rows, are_steps=True),
         ):
             outputs = self._forward(self._inputs(tokens, block))
@@ -343,6 +363,11 @@ class ModelRunner:
         batch: list[int] = self.slots.cache.batch
         return batch
 
+    def _reading_at(self, block: Block) -> contextlib.AbstractContextManager[None]:
+        if self._positions is None:
+            return NOTHING
+        return self._positions.reading(block, self._of_these_rows(len(self.slots.cache.rows.cpu_lengths)))
+
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
         inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache.shown}
@@ -350,10 +375,9 @@ class ModelRunner:
             inputs["attention_mask"] = mask
         if self._origin is not None:
             inputs["position_ids"] = self.slots.positions(self._origin, block)
-        for name in TOKEN_TYPES:
-            if (types := inputs.get(name)) is not None:  # new tokens are text, of the prompt's last type
-                last = types[:, -1:] if name == "token_type_ids" else torch.zeros_like(types[:, -1:])
-                inputs[name] = last.expand_as(tokens)
+        for name in self._by_token:  # all new tokens are as the first one after the prompt
+            if isinstance(value := inputs.get(name), Tensor) and value.shape[1] == 1:
+                inputs[name] = value.expand(-1, tokens.shape[1], *value.shape[2:])
         return inputs
 
     @property
@@ -373,6 +397,8 @@ class ModelRunner:
         origin = self._origin
         if origin is not None and origin.shape[-2] == batch:
             self._origin = origin.index_select(-2, rows.to(origin.device))
+        if self._positions is not None:
+            self._positions.keep_rows(rows)
         self._step_kwargs = {
             name: value.index_select(0, rows.to(value.device)) if _has_rows(value, batch) else value
             for name, value in self._step_kwargs.items()
@@ -407,44 +433,15 @@ def refuse_trees(proposal: Proposal) -> None:
         )
 
 
-def _continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
-    """Let the mask and the positions of a prompt go on for ``count`` more tokens."""
-    longer: dict[str, Tensor] = {}
-    if (mask := model_kwargs.get("attention_mask")) is not None:
-        longer["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
-    if (positions := model_kwargs.get("position_ids")) is not None:
-        behind = torch.arange(1, 1 + count, device=positions.device)
-        longer["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
-    return longer
-
-
-def _position_readers(model: PreTrainedModel) -> list[nn.Module]:
-    """Find what counts positions from the cache's length, in models that take no ``position_ids``.
-
-    An embedding in old decoders, a decoder inside a wrapper that does not pass them on in some new ones.
-    """
-    wanted = {f"{CACHE}_length", "position_ids"}
-    embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    found = [module for module in embeddings if wanted.issubset(arguments_of(module))]
-    decoder = decoder_of(model)
-    return found or [decoder] * ("position_ids" in arguments_of(decoder))
-
-
-def _reading_at(block: Block, readers: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """Let ``readers`` use the columns of ``block`` as positions in a forward: no length of a cache suits all rows."""
-    if not readers:
-        return NOTHING
-    position = block.query  # (batch, nodes)
-
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        # The embeddings take one row of positions for the whole batch.
-        given = position.flatten() if isinstance(module, nn.Embedding) else position
-        return args, {**kwargs, "position_ids": given}
-
-    def after(module: nn.Module, args: Any, embedded: Any) -> Any:
-        return embedded.reshape(*position.shape, -1) if isinstance(module, nn.Embedding) else embedded
-
-    return hooked(readers, before, after)
+def _named_by_token(kwargs: dict[str, Any]) -> set[str]:
+    """Name the arguments of a forward that have a column for each token; none where there is one token alone."""
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    count = 1 if tokens is None else tokens.shape[1]
+    return {
+        name
+        for name, value in kwargs.items()
+        if isinstance(value, Tensor) and name not in PER_FORWARD and value.shape[1:2] == (count,) and count > 1
+    }
 
 
 def _has_rows(value: object, batch: int) -> bool:

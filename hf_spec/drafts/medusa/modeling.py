@@ -148,7 +148,7 @@ class MedusaDrafter(StaticDrafter):
 
     @property
     def vocabulary(self) -> int:
-        return int(self._draft.layer_config.vocab_size or 0)
+        return self._request.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Let all heads read the state before the root, then combine what they say."""

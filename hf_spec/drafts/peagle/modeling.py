@@ -85,12 +85,12 @@ class PEagleDrafter(StaticDrafter):
         self._draft = draft
         self._request = request
         self._reader = (StaticReader if static else Reader)(draft, 0)
-        tokens, mask, features = pairs_of_prompt(request, draft.device)
+        tokens, mask, features = pairs_of_prompt(request, draft.device, draft.layer_config.vocab_size)
         self._reader.read_prompt(tokens, mask, features=features.to(draft.dtype))
 
     @property
     def vocabulary(self) -> int:
-        return int(self._draft.layer_config.vocab_size or 0)
+        return self._request.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read what became text, and the mask tokens behind it; then combine what they say."""

@@ -125,7 +125,7 @@ class FixedVanillaDrafter(StaticDrafter):
         request, words = self._request, self._words
 
         def step(tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-            logits = self._reader.run(keys, words.readable(tokens), ancestors, depth - 1)
+            logits = self._reader.run(keys, words.readable(tokens, drafted=True), ancestors, depth - 1)
             return words.log_probs(logits, self.device)
 
         behind = words.log_probs(told.last(logits)[:, 0], self.device)  # (batch, vocabulary), the root

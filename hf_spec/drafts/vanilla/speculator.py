@@ -125,7 +125,7 @@ class VanillaDrafter(Drafter):
         return None if self._limit is None else self._limit - max(self._lengths)
 
     def _step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        tokens = self._words.readable(tokens)
+        tokens = self._words.readable(tokens, drafted=True)
         self._open.append((tokens, parents))
         return self._words.log_probs(self._runner.extend(tokens, ancestors, depth - 1).logits, self._device)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...scoring.plain import readable
 from ..base import DraftContext
 
 
@@ -14,11 +15,14 @@ class Words:
 
     def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._request = request
-        self.vocabulary, self._known = vocabulary_of(request.target), vocabulary_of(model)
+        self.vocabulary, self._known = request.vocabulary, vocabulary_of(model)
 
-    def readable(self, tokens: Tensor) -> Tensor:
-        """Put token 0 for those of the target that the draft does not know: it then guesses badly, but it can read."""
-        return tokens if self._known >= self.vocabulary else tokens.masked_fill(tokens >= self._known, 0)
+    def readable(self, tokens: Tensor, drafted: bool = False) -> Tensor:
+        """Put token 0 for those that the draft does not know: it then guesses badly, but it can read.
+
+        Of the target, or of a prompt; what the draft itself has ``drafted`` is known if the target's tokens are.
+        """
+        return tokens if drafted and self._known >= self.vocabulary else readable(tokens, self._known)
 
     def log_probs(self, logits: Tensor, device: torch.device) -> Tensor:
         """Turn draft logits (..., vocabulary) into the log-probabilities of guesses over the target's vocabulary."""

@@ -1,0 +1,97 @@
+"""Positions in models that are told none: each row's own, where a model would count them from its cache's length."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .architectures import arguments_of
+from .features import decoder_of
+from .hooks import NOTHING, hooked
+from .masks import Block
+from .names import CACHE
+
+
+class OwnPositions:
+    """Give the modules of a model that read positions those of each row's nodes: no length of a cache suits all rows.
+
+    By themselves they count columns. Where a decoder is given other positions by what stands around it (GLM-Image,
+    which paints row by row), these are kept by column: a forward over the columns behind the longest row asks for all
+    that any row will need.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._readers = _readers(model)
+        self._known: Tensor | None = None  # (..., rows or 1, columns), from column ``_first`` on
+        self._first = 0
+
+    def reading(self, block: Block, rows: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Let the model read at the positions of ``block`` in a forward; ``rows`` are those places of the batch."""
+        if not self._readers:
+            return NOTHING
+        columns = block.query  # (batch, nodes)
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            given = columns
+            if isinstance(module, nn.Embedding):  # takes one row of positions for the whole batch
+                given = columns.flatten()
+            elif _counts_from_padding(module):
+                given = columns + 1 + int(cast(Any, module).padding_idx)
+            elif (own := kwargs.get("position_ids")) is not None:
+                given = self._looked_up(own, block, rows)
+            return args, {**kwargs, "position_ids": given}
+
+        def after(module: nn.Module, args: Any, embedded: Any) -> Any:
+            return embedded.reshape(*columns.shape, -1) if isinstance(module, nn.Embedding) else embedded
+
+        return hooked(self._readers, before, after)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Go on with ``rows`` only."""
+        if self._known is not None and self._known.shape[-2] > 1:
+            self._known = self._known.index_select(-2, rows.to(self._known.device))
+
+    def _looked_up(self, own: Tensor, block: Block, rows: Sequence[int]) -> Tensor:
+        """Keep the model's ``own`` positions of the next columns, and return those of the nodes, (..., batch, nodes).
+
+        The model may know fewer than it is asked for, since draft tokens may go beyond the end of the text.
+        """
+        count, batch = block.count, len(block.query)
+        if own.shape[-2] not in (1, batch):
+            own = own.index_select(-2, torch.tensor(rows, device=own.device))
+        begin = block.width - count
+        known = own
+        if self._known is not None:
+            before = self._known[..., : begin - self._first]
+            shape = (*own.shape[:-2], max(own.shape[-2], before.shape[-2]))
+            known = torch.cat([before.expand(*shape, -1), own.expand(*shape, -1)], dim=-1)
+        else:
+            self._first = begin
+        missing = block.width - self._first - known.shape[-1]
+        self._known = torch.cat([known, known[..., -1:].expand(*known.shape[:-1], missing)], dim=-1)
+        place = (block.query - self._first).to(own.device)
+        wide = self._known.expand(*self._known.shape[:-2], batch, -1)
+        found = wide.gather(-1, place.clamp(min=0).expand(*wide.shape[:-1], -1))
+        return found + place.clamp(max=0)  # columns before the first: the model counts them one by one
+
+
+def _readers(model: PreTrainedModel) -> list[nn.Module]:
+    """Find what reads positions: an embedding in old decoders, the whole decoder inside a wrapper in some new ones."""
+    wanted = {f"{CACHE}_length", "position_ids"}
+    modules = [
+        module for module in model.modules() if isinstance(module, nn.Embedding) or _counts_from_padding(module)
+    ]
+    found: list[nn.Module] = [module for module in modules if wanted.issubset(arguments_of(module))]
+    decoder = decoder_of(model)
+    return found or [decoder] * ("position_ids" in arguments_of(decoder))
+
+
+def _counts_from_padding(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a table of sines that gives the first column the position behind the padding's."""
+    has_table = hasattr(module, "make_weights") and hasattr(module, "padding_idx")
+    return has_table and hasattr(module, "create_position_ids_from_input_ids")
