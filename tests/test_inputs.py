@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from twins import SHAPES, Oracle
 
 import hf_spec
+from hf_spec import SpeculationConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.modeling import DSparkDraftModel
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
@@ -23,6 +24,7 @@ from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.scoring.architectures import why_no_trees
+from hf_spec.scoring.names import CACHE
 
 Inputs = dict[str, Any]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -109,6 +111,48 @@ def test_what_only_the_first_forward_is_given(case: str, shape: str) -> None:
     for _ in range(2):
         text = model.generate(**inputs, **OPTIONS, speculator=oracle, speculation_config=SHAPES[shape])
         assert torch.equal(text, plain)
+
+
+@pytest.mark.parametrize("shape", ["none", *SHAPES])
+def test_the_check_of_a_target_is_told_what_the_call_passes(shape: str) -> None:
+    """After a call with a picture GLM-Image cannot read text alone, nor could its check."""
+    model, inputs = glm_image()
+    plain = model.generate(**inputs, **OPTIONS)
+    config = SHAPES.get(shape, SpeculationConfig(tree="auto"))
+    seen: list[bool] = []
+    hook = model.register_forward_pre_hook(lambda *args: seen.append("image_grid_thw" in args[2]), with_kwargs=True)
+    text = model.generate(**inputs, **OPTIONS, speculator=Oracle(plain, vocab_size=50), speculation_config=config)
+    hook.remove()
+    assert torch.equal(text, plain)
+    assert all(seen)
+
+
+def pressed(model: PreTrainedModel) -> list[Any]:
+    """Thin the keys and values of every prompt, as presses of caches do."""
+
+    def thin(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = kwargs[CACHE].layers[module.layer_idx]
+        if layer.get_seq_length() == kwargs["hidden_states"].shape[1]:
+            layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+    return [layer.self_attn.register_forward_hook(thin, with_kwargs=True) for layer in model.model.layers]
+
+
+@pytest.mark.parametrize("kind", ["oracle", "model", "ngram"])
+def test_no_draft_token_is_read_with_a_prompt_that_a_hook_acts_on(kind: str) -> None:
+    model, inputs = build("llama"), {"input_ids": prompts(1)["input_ids"].repeat(1, 2)}
+    before = model.generate(**inputs, **OPTIONS)
+    hooks = pressed(model)
+    plain = model.generate(**inputs, **OPTIONS)
+    assert not torch.equal(plain, before)
+    speculator = {"oracle": Oracle(plain), "model": build("llama", num_hidden_layers=1), "ngram": "ngram"}[kind]
+    for _ in range(2):
+        out = model.generate(**inputs, **OPTIONS, speculator=speculator, return_dict_in_generate=True)
+        assert torch.equal(out.sequences, plain)
+    for hook in hooks:
+        hook.remove()
+    text = model.generate(**inputs, **OPTIONS, speculator=Oracle(before), num_speculative_tokens=4)
+    assert torch.equal(text, before)
 
 
 # --- Vocabularies and tables -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
 from ..scoring.names import CACHE, cache_among
+from ..scoring.prompts import Prompt
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..scoring.widths import costs_of_widths
@@ -84,18 +85,18 @@ class SpeculativeDecoding:
         ranks = Ranks(model)
         text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
         is_static = isinstance(cache_among(model_kwargs), StaticCache)
-        samples = bool(generation_config.do_sample)
+        prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
         if config.tree == "auto":
             config = chain = config.merge(tree=None)
             # Over a static cache each shape is compiled anew: a chain it is, and where a seed decides what is drawn.
             may_choose = not is_static and may_adapt(chain, samples, input_ids.device)
-            if may_choose and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text):
+            if may_choose and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text, prompt):
                 config = ranks.agree(faster(model, speculator, chain, len(text.rows), samples))
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
             if config.self_check:
-                check_target(model, trees=config.tree is not None, static=is_static)
+                check_target(model, config.tree is not None, is_static, prompt)
         if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
             cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
 
@@ -386,6 +387,7 @@ def _takes_trees(
     model_kwargs: dict[str, Any],
     chain: SpeculationConfig,
     text: Text,
+    prompt: Prompt | None,
 ) -> bool:
     """Tell whether this call could guess trees."""
     tree = chain.merge(tree="dynamic")
@@ -393,7 +395,7 @@ def _takes_trees(
         refuse_call(model, generation_config, model_kwargs, tree, text)
         speculator.check(model, tree)
         if chain.self_check:
-            check_target(model, trees=True)
+            check_target(model, trees=True, prompt=prompt)
     except ValueError:
         return False
     return True

@@ -19,6 +19,7 @@ from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
 from .architectures import cache_name
 from .cache import SlotCache, keeps_everything, undo_reading
+from .changes import foreign_hooks
 from .features import Features
 from .hooks import NOTHING, hooked
 from .masks import Block
@@ -157,7 +158,8 @@ class ModelRunner:
         """Tell whether ``prefill_guessing`` can take the place of ``prefill``.
 
         It needs a prompt of tokens alone, read in one go into an empty cache whose layers keep all of it, and nobody
-        who wants the prompt's features; and a model that reads prompts causally.
+        who wants the prompt's features; a model that reads prompts causally, and no hooks of others, which may act on
+        prompts (a press that thins the cache) and would take draft tokens for a part of one.
         """
         cache = model_kwargs.get(self._cache_name)
         others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
@@ -173,6 +175,7 @@ class ModelRunner:
             and isinstance(cache, DynamicCache)
             and cache.get_seq_length() == 0
             and keeps_everything(cache)
+            and not foreign_hooks(self.model)
         )
 
     def prefill_guessing(
