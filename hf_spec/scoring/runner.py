@@ -367,9 +367,8 @@ class ModelRunner:
         return batch
 
     def _reading_at(self, block: Block) -> contextlib.AbstractContextManager[None]:
-        if self._positions is None:
-            return NOTHING
-        return self._positions.reading(block, self._of_these_rows(len(self.slots.cache.rows.cpu_lengths)))
+        rows = self._of_these_rows(len(self.slots.cache.rows.cpu_lengths))
+        return NOTHING if self._positions is None else self._positions.reading(block, rows)
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""

@@ -150,14 +150,15 @@ def _differences(
     prompt = Prompt.of_text(model, draw) if given is None else given
     reads = _read_block(model, shape, static, prompt, draw)
     in_half = precision(model) in LEAST
-    steps, *again = _plain(model, prompt, [read.following for read in reads], [False, True] if in_half else [False])
+    followings, at_once = [read.following for read in reads], [False, True] if in_half else [False]
+    steps, *again = _plain(model, prompt, followings, static, at_once)
     apart, most = _apart(reads, steps), _most(model)
     for others in again:
         rounding = max(float(difference(one, other).max()) for one, other in zip(others, steps, strict=True))
         most = min(most, max(TIMES_APART * rounding, LEAST[precision(model)]))
     if bool((apart <= most).all()):
         return apart, most
-    return torch.fmin(apart, _apart_alone(model, prompt, reads)), most
+    return torch.fmin(apart, _apart_alone(model, prompt, reads, static)), most
 
 
 def _read_block(model: PreTrainedModel, shape: _Shape, static: bool, prompt: Prompt, draw: int) -> list[_Read]:
@@ -190,18 +191,23 @@ def _read_block(model: PreTrainedModel, shape: _Shape, static: bool, prompt: Pro
 
 
 def _plain(
-    model: PreTrainedModel, prompt: Prompt, followings: Sequence[Tensor], at_once: Sequence[bool] = (False,)
+    model: PreTrainedModel,
+    prompt: Prompt,
+    followings: Sequence[Tensor],
+    static: bool,
+    at_once: Sequence[bool] = (False,),
 ) -> list[list[Tensor]]:
     """Score each of ``followings`` of the prompt as plain ``generate`` does: (rows, tokens, vocabulary).
 
-    That is token by token, or ``at_once`` as it reads a prompt that goes on: a list for each of these.
+    That is token by token, or ``at_once`` as it reads a prompt that goes on: a list for each of these. Over a
+    ``static`` cache some models read a prompt differently (PaliGemma).
     """
     if prompt.extra:  # nobody knows what of it belongs to which row
         texts, rows = list(followings), prompt
     else:
         texts, rows = [torch.cat(list(followings))], prompt.repeated(model, len(followings))
     ways = [text.split(text.shape[1] if whole else 1, dim=1) for whole in at_once for text in texts]
-    scored = torch.cat(logits_of_ways(model, rows.ids, rows.handed(model), ways)).float()
+    scored = torch.cat(logits_of_ways(model, rows.ids, rows.handed(model, static), ways)).float()
     parts = scored.split(len(prompt.ids))
     return [list(parts[first : first + len(followings)]) for first in range(0, len(parts), len(followings))]
 
@@ -215,7 +221,7 @@ def _apart(reads: Sequence[_Read], plain: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _apart_alone(model: PreTrainedModel, prompt: Prompt, reads: Sequence[_Read]) -> Tensor:
+def _apart_alone(model: PreTrainedModel, prompt: Prompt, reads: Sequence[_Read], static: bool) -> Tensor:
     """Return the differences (paths, rows) from plain steps of each row by itself; inf where it cannot be alone."""
     nowhere = reads[0].logits.new_full((), float("inf"))
     apart: list[list[Tensor]] = [[] for _ in reads]
@@ -225,7 +231,7 @@ def _apart_alone(model: PreTrainedModel, prompt: Prompt, reads: Sequence[_Read])
             if alone is None:
                 found.append(nowhere)
             else:
-                found.append(read.apart(row, _plain(model, alone, [read.following[row : row + 1]])[0][0][0]))
+                found.append(read.apart(row, _plain(model, alone, [read.following[row : row + 1]], static)[0][0][0]))
     return torch.stack([torch.stack(found) for found in apart])
 
 
