@@ -205,13 +205,23 @@ def test_a_prompt_of_one_token_leaves_nothing_to_read_before_it(kind: str, as_it
         assert_same(*call.tell(counts))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "llama"])
-def test_slots_end_where_all_that_is_read_does(kind: str, as_it_is: None) -> None:
-    """At every length: a row that is ahead by one token is padded like one that is behind and gets many."""
+WIDE = SHAPES["dynamic"].merge(tree_top_k=6, tree_nodes=12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [("eagle3", SHAPES["chain"]), ("peagle", SHAPES["chain"]), ("dflash", SHAPES["chain"]), ("llama", WIDE)],
+    ids=["eagle3", "peagle", "dflash", "llama-wide"],
+)
+def test_slots_end_where_all_that_is_read_does(kind: str, config: SpeculationConfig, as_it_is: None) -> None:
+    """At every length: a row that is ahead is padded like one that gets many tokens, and either may stay alone."""
     for ahead in range(1, 9):
-        call = Call(kind, SHAPES["chain"], 2, sample=False, lengths=(9, 8))
+        call = Call(kind, config, 2, sample=False, lengths=(9, 8))
         for counts in ([ahead, 1], [1, 9], [1, 1]):
             assert_same(*call.tell(counts))
+        call.keep([ahead % 2])
+        for _ in range(4):
+            assert_same(*call.tell([3]))
 
 
 @pytest.mark.parametrize("shape", ["chain", "static"])
