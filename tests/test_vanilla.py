@@ -56,7 +56,8 @@ def some_news(proposal: Proposal | None, generator: torch.Generator) -> Accepted
             node = children[int(torch.randint(len(children), (), generator=generator))]
             tokens[row, length] = proposal.tokens[row, node]
             length += 1
-        counts[row] = length + 1
+        # The text may also end with a guess: what follows it was left out, such as what stands after an end.
+        counts[row] = length + int(length == 0 or torch.rand((), generator=generator) < 0.7)
     return AcceptedTokens(tokens[:, : int(counts.max())], counts)
 
 
@@ -246,6 +247,13 @@ def test_a_row_that_is_ahead_of_longer_ones_may_reach_the_end_first(name: str, g
     tokens = torch.randint(3, 99, (3, 3), generator=torch.Generator().manual_seed(0))
     news = AcceptedTokens(tokens, torch.tensor([1, 1, 3]))
     assert [drafter.propose(news, limit=4).tokens.shape[1] - 1 for _ in guesses] == guesses
+    drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
+    drafter.propose(news, limit=4)
+    drafter.keep_rows(torch.tensor([2]))  # the shortest one, by which the others' lengths are forgotten
+    alone = AcceptedTokens(tokens[2:], torch.tensor([3]))
+    left = [24 - (5 if name == "gpt2" else 13) - 3 * read for read in range(2, 2 + len(guesses))]
+    found = [drafter.propose(alone, limit=4).tokens.shape[1] - 1 for _ in guesses]
+    assert found == [min(4, max(0, room)) for room in left]
 
 
 def test_a_draft_with_another_vocabulary_is_refused() -> None:
@@ -277,6 +285,33 @@ def test_tokens_that_a_draft_of_a_smaller_vocabulary_does_not_know(shape: str, s
     assert (out.sequences[:, 9:] >= known).any(), "the text has no such token"
     if not sample:
         assert torch.equal(out.sequences, model.generate(**given, max_new_tokens=16, do_sample=False))
+
+
+@pytest.mark.parametrize(("own", "fits"), [(8192 - 1, False), (8192 + 511, True), (8192 + 512, False)])
+def test_vocabularies_of_one_family_differ_by_their_padding_alone(own: int, fits: bool) -> None:
+    target, speculator = build("llama", vocab_size=8192), VanillaSpeculator(build("llama", vocab_size=own))
+    if fits:
+        speculator.check(target)
+        return
+    with pytest.raises(ValueError, match=f"vocabulary of {own} tokens"):
+        speculator.check(target)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_that_a_target_of_a_smaller_vocabulary_does_not_know_are_not_guessed(shape: str) -> None:
+    model = build("llama", vocab_size=8192)
+    draft = copy.deepcopy(model)
+    draft.resize_token_embeddings(8192 + 300)
+    with torch.no_grad():
+        draft.lm_head.weight[8192:] = 2 * model.lm_head.weight[:300]  # which the draft would rather guess
+    given = prompts(3, (9, 6, 7))
+    for sample in (False, True):
+        options = {"max_new_tokens": 12, "do_sample": sample, "speculation_config": SHAPES[shape]}
+        out = model.generate(**given, **options, speculator=draft, return_dict_in_generate=True)
+        assert int(out.sequences.max()) < 8192 and out.speculation.proposed
+        if not sample:
+            assert torch.equal(out.sequences, model.generate(**given, max_new_tokens=12, do_sample=False))
+            assert out.speculation.accepted
 
 
 @pytest.mark.parametrize("shape", SHAPES)
