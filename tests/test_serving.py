@@ -100,7 +100,8 @@ def test_a_text_ends_when_its_client_has_gone(client, stream):
     until(client.is_idle)
     found = client.metrics()
     assert found["texts_total.cancelled"] == before.get("texts_total.cancelled", 0) + 1
-    assert found["generated_tokens_total"] < before["generated_tokens_total"] + 900
+    generated = found["generated_tokens_total"] - before["generated_tokens_total"]
+    assert (2 if stream else -1) < generated < 900  # pieces that were told before the client left count
     assert found["requests_total.499"] == before.get("requests_total.499", 0) + 1
 
 

@@ -1,0 +1,230 @@
+"""What continuous batching counts, remembers and shares: right for every request, however its steps fell out."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from batches import batching, flawed, greedy, plain_texts, prompts_of, serve
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from twins import CHAIN, target
+
+from hf_spec import (
+    AcceptedTokens,
+    DraftContext,
+    Drafter,
+    NgramSpeculator,
+    Proposal,
+    SpeculationConfig,
+    SpeculationStats,
+    Speculator,
+    generate_many,
+)
+from hf_spec.batching.drafting import Drafters, Row
+from hf_spec.batching.engine import _Processor
+from hf_spec.batching.speculation import Speculation
+from hf_spec.drafts.base import ask
+
+PROMPTS = prompts_of(9, 99)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_collection() -> Iterator[None]:
+    """Spare the collector all that is there already: transformers' engine calls it whenever it ends."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Learning(NgramSpeculator):
+    """N-grams that note what they are told."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.told: list[list[int]] = []
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        self.told += map(list, texts)
+
+
+def test_a_stream_is_learnt_once_and_whole() -> None:
+    """What a client cancels is not learnt."""
+    (text,) = plain_texts(target(), PROMPTS[:1], greedy(eos_token_id=None))
+    speculator = Learning()
+    with target().continuous_batching_context_manager(
+        greedy(eos_token_id=-1), continuous_batching_config=batching(4), warmup=False, speculator=speculator
+    ) as manager:
+        manager.add_request(PROMPTS[1], "left", streaming=True, max_new_tokens=900)
+        assert manager.get_result(timeout=60).request_id == "left"
+        manager.cancel_request("left")
+        manager.add_request(PROMPTS[0], "one", streaming=True)
+        pieces = 0
+        while (output := manager.get_result(timeout=60)).request_id != "one" or not output.is_finished():
+            pieces += output.request_id == "one"
+    assert pieces > 2 and speculator.told == [PROMPTS[0] + text]
+
+
+class Reading(Speculator):
+    """A draft that reads hidden states, guesses nothing, and notes how many states of a prompt it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, int]] = []
+
+    def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
+        return (1,)
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        assert request.features is not None
+        self.given.append((request.input_ids.shape[1], request.features.shape[1]))
+        return Silent()
+
+
+class Silent(Drafter):
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        return Proposal.nothing(accepted.root)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [24, 512])
+def test_a_draft_that_reads_hidden_states_gets_those_of_the_whole_prompt(size: int) -> None:
+    """Also where another prompt began with the same tokens, and where a prompt is read in parts."""
+    speculator, prompts = Reading(), [[*range(10, 42), end] for end in (50, 51, 52)]
+    given = batching(1, page_size=4, max_batch_tokens=size)
+    options: Any = {"warmup": False, "speculator": speculator, "speculation_config": CHAIN}
+    target().generate_batch(prompts * 2, greedy(eos_token_id=-1), given, **options)
+    assert speculator.given == [(33, 33)] * 6
+
+
+def test_draft_tokens_after_the_end_are_not_accepted() -> None:
+    """Nor are those of the depths that no text reached."""
+    prompt = PROMPTS[0]
+    (text,) = plain_texts(target(), [prompt], greedy(eos_token_id=None))
+    end = next(i for i in range(2, 5) if text[i] not in text[:i])
+    outputs = target().generate_batch(
+        [prompt],
+        greedy(eos_token_id=text[end]),
+        batching(1),
+        warmup=False,
+        speculator=NgramSpeculator(corpus=[prompt + text]),
+        speculation_config=SpeculationConfig(num_speculative_tokens=8),
+    )
+    (output,) = outputs.values()
+    assert output.generated_tokens == text[: end + 1]
+    stats = output.speculation
+    assert (stats.steps, stats.proposed, stats.accepted, stats.emitted) == (1, 8, end, end)
+    assert stats.counts.reached == [1] * end + [0] * (8 - end)
+
+
+def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, int, bool]] = []  # reads part of a prompt, rows that go on, is taken for a usual step
+    step, timed = _Processor._generation_step, Speculation._timed
+    reads: list[bool] = []
+
+    def stepped(self: _Processor, model: Any) -> None:
+        futures = self._io.requests_in_batch
+        reads.append(any(not future.has_new_token or not future.state.generated_len() for future in futures))
+        step(self, model)
+
+    def noted(self: Speculation, usual: bool, offered: list[int], *args: Any) -> None:
+        seen.append((reads[-1], len(offered), usual))
+        timed(self, usual, offered, *args)
+
+    monkeypatch.setattr(_Processor, "_generation_step", stepped)
+    monkeypatch.setattr(Speculation, "_timed", noted)
+    prompts = [*PROMPTS[:3], *([[*range(10, 90)]] * 2)]  # the long ones are read in several parts, beside others
+    serve(target(), prompts, 4, speculator="ngram", speculation_config=CHAIN)
+    assert any(reading and going_on for reading, going_on, _ in seen)
+    assert all(usual != reading for reading, going_on, usual in seen if going_on)
+
+
+def row_of(prompt: list[int], *told: list[int]) -> Row:
+    class Asked:
+        initial_tokens = prompt
+
+    row = Row(str(prompt), Asked(), SpeculationStats(1))
+    for tokens in told:
+        row.tell(tokens, None)
+    return row
+
+
+def test_drafters_that_catch_up_are_late() -> None:
+    """One that is new, and one that reads what became text in several steps; what they take is not usual."""
+    speculator, drafters, limits = NgramSpeculator(), Drafters(torch.device("cpu")), []
+
+    def start(row: Row) -> Drafter:
+        prompt = torch.tensor([row.request.initial_tokens])
+        mask = torch.ones_like(prompt)
+        return speculator.drafter(DraftContext(target(), prompt, mask, None, CHAIN, lambda logits: logits, False))
+
+    def asked(drafter: Drafter, rows: list[Row], accepted: AcceptedTokens, limit: int) -> Proposal:
+        limits.append((limit, len(rows)))
+        return ask(drafter, accepted, limit)
+
+    one, other = row_of([10, 11, 12, 10], [11]), row_of([20, 21, 20], [21])
+    assert drafters.propose([one], 3, start, asked), "it is new"
+    assert one.guess is not None and one.guess.tokens == [11, 12, 10, 11]
+    one.tell([12], None)
+    assert not drafters.propose([one], 3, start, asked)
+    one.tell([10], None)
+    assert drafters.propose([one, other], 2, start, asked), "the other is new"
+    assert other.guess is not None and other.guess.tokens[:2] == [21, 20]
+    for row, steps in ((one, ([11], [12])), (other, ([20],))):
+        for tokens in steps:
+            row.tell(tokens, None)
+    assert drafters.propose([one, other], 3, start, asked), "one has two steps to read"
+    assert limits == [(3, 1), (3, 1), (2, 2), (3, 2)] and (one.steps, one.unread) == (0, [])
+    one.tell([10], None)
+    assert not drafters.propose([one], 3, start, asked) and len(limits) == 4, "the other one was not in the batch"
+
+
+def test_blocks_are_shared_when_they_are_full_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected draft tokens fill no block."""
+    marked: Counter[str] = Counter()
+    found: list[bool] = []
+    mark = PagedAttentionCache.mark_complete_blocks
+
+    def noted(self: Any, state: Any, blocks: dict[str, int]) -> None:
+        marked[state.request_id] += sum(blocks.values())
+        found.append(marked[state.request_id] == state.position_offset // 4)
+        mark(self, state, blocks)
+
+    monkeypatch.setattr(PagedAttentionCache, "mark_complete_blocks", noted)
+    prompts = [[*range(10 + i, 20 + 2 * i)] for i in range(4)]  # that share nothing
+    texts = plain_texts(target(), prompts, greedy(eos_token_id=None))
+    outputs = target().generate_batch(
+        prompts,
+        greedy(eos_token_id=-1),
+        batching(4, page_size=4),
+        warmup=False,
+        speculator=flawed(texts, 99),
+        speculation_config=CHAIN,
+    )
+    assert [output.generated_tokens for output in outputs.values()] == texts
+    assert all(found) and len(found) > 20 and sum(marked.values()) > 20
+
+
+def test_whoever_stops_reading_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    step = _Processor._generation_step
+    monkeypatch.setattr(_Processor, "_generation_step", lambda self, model: (steps.append(1), step(self, model)))
+    answers = generate_many(
+        target(),
+        PROMPTS,
+        engine="generate_batch",
+        batch_size=1,
+        speculator="ngram",
+        num_speculative_tokens=1,
+        generation_config=greedy(eos_token_id=-1, max_new_tokens=60),
+        progress=False,
+    )
+    next(answers)
+    answers.close()
+    assert len(steps) < 3 * 60, "all were answered"
