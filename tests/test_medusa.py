@@ -33,6 +33,9 @@ TREES: dict[str, list[tuple[int, ...]]] = {
     "medusa_v2_safetensors": [(0, 0, 0, 0), (0, 1), (1,)],
     "medusa2_combined": [(0, 0, 0), (0, 1), (1, 0)],
 }
+TREES = {  # with the paths that lead to these
+    case: sorted({path[:end] for path in paths for end in range(1, 1 + len(path))}) for case, paths in TREES.items()
+}
 POSTERIOR = {
     "medusa_v1_pt": [(0.7, 0.09, 0.3), (1.0, 0.3, 0.09), (0.4, 0.2, 0.6)],
     "medusa_v2_pt": [(0.7, 0.09, 0.3), (1.0, 0.09, 0.3)],

@@ -182,7 +182,8 @@ def test_static_trees_rank_by_chance() -> None:
     speculator = NgramSpeculator(remember=100, min_chance=0.05)
     speculator.learn([[1, 7, 5], [1, 7, 6], [1, 8, 9]])
 
-    def found(tree: list[tuple[int, ...]]) -> list[Guess]:
+    def found(paths: list[tuple[int, ...]]) -> list[Guess]:
+        tree = sorted({path[:end] for path in paths for end in range(1, 1 + len(path))})
         return paths_of(start([[4]], speculator, tree=tree).propose(news([[1]]), 4), 0)
 
     assert found([(0, 0), (1, 0)]) == [(7,), (8,), (7, 6), (8, 9)]

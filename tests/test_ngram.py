@@ -102,7 +102,7 @@ def test_equals_naive_rescan(seed: int, match: str) -> None:
     sizes = range(rng.randint(2, 5), rng.randint(0, 1), -1)
     corpus = [random_text(rng, rng.randint(0, 40)) for _ in range(rng.choice([0, 3]))]
     speculator = NgramSpeculator(sizes[0], sizes[-1], match, corpus)  # type: ignore[arg-type]
-    static = [(0, 0, 0), (1, 0), (0, 1), (2,), (7,)]
+    static = [(0,), (1,), (2,), (7,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
     top_k, most = rng.randint(1, 5), rng.randint(1, 12)
     texts = [random_text(rng, rng.randint(1, 160)) for _ in range(4)]
     drafters = {
