@@ -676,6 +676,26 @@ def test_without_a_terminal_a_line_says_how_far_it_is(capsys):
     assert last == "hf-spec doctor is at work for 0 s"
 
 
+def test_an_interrupted_command_says_where_it_goes_on(models, prompts, tmp_path, capsys, monkeypatch):
+    """Only if there is something to go on with."""
+    raw, out, rounds = tmp_path / "raw.jsonl", tmp_path / "answers.jsonl", tmp_path / "rounds.jsonl"
+    raw.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8")
+    files = ["--prompts", str(raw), "--max-new-tokens", "3"]
+
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", interrupt)
+    commands = {out: ["generate", models["target"], "--out", str(out)]}
+    commands |= {rounds: ["bench", models["target"], "--rounds", str(rounds)]}
+    for place, command in commands.items():
+        place.touch()
+        assert main([*command, *files]) == 130
+        assert f"hf-spec: stopped. The same command goes on where {place} ends\n" in capsys.readouterr().err
+    assert main(["generate", models["target"], "--prompt", PROMPT]) == 130
+    assert "goes on" not in capsys.readouterr().err
+
+
 def test_a_bar_without_an_end_counts():
     with Progress("Regenerating", None, "conversations", shown=False) as bar:
         bar.update(3)

@@ -110,6 +110,13 @@ def unknown(code: str) -> list[str]:
     return found
 
 
+def test_names_of_the_reference_stand_in_its_tables() -> None:
+    """GitHub shows nothing of what the site makes of a name."""
+    page = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^::: (\S+)$", page, re.M)) - {"hf_spec.SpeculativeModel"}
+    assert names == set(re.findall(r"^\| `([\w.]+)` \| \w.+ \|$", page, re.M)) and len(names) > 50
+
+
 def test_names_that_do_not_exist_are_found() -> None:
     code = "from hf_spec import nonsense\nhf_spec.bogus(1)\nhf_spec.SpeculationConfig(tree=None, shape=1)"
     assert unknown(code) == ["hf_spec.nonsense", "SpeculationConfig(shape=)", "hf_spec.bogus"]

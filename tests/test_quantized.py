@@ -237,10 +237,29 @@ def test_loaded_targets_write_what_plain_generate_writes_or_are_refused(
     speculator = "ngram" if kind == "ngram" else noisy(wide())
     options: dict[str, Any] = GREEDY | {"speculator": speculator, "speculation_config": SHAPES[shape]}
     if way is loaded_8bit:
-        with pytest.raises(ValueError, match="differently from single steps"):
+        with pytest.raises(ValueError, match=r"differently from single steps .*: try bfloat16 compute \(dtype="):
             model.generate(**given, **options)
     else:
         assert torch.equal(model.generate(**given, **options), model.generate(**given, **GREEDY))
+
+
+@pytest.mark.parametrize("way", [loaded_4bit, bitsandbytes])
+def test_a_quantised_target_that_is_refused_in_float32_is_told_of_bfloat16(
+    way: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where it computes in bfloat16, or where nothing is quantised."""
+    positions = Slots.positions
+    monkeypatch.setattr(Slots, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
+    with pytest.raises(ValueError, match="multiplied in float32: try bfloat16 compute"):
+        check_target(way(wide()), trees=False)
+    halved = way(wide())
+    for module in halved.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.bfloat16
+    for model in (halved, wide()):
+        with pytest.raises(ValueError, match="differently from single steps") as caught:
+            check_target(model, trees=False)
+        assert "bfloat16" not in str(caught.value)
 
 
 def test_a_head_that_cannot_be_lent_is_named() -> None:

@@ -20,6 +20,7 @@ from .common import (
     configured,
     draft_of,
     existing,
+    goes_on,
     picture,
     seed_of,
     temperature_of,
@@ -43,7 +44,8 @@ PROMPTS_HELP = (
 
 def add_bench(commands: Any) -> None:
     """Declare ``hf-spec bench``."""
-    add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation")
+    add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation",
+                  resumes=goes_on("rounds"))  # fmt: skip
     add("model", help="target: directory or Hub id")
     add("--draft", type=draft_of, nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories "
         "or Hub ids, or memory+DRAFT for both together (ngram)")  # fmt: skip

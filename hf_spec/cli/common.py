@@ -58,6 +58,16 @@ def command(
     return add
 
 
+def goes_on(*files: str) -> Callable[[argparse.Namespace], str]:
+    """Return what says that a command goes on where those of the options ``files`` end that are there."""
+
+    def say(args: argparse.Namespace) -> str:
+        kept = [str(place) for name in files if (place := getattr(args, name)) and Path(place).exists()]
+        return f"The same command goes on where {' and '.join(kept)} ends" if kept else ""
+
+    return say
+
+
 def add_device_options(add: Any) -> None:
     """Declare where and how models run."""
     add("--dtype", choices=DTYPES, default="auto", help="of target and draft; auto: as they are stored (%(default)s)")

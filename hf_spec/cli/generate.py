@@ -14,6 +14,7 @@ from .common import (
     command,
     configured,
     existing,
+    goes_on,
     sampling,
     text_of,
     writable,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 def add_generate(commands: Any) -> None:
     """Declare ``hf-spec generate``."""
-    add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went")
+    add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went",
+                  resumes=goes_on("out"))  # fmt: skip
     add("model", help="target: directory or Hub id")
     add_speculator(add)
     add(

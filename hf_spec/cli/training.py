@@ -14,6 +14,7 @@ from .common import (
     at_least,
     command,
     draft_of,
+    goes_on,
     json_object,
     sampling,
     temperature_of,
@@ -44,7 +45,7 @@ def _need_extra() -> None:
 def add_prepare(commands: Any) -> None:
     """Declare ``hf-spec prepare``."""
     add = command(commands, _prepare, "prepare", "turn conversations or plain text into a dataset to train drafts on",
-                  resumes=_goes_on)  # fmt: skip
+                  resumes=goes_on("regenerate", "features"))  # fmt: skip
     add("data", help="file of JSON lines (or json, csv, parquet, txt), or a dataset of the Hub")
     add("out", help="directory to write, which must not exist; for `data:` in the recipe of hf-spec train")
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
@@ -136,11 +137,6 @@ def _coverage(splits: Any, vocabulary: int) -> str:
     )
     which = "the held-out answers" if "test" in splits else "the answers that it is counted on (fewer of others)"
     return f"Share of {which} that a draft vocabulary of so many tokens has: {shares}"
-
-
-def _goes_on(args: argparse.Namespace) -> str:
-    kept = [place for place in (args.regenerate, args.features) if place and Path(place).exists()]
-    return f"The same command goes on where {' and '.join(kept)} ends" if kept else ""
 
 
 def _regenerated(data: Any, args: argparse.Namespace, state: Any, device: str | None) -> str:

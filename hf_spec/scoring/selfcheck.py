@@ -72,6 +72,11 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
         cure += f"; its inputs are prepared by {adapter}, which may not know this version of transformers"
     if hooks := foreign_hooks(model):
         cure += f"; it has hooks of others, which may treat several tokens unlike one ({hooks[0]})"
+    if _is_quantized(model) and torch.float32 in _computes_in(model):
+        cure += (
+            "; its quantised weights are multiplied in float32: try bfloat16 compute (dtype=torch.bfloat16, and for "
+            "bitsandbytes bnb_4bit_compute_dtype=torch.bfloat16)"
+        )
     try:
         apart, most = difference_from_plain(model, TREE if name == "tree" else CHAIN, static, prompt)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
@@ -84,6 +89,19 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
             f"{type(model).__name__} scores a {name} of guesses differently from single steps "
             f"(by {apart:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
         )
+
+
+def _is_quantized(model: PreTrainedModel) -> bool:
+    """Tell whether transformers loaded quantised weights, or modules that keep such ones were put in."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return True
+    return any(type(one).__module__.startswith("bitsandbytes") for one in model.modules())
+
+
+def _computes_in(model: PreTrainedModel) -> set[torch.dtype]:
+    """Return what products are worked out in, which modules of packed weights say themselves."""
+    said = {dtype for one in model.modules() if isinstance(dtype := getattr(one, "compute_dtype", None), torch.dtype)}
+    return said or {model.dtype}
 
 
 def reads_prompts_causally(model: PreTrainedModel) -> bool:

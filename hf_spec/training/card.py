@@ -109,7 +109,7 @@ def _address() -> str:
         addresses = metadata("hf-spec").get_all("Project-URL") or [""]
     except PackageNotFoundError:
         return ""
-    return addresses[0].partition(", ")[2]
+    return str(addresses[0].partition(", ")[2])
 
 
 def _install(peft: bool) -> str:
