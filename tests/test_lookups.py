@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from test_ngram import news
 
+from hf_spec import NgramSpeculator, SpeculationConfig
 from hf_spec.drafts.ngram.lookups import Lookups, Records, level_of
 from hf_spec.drafts.trust import TrackRecord
 
@@ -58,3 +63,24 @@ def test_rows_leave_and_join() -> None:
     record.fade()
     record.learn(1, 0)
     assert mine._records[1].of(1) == record.of(1)
+
+
+def test_a_row_that_stays_is_judged_by_its_own_lookups() -> None:
+    def learned(prompts: list[list[int]], staying: list[int]) -> dict[int, list[float]]:
+        ids, speculator = torch.tensor(prompts), NgramSpeculator()
+        context: Any = SimpleNamespace(
+            input_ids=ids,
+            prompts=lambda: [list(prompt) for prompt in prompts],
+            config=SpeculationConfig(),
+            worth=lambda rows, kind, chances: (len(chances), 1.0),
+        )
+        drafter = speculator.drafter(context)
+        drafter.propose(news([[prompt[0]] for prompt in prompts]), 2)
+        drafter.keep_rows(torch.tensor(staying))
+        drafter.propose(news([prompts[staying[0]][1:3]]), 2)
+        return {level: record.of(2) for level, record in speculator.records.items()}
+
+    mine, other = [2, 3, 4], [1, 7, 8]
+    alone = learned([mine], [0])
+    assert learned([other, mine], [1]) == alone
+    assert alone[1][1] > TrackRecord().of(2)[1], "its guesses came true"

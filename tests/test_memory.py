@@ -191,6 +191,21 @@ def test_static_trees_rank_by_chance() -> None:
     assert found([(0, 1)]) == [(7,), (7, 5)]
 
 
+def test_a_row_that_stays_is_judged_by_its_own_chain() -> None:
+    def trusted(prompts: list[list[int]], first: list[list[int]], staying: list[int]) -> list[float]:
+        speculator = NgramSpeculator(remember=100)
+        speculator.learn([[1, 7, 8, 9], [2, 3, 4, 5]])
+        drafter = start(prompts, speculator)
+        drafter.propose(news(first), 3)
+        drafter.keep_rows(torch.tensor(staying))
+        drafter.propose(news([[3, 4, 5]]), 3)
+        return [speculator.trust.of(chance / 10) for chance in range(1, 10)]
+
+    alone = trusted([[8]], [[2]], [0])
+    assert trusted([[9], [8]], [[1], [2]], [1]) == alone
+    assert alone != [pytest.approx(chance / 10) for chance in range(1, 10)], "it was judged"
+
+
 def test_longer_matches_and_common_ones_are_followed_deeper() -> None:
     memory = Memory(1_000)
     memory.add([*range(20), 50, *range(20, 60)])
