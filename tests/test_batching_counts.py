@@ -123,6 +123,28 @@ def test_draft_tokens_after_the_end_are_not_accepted() -> None:
     assert stats.counts.reached == [1] * end + [0] * (8 - end)
 
 
+@pytest.mark.parametrize("tree", [None, [(0,), (1,), (0, 0), (0, 0, 0)]])
+def test_no_more_is_drafted_than_can_become_text(tree: Any) -> None:
+    """Each request has its own limit; one token always follows those that are accepted."""
+    texts = plain_texts(target(), PROMPTS[:3], greedy(eos_token_id=None))
+    speculator = NgramSpeculator(corpus=[prompt + text for prompt, text in zip(PROMPTS, texts, strict=False)])
+    config = SpeculationConfig(tree=tree) if tree else SpeculationConfig(num_speculative_tokens=8)
+    with target().continuous_batching_context_manager(
+        greedy(eos_token_id=-1),
+        continuous_batching_config=batching(4, max_batch_tokens=128),
+        warmup=False,
+        speculator=speculator,
+        speculation_config=config,
+    ) as manager:
+        for length in (1, 2, 4):
+            manager.add_request(PROMPTS[0], str(length), max_new_tokens=length)
+        found = {(output := manager.get_result(timeout=60)).request_id: output for _ in range(3)}
+    for length in (1, 2, 4):
+        output = found[str(length)]
+        assert output.generated_tokens == texts[0][:length]
+        assert len(output.speculation.counts.offered) <= max(0, length - 2)
+
+
 def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, int, bool]] = []  # reads part of a prompt, rows that go on, is taken for a usual step
     step, timed = _Processor._generation_step, Speculation._timed
