@@ -492,6 +492,10 @@ def test_the_legend_covers_no_line(target, twin, tokenizer):
     picture = report.draw(pyplot)
     colors = [line.get_color() for line in picture.axes[1].lines]
     assert len(colors) == len(set(colors)) == 14
+    bars = {bar.get_facecolor()[:3] for bar in picture.axes[0].patches}
+    assert (
+        len(bars) == len(report.overall) and {tuple(color[:3]) for color in colors} < bars
+    )  # plain has a bar and no line
     pyplot.close(picture)
 
 

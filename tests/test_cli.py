@@ -30,7 +30,7 @@ from transformers import (
 import hf_spec
 from hf_spec import HybridSpeculator, SpeculationConfig, cli, demo
 from hf_spec.cli import main
-from hf_spec.cli.common import length_of, tree_of
+from hf_spec.cli.common import goes_on, length_of, tree_of
 from hf_spec.cli.demo import highlighted
 from hf_spec.cli.loading import load_models, load_speculator, to_be_read
 from hf_spec.cli.telling import as_typed, telling
@@ -692,6 +692,7 @@ def test_an_interrupted_command_says_where_it_goes_on(models, prompts, tmp_path,
         place.touch()
         assert main([*command, *files]) == 130
         assert f"hf-spec: stopped. The same command goes on where {place} ends\n" in capsys.readouterr().err
+    assert goes_on("out")(argparse.Namespace(out=tmp_path / "no.jsonl")) == ""
     assert main(["generate", models["target"], "--prompt", PROMPT]) == 130
     assert "goes on" not in capsys.readouterr().err
 
