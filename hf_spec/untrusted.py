@@ -6,7 +6,7 @@ import os
 import stat
 from typing import Any
 
-DEEPEST = 100  # lists and objects within each other: more than any conversation, tool or recipe has
+DEEPEST = 50  # lists and objects within each other: more than any conversation, tool or recipe has
 
 
 def printable(text: object) -> str:

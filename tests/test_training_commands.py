@@ -418,7 +418,7 @@ def test_mistakes_in_a_recipe_are_named(change: dict[str, Any], problem: str, tm
         ({"trainer": {"learning_rate": "fast"}}, [], "invalid float value: 'fast'"),
         ({"trainer": {"objective": "mse"}}, [], "objective is 'mse'"),
         ({"trainer": {"unroll_steps": 2.5}}, [], "invalid int value: '2.5'"),
-        ({"trainer": {"eval_prompts": -1}}, [], "eval_prompts is -1"),
+        ({"trainer": {"eval_prompts": -1}}, [], "eval_prompts is -1; set at least 0"),
         ({"draft": {"kind": "eagle3", "norm_output": "yes"}}, [], "draft: norm_output is 'yes'; set True or False"),
         (
             {"draft": {"kind": "eagle3", "layers": {"num_hidden_layers": "two"}}},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from transformers import SchedulerType, TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.integration_utils import get_available_reporting_integrations
 
+from ..settings import is_temperature
 from .losses import Normalizer, Outside, objective_terms
 from .sharding import splits_matrices
 
@@ -20,6 +22,13 @@ WHOLE = (
     *("unroll_steps", "num_anchors", "logit_rows"),
     *("eval_prompts", "eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"),
 )
+LEAST = {
+    **dict.fromkeys(("unroll_steps", "num_anchors", "logit_rows"), 1),
+    **dict.fromkeys(("eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"), 1),
+    **dict.fromkeys(("eval_prompts", "confidence_weight", "feature_loss_weight"), 0),
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), 0),
+}
+ABOVE_0 = ("step_decay", "muon_learning_rate", "eval_temperature")
 
 
 @dataclass
@@ -95,16 +104,7 @@ class DraftTrainingArguments(TrainingArguments):
         for name, choices in (("normalizer", Normalizer), ("outside_vocabulary", Outside)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {get_args(choices)}")
-        for name in (*WHOLE, *NUMBERS):
-            if (value := getattr(self, name)) is not None and type(value) not in (
-                (int,) if name in WHOLE else (int, float)
-            ):
-                raise TypeError(f"{name} is {value!r}; set a {'whole ' * (name in WHOLE)}number")
-        for name in ("unroll_steps", "num_anchors", "logit_rows", "eval_prompt_length", "eval_max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; set at least 1")
-        if self.eval_prompts < 0:
-            raise ValueError(f"eval_prompts is {self.eval_prompts!r}; set 0 for none")
+        self._check_numbers()
         if self.label_smoothing_factor:
             raise ValueError(
                 "label_smoothing_factor has no say here: the objective compares distributions; leave it 0"
@@ -115,10 +115,6 @@ class DraftTrainingArguments(TrainingArguments):
             )
         if "sampled" in (self.metric_for_best_model or "") and self.eval_temperature is None:
             raise ValueError(f"{self.metric_for_best_model} is measured by sampling: set eval_temperature")
-        if self.step_decay <= 0:
-            raise ValueError(f"step_decay is {self.step_decay!r}; set more than 0 (1.0 weighs all steps alike)")
-        if self.chain_smoothing is not None and not 0 <= self.chain_smoothing <= 1:
-            raise ValueError(f"chain_smoothing is {self.chain_smoothing!r}; set 0 to 1, or None")
         if self.muon_learning_rate is not None and splits_matrices(self):
             raise ValueError(
                 "Muon needs whole matrices, and FSDP and DeepSpeed give each process a part of them: leave "
@@ -144,6 +140,32 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(
                 "ZeRO-3 gathers the weights of a layer for that layer's own forward only, and training needs them "
                 "longer: take ZeRO-1 or 2, or FSDP"
+            )
+
+    def _check_numbers(self) -> None:
+        for name in (*WHOLE, *NUMBERS):
+            if (value := getattr(self, name)) is not None and type(value) not in (
+                (int,) if name in WHOLE else (int, float)
+            ):
+                raise TypeError(f"{name} is {value!r}; set a {'whole ' * (name in WHOLE)}number")
+        for name in (one.name for one in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("max_grad_norm", math.inf):
+                raise ValueError(f"{name} is {value!r}; set a number that is finite")
+        for name, least in LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ValueError(f"{name} is {value!r}; set at least {least}")
+        for name in ABOVE_0:
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"{name} is {value!r}; set more than 0")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value!r}; set at least 0 and less than 1")
+        if self.chain_smoothing is not None and not 0 <= self.chain_smoothing <= 1:
+            raise ValueError(f"chain_smoothing is {self.chain_smoothing!r}; set 0 to 1, or None")
+        if self.eval_temperature is not None and not is_temperature(self.eval_temperature):
+            raise ValueError(
+                f"eval_temperature is {self.eval_temperature!r}, too small to divide by; set at least 1e-30"
             )
 
     def check_without_target(self) -> None:

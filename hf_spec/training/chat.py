@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from ..untrusted import check_sound
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 CUT = "cut"  # the key of messages whose end the target did not say, see regenerate
@@ -32,17 +34,28 @@ class Unusable(Exception):
 def messages_of(conversation: Any) -> list[dict[str, Any]]:
     """Return messages as chat templates take them."""
     messages = []
+    if not isinstance(conversation, list | tuple | None):
+        raise Unusable
+    refuse_unsound(conversation)
     for message in conversation or []:
         if not isinstance(message, dict):
             raise Unusable
         message = _said(message)
         role = message.get("role") or message.get("from")
-        if role is None:
+        if not isinstance(role, str):
             raise Unusable
         rest = {name: value for name, value in message.items() if name not in ("role", "from", "content", "value")}
         content = message.get("content", message.get("value"))
         messages.append({"role": ROLES.get(role, role), "content": content, **rest})
     return messages
+
+
+def refuse_unsound(value: Any) -> None:
+    """Raise ``Unusable`` for what is no text for a tokenizer, or nested too deeply for a template."""
+    try:
+        check_sound(value)
+    except ValueError as error:
+        raise Unusable from error
 
 
 def chat_columns(names: Collection[str], questions: bool = False) -> tuple[str, ...]:
@@ -59,6 +72,8 @@ def conversation_of(example: Mapping[str, Any], columns: tuple[str, ...]) -> Any
 
     These are texts or messages; an ``input`` beside an ``instruction`` stands below it, as in Alpaca.
     """
+    if not columns:
+        raise Unusable
     if columns[0] in CHAT_COLUMNS:
         return example[columns[0]]
     question, *answer = (example[name] for name in columns)
@@ -78,9 +93,11 @@ def template_arguments_of(example: Mapping[str, Any]) -> dict[str, Any]:
     for name in TEMPLATE_COLUMNS:
         value = example.get(name)
         try:
-            found[name] = _said(json.loads(value) if isinstance(value, str) and value else value)
-        except ValueError as error:
+            found[name] = json.loads(value) if isinstance(value, str) and value else value
+        except (ValueError, RecursionError) as error:
             raise Unusable from error
+        refuse_unsound(found[name])
+        found[name] = _said(found[name])
     if not isinstance(arguments := found["chat_template_kwargs"] or {}, Mapping):
         raise Unusable
     return {**({"tools": found["tools"]} if found["tools"] else {}), **arguments}
@@ -93,12 +110,23 @@ def _said(value: Any) -> Any:
     return [_said(one) for one in value] if isinstance(value, list) else value
 
 
+class Tokenized(NamedTuple):
+    """Hold a conversation as token ids, a mask of the assistant's tokens, and the numbers of messages left out.
+
+    These are answers that the template shows otherwise than they were said, once others follow them.
+    """
+
+    ids: list[int]
+    answers: list[int]
+    left_out: tuple[int, ...] = ()
+
+
 def tokenize_chat(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     last_turn_only: bool = False,
     arguments: Mapping[str, Any] = NONE,
-) -> tuple[list[int], list[int]]:
+) -> Tokenized:
     """Return token ids and a mask of the assistant's tokens, its end token included.
 
     ``arguments`` are for the chat template, such as ``tools`` or ``enable_thinking``.
@@ -108,13 +136,13 @@ def tokenize_chat(
         raise Unusable("unanswered" if messages else "broken")
     messages = messages[: last + 1]
     if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
-        ids, answers = _by_markers(tokenizer, messages, arguments)
+        found = _by_markers(tokenizer, messages, arguments)
     else:
-        ids, answers = _by_rendering(tokenizer, messages, last_turn_only, arguments)
+        found = _by_rendering(tokenizer, messages, last_turn_only, arguments)
     if last_turn_only:
-        start = next(reversed(_runs(answers)), (0, 0))[0]
-        answers = [0] * start + answers[start:]
-    return ids, answers
+        start = next(reversed(_runs(found.answers)), (0, 0))[0]
+        found = found._replace(answers=[0] * start + found.answers[start:])
+    return found
 
 
 def _runs(answers: list[int]) -> list[tuple[int, int]]:
@@ -123,9 +151,7 @@ def _runs(answers: list[int]) -> list[tuple[int, int]]:
     return [(start, next((i for i in range(start, len(answers)) if not answers[i]), len(answers))) for start in starts]
 
 
-def _by_markers(
-    tokenizer: Any, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-) -> tuple[list[int], list[int]]:
+def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> Tokenized:
     shown = _shown(messages)
     try:
         encoded = tokenizer.apply_chat_template(
@@ -135,7 +161,7 @@ def _by_markers(
         raise Unusable from error
     ids, answers = list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
     if not any(message.get(CUT) for message in messages):
-        return ids, answers
+        return Tokenized(ids, answers)
     text, runs = render(tokenizer, messages, arguments=arguments), _runs(answers)
     places = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     said = [message for message in messages if message["role"] == "assistant"]
@@ -144,7 +170,7 @@ def _by_markers(
     for message, (start, stop) in zip(said, runs, strict=True):
         end = _end_of_answer(message, text, places[start][0], places[stop - 1][1])
         answers[start:stop] = [int(first < end) for first, _ in places[start:stop]]
-    return ids, answers
+    return Tokenized(ids, answers)
 
 
 def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) -> int:
@@ -161,7 +187,7 @@ def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) ->
 
 def _by_rendering(
     tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool, arguments: Mapping[str, Any]
-) -> tuple[list[int], list[int]]:
+) -> Tokenized:
     """Find each answer between what the template renders before it and with it."""
 
     def shown(said: list[dict[str, Any]], prompt: bool = False) -> str:
@@ -171,7 +197,7 @@ def _by_rendering(
     prompt = shown(earlier, prompt=True)
     if not text.startswith(prompt):
         text = _as_said(prompt, text, messages[-1].get("content"))
-    spans = []
+    spans, left_out = [], []
     if text.startswith(prompt):
         spans = [(len(prompt), _end_of_answer(messages[-1], text, len(prompt), len(text.rstrip())))]
     for i, message in enumerate(earlier):
@@ -182,6 +208,10 @@ def _by_rendering(
         # stands in the text is not what the target said, and only the last one counts.
         if text.startswith(before) and text.startswith(after.rstrip()):
             spans.append((len(before), _end_of_answer(message, text, len(before), len(after.rstrip()))))
+        else:
+            left_out.append(i)
+    if not text.startswith(prompt):
+        left_out.append(len(earlier))
     if not spans:
         raise Unusable("unmarked")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -189,7 +219,7 @@ def _by_rendering(
         int(any(first <= start < end or start < first < stop for first, end in spans))
         for start, stop in encoded["offset_mapping"]
     ]
-    return list(encoded["input_ids"]), answers
+    return Tokenized(list(encoded["input_ids"]), answers, tuple(left_out))
 
 
 def _as_said(prompt: str, rendered: str, answer: Any) -> str:
@@ -218,6 +248,7 @@ def render(
         )
     except Exception as error:  # templates raise what they like
         raise Unusable from error
+    refuse_unsound(str(text))
     return str(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -61,6 +62,27 @@ def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArgu
         raise ValueError("freeze_lm_head is for drafts that read the target's states: leave it out, or freeze weights")
     if draft.config.get_text_config().vocab_size != target.config.get_text_config().vocab_size:
         raise ValueError("the draft has another vocabulary than the target; a distilled draft needs the same one")
+
+
+def check_finite(features: Tensor | None, hidden: Tensor, loss: Tensor | None) -> None:
+    """Raise a ValueError unless what the target made of a batch, and its ``loss`` if it is given, are finite.
+
+    The first is looked at even where it does not count: a gradient of zero times infinity is no number.
+    """
+    given = {"features": features, "last hidden states": hidden, "loss": loss}
+    found = {name: tensor.detach().isfinite().all() for name, tensor in given.items() if tensor is not None}
+    told = torch.stack([one.to(hidden.device) for one in found.values()]).tolist()  # in one transfer
+    if not (broken := [name for name, good in zip(found, told, strict=True) if not good]):
+        return
+    if broken[0] == "loss":
+        raise ValueError(
+            "the loss of a batch is not finite, so that nothing more is learned: go back to an earlier checkpoint, "
+            "with a lower learning_rate or max_grad_norm"
+        )
+    raise ValueError(
+        f"the target's {broken[0]} of a batch are not finite: load the target in bfloat16 or float32, mend its "
+        "weights, or make the cached features again"
+    )
 
 
 def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[str, Tensor] | None = None) -> None:

@@ -6,14 +6,10 @@ A draft is trained only on tokens that the target itself would say: ``loss_mask`
 from __future__ import annotations
 
 import contextlib
-import glob
-import gzip
 import itertools
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import Any, Literal
 
 import datasets  # type: ignore[import-untyped]
 import pyarrow.compute as compute  # type: ignore[import-untyped]
@@ -30,9 +26,11 @@ from .chat import (
     chat_columns,
     conversation_of,
     messages_of,
+    refuse_unsound,
     template_arguments_of,
     tokenize_chat,
 )
+from .data_files import read_file
 from .origin import record_tokenizer
 
 logger = logging.get_logger(__name__)
@@ -41,7 +39,6 @@ MAX_LENGTH = 2048
 TEXT = "text"  # the column of text, unless another is named
 FIRST = 256  # examples of a stream that are looked at beforehand
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
-FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 ASK = "let the target answer first, by regenerate (hf-spec prepare --regenerate FILE.jsonl)"
 REASONS = {
     "short": "have no two answer tokens one after the other, so that nothing is guessed in them",
@@ -65,6 +62,7 @@ def prepare_dataset(
     text_column: str = TEXT,
     num_proc: int | None = None,
     cut_answers: Literal["keep", "drop"] = "keep",
+    earlier_answers: Literal["keep", "drop"] = "drop",
     template_arguments: dict[str, Any] | None = None,
     end_of_text: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
@@ -77,10 +75,11 @@ def prepare_dataset(
     named before conversations, too. Questions and answers that are texts go through the chat template; where the
     tokenizer has none, one follows the other. ``tokenizer`` is the target's. Examples get ``input_ids`` and
     ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
-    ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only, for models
-    whose template drops the reasoning of earlier ones. Examples without anything to guess are left out, counted by
-    reason in a log. Answers that ``regenerate`` says were cut off are trained on without the template's end, or left
-    out with their conversations (``cut_answers="drop"``).
+    ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only. Some
+    templates show an answer otherwise once another one follows, without what was thought. Such earlier answers are
+    left out and counted, or each becomes an example of its own, as it was said (``earlier_answers="keep"``). Examples
+    without anything to guess are left out, counted by reason in a log. Answers that ``regenerate`` says were cut off
+    are trained on without the template's end, or left out with their conversations (``cut_answers="drop"``).
     The chat template is given ``template_arguments``, such as ``{"enable_thinking": False}``, and what an example has
     in columns ``tools`` and ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token behind documents
     that go through no template, so that a draft learns where they end.
@@ -92,24 +91,26 @@ def prepare_dataset(
     without a chat template, offsets or an end-of-sequence token where they are needed, ``num_proc`` with a stream, and
     if no example is left.
     """
-    _check_choices(max_length, too_long, cut_answers)
+    _check_choices(max_length, too_long, cut_answers, earlier_answers, last_turn_only)
     if isinstance(dataset, str | os.PathLike):
         dataset = read_file(dataset)
     is_stream = _is_stream(dataset)
     if is_stream and num_proc is not None:
         raise ValueError("a stream is prepared while it is read: leave out num_proc, and set dataloader_num_workers")
+    dataset = dataset.with_format(None)  # tensors are no texts
     first = list(dataset.take(FIRST))
     names = dataset.column_names or list(first[0] if first else ())
     chat, templated = _columns(names, bool(first), tokenizer, text_column)
     if end_of_text and tokenizer.eos_token_id is None:
         raise ValueError("end_of_text=True needs an end-of-sequence token, and the tokenizer has none: set eos_token")
-    choices = (text_column, max_length, too_long, last_turn_only, cut_answers, template_arguments or {}, end_of_text)
-    tokenize = _Tokenize(tokenizer, chat, templated, *choices)
+    choices = (text_column, max_length, too_long, last_turn_only, cut_answers, earlier_answers == "keep")
+    tokenize = _Tokenize(tokenizer, chat, templated, *choices, template_arguments or {}, end_of_text)
     say = {} if is_stream else {"num_proc": num_proc, "desc": "Tokenizing"}
-    examples = dataset.map(tokenize, remove_columns=names, **say)
-    seen = datasets.Dataset.from_list([tokenize(example) for example in first]) if is_stream else examples
-    _report(list(seen["skipped"]), sum(seen["cut"]))
-    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped").remove_columns(["skipped", "cut"])
+    examples = dataset.map(tokenize, batched=True, remove_columns=names, **say)
+    seen: Any = tokenize({name: [one.get(name) for one in first] for name in names}) if is_stream else examples
+    _report(list(seen["skipped"]), sum(seen["cut"]), list(seen["left_out"]))
+    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped")
+    kept = kept.remove_columns(["skipped", "cut", "left_out"])
     if packing:
         kept = packed(kept, max_length)
     record_tokenizer(kept, tokenizer)
@@ -121,13 +122,19 @@ def packed(examples: Any, max_length: int) -> Any:
     return examples.map(_Pack(max_length), batched=True)
 
 
-def _check_choices(max_length: int, too_long: str, cut_answers: str) -> None:
+def _check_choices(
+    max_length: int, too_long: str, cut_answers: str, earlier_answers: str, last_turn_only: bool
+) -> None:
     if max_length < 3:
         raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
     if too_long not in ("truncate", "drop"):
         raise ValueError(f"too_long is {too_long!r}; choose 'truncate' or 'drop'")
     if cut_answers not in ("keep", "drop"):
         raise ValueError(f"cut_answers is {cut_answers!r}; choose 'keep' or 'drop'")
+    if earlier_answers not in ("keep", "drop"):
+        raise ValueError(f"earlier_answers is {earlier_answers!r}; choose 'keep' or 'drop'")
+    if earlier_answers == "keep" and last_turn_only:
+        raise ValueError("earlier_answers='keep' trains on more than the last turn: leave out last_turn_only")
 
 
 def _is_stream(dataset: Any) -> bool:
@@ -165,82 +172,19 @@ def _columns(
     return chat, templated
 
 
-def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
-    """Load JSON lines, or a json, csv, parquet or txt file, or open it as a stream.
-
-    Errors: a ValueError for another kind or a broken file; of a stream that is told by whoever reads so far.
-    """
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    if (kind := next((FILES[suffix] for suffix in path.suffixes if suffix in FILES), None)) is None:
-        raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
-    if _is_blank(path):
-        raise ValueError(f"{path} is empty")
-    if "::" in str(path):  # which datasets takes for a file within another
-        raise ValueError(f"{path} has :: in its name: rename it")
-    name = glob.escape(str(path))  # else [a] in it would stand for a
-    try:
-        data = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
-    except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
-        problem = None
-        with contextlib.suppress(OSError, EOFError):  # a damaged gzip file, of which the first error says enough
-            problem = _broken_line(path) or _undecodable_line(path)
-        raise ValueError(
-            f"{path} is broken: {problem or error.__cause__ or error}. Mend it, or remove that line"
-        ) from error
-    if kind == "json" and not streaming and (line := _undecodable_line(path)):  # which Arrow lets pass
-        raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
-    return data
-
-
-def _opened(path: Path) -> IO[bytes]:
-    return cast(IO[bytes], (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
-
-
-def _is_blank(path: Path) -> bool:
-    with contextlib.suppress(OSError, EOFError), _opened(path) as lines:  # whoever loads it says what is wrong
-        return not any(line.strip() for line in lines)
-    return False
-
-
-def _undecodable_line(path: Path) -> str | None:
-    """Name the first line of a text file that is not UTF-8; ``None`` if there is none, or the file is no text."""
-    if ".parquet" in path.suffixes:
-        return None
-    with _opened(path) as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return f"line {number}: {error}"
-    return None
-
-
-def _broken_line(path: Path) -> str | None:
-    """Name the first line of a file of JSON that is none, and say why; ``None`` if all are or the file is another."""
-    if not {".jsonl", ".json"} & {*path.suffixes}:
-        return None
-    with _opened(path) as file:
-        content = file.read()
-    whole = path.suffixes[0] == ".json" and content.lstrip()[:1] == b"["
-    for number, line in enumerate([content] if whole else content.splitlines(), start=1):
-        try:
-            json.loads(line.decode("utf-8-sig")) if line.strip() else None
-        except json.JSONDecodeError as error:
-            return f"line {error.lineno if whole else number}: {error.msg}, character {error.colno}"
-        except UnicodeDecodeError as error:
-            return f"line {number}: {error}"
-    return None
-
-
-def _report(reasons: list[str], cut: int) -> None:
+def _report(reasons: list[str], cut: int, left_out: list[int]) -> None:
     kept = reasons.count("")
     found = [f"{reasons.count(reason)} examples {text}" for reason, text in REASONS.items() if reason in reasons]
     if not kept:
         raise ValueError(f"no example is left to train on: {'; '.join(found)}")
     if found:
         logger.warning(f"{kept} of {len(reasons)} examples are kept: {'; '.join(found)}")
+    if turns := sum(left_out):
+        logger.warning(
+            f"{turns} earlier answers of {sum(map(bool, left_out))} conversations are not trained on: the chat "
+            "template shows them otherwise once another one follows, without what was thought, say. "
+            "earlier_answers='keep' makes an example of each, as it was said"
+        )
     if cut:
         logger.warning(f"{cut} examples {REASONS['cut']}: its end, which the target did not say, is not trained on")
 
@@ -258,9 +202,13 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+# What becomes of an example of which nothing is left; ``left_out`` counts its answers that are not marked.
+NOTHING: dict[str, Any] = {"input_ids": [], "loss_mask": [], "cut": False, "skipped": "", "left_out": 0}
+
+
 @dataclass(frozen=True)
 class _Tokenize:
-    """Turn one example into ids and a mask; a class, because worker processes and fingerprints pickle it."""
+    """Turn examples into ids and masks; a class, because worker processes and fingerprints pickle it."""
 
     tokenizer: Any
     chat: tuple[str, ...]  # columns of conversations; () for text
@@ -270,30 +218,46 @@ class _Tokenize:
     too_long: str
     last_turn_only: bool
     cut_answers: str
+    keeps_earlier: bool
     arguments: dict[str, Any]
     end_of_text: bool
 
-    def __call__(self, example: dict[str, Any]) -> dict[str, Any]:
-        nothing: dict[str, Any] = {"input_ids": [], "loss_mask": [], "cut": False}
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        given = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+        made = [one for example in given for one in self._examples(example)]
+        return {name: [one[name] for one in made] for name in NOTHING}
+
+    def _examples(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what becomes of an example: more than one if earlier answers are kept that the template changes."""
         try:
             messages = messages_of(conversation_of(example, self.chat)) if self.templated else []
             cut = any(message.get(CUT) for message in messages)
             if cut and self.cut_answers == "drop":
                 raise Unusable("cut")
-            ids, answers = self._ids(example, messages)
+            if not self.templated:
+                return [self._example(*self._untemplated(example), cut)]
+            arguments = self.arguments | template_arguments_of(example)
+            ids, answers, left_out = tokenize_chat(self.tokenizer, messages, self.last_turn_only, arguments)
         except Unusable as error:
-            return nothing | {"skipped": error.reason}
+            return [NOTHING | {"skipped": error.reason}]
+        earlier = []
+        for number in left_out if self.keeps_earlier else ():
+            with contextlib.suppress(Unusable):
+                said = messages[: number + 1]
+                one = tokenize_chat(self.tokenizer, said, last_turn_only=True, arguments=arguments)
+                earlier.append(self._example(one.ids, one.answers, bool(said[-1].get(CUT))))
+        whole = self._example(ids, answers, cut)
+        return [*earlier, whole | {"left_out": len(left_out) - len(earlier)}]
+
+    def _example(self, ids: list[int], answers: list[int], cut: bool) -> dict[str, Any]:
         if len(ids) > self.max_length and self.too_long == "drop":
-            return nothing | {"skipped": "long"}
+            return NOTHING | {"skipped": "long"}
         ids, answers = ids[: self.max_length], answers[: self.max_length]
         if not any(one and two for one, two in itertools.pairwise(answers[1:])):
-            return nothing | {"skipped": "short"}
-        return {"input_ids": ids, "loss_mask": answers, "cut": cut, "skipped": ""}
+            return NOTHING | {"skipped": "short"}
+        return NOTHING | {"input_ids": ids, "loss_mask": answers, "cut": cut}
 
-    def _ids(self, example: dict[str, Any], messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-        if self.templated:
-            arguments = self.arguments | template_arguments_of(example)
-            return tokenize_chat(self.tokenizer, messages, self.last_turn_only, arguments)
+    def _untemplated(self, example: dict[str, Any]) -> tuple[list[int], list[int]]:
         asked, said = [], self._plain(example[self.text_column]) if not self.chat else []
         if self.chat:
             if any(isinstance(example[name], list) for name in self.chat):
@@ -311,6 +275,7 @@ class _Tokenize:
     def _plain(self, text: Any, special: bool = True) -> list[int]:
         if not isinstance(text, str):
             raise Unusable
+        refuse_unsound(text)
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
@@ -360,6 +325,11 @@ def check_examples(examples: Any, vocabulary: int) -> None:
         )
 
 
+def numbers(column: Any) -> list[int]:
+    """Return a column of an example as a list, of datasets in the format of torch or numpy as well."""
+    return column.tolist() if hasattr(column, "tolist") else list(column)
+
+
 def check_ids(lowest: int, highest: int, vocabulary: int) -> None:
     """Raise a ValueError if a model of ``vocabulary`` tokens does not have all of these."""
     if lowest < 0 or highest >= vocabulary:
@@ -392,6 +362,7 @@ class DraftCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         fill = dict(zip(COLUMNS, (self.pad_token_id, 0, -1), strict=True))
+        rows = [row | {name: numbers(row[name]) for name in COLUMNS if name in row} for row in rows]
         lengths = [len(row["input_ids"]) for row in rows]
         missing = [max(2, *lengths) - length for length in lengths]  # a draft reads two tokens at least
         if any("document_ids" in row for row in rows):

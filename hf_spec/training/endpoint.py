@@ -73,7 +73,9 @@ class Endpoint:
                 f"{self.url} cannot be reached ({error}). Start the server, or name another endpoint; answers are kept"
             ) from error
         choice = said.choices[0]
-        return (choice.message.content or "").strip(), choice.finish_reason == "length"
+        text = (choice.message.content or "").strip()
+        whole = text.encode("utf-8", "replace").decode()  # a server may cut a surrogate pair in two
+        return whole, choice.finish_reason == "length"
 
 
 def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

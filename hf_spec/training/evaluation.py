@@ -14,7 +14,7 @@ from ..decoding.loop import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
 from ..scoring.plain import input_device, padded
 from ..settings import SpeculationConfig
-from .data import check_ids
+from .data import check_ids, numbers
 
 DEPTH = 32  # processes may have guessed to different depths
 
@@ -117,8 +117,8 @@ def prompts_of(examples: Sequence[dict[str, Any]], count: int, plain_length: int
     """
     prompts = []
     for example in examples:
-        ids, answers = list(example["input_ids"]), list(example["loss_mask"])
-        documents = list(example.get("document_ids") or [0] * len(ids))
+        ids, answers = numbers(example["input_ids"]), numbers(example["loss_mask"])
+        documents = numbers(example["document_ids"]) if "document_ids" in example else [0] * len(ids)
         end = documents.count(documents[0])  # the first document of a pack is enough
         if 1 not in answers[:end]:
             continue

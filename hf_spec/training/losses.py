@@ -34,15 +34,19 @@ FEW = 0.5  # if a smaller share of the guesses counts, as of blocks behind some 
 def objective_terms(objective: str) -> dict[str, float]:
     """Return the weight of each term of an objective, such as ``"kl"`` or ``"0.1 ce + 0.9 tv"``.
 
-    Errors: a ValueError if a term is none of ``Objective``.
+    Errors: a ValueError if a term is none of ``Objective``, or a weight not a number above 0.
     """
     terms: dict[str, float] = {}
     for part in objective.split("+"):
-        weight, _, name = part.strip().rpartition(" ")
+        given, _, name = part.strip().rpartition(" ")
         try:
-            terms[name] = float(weight or 1)
+            weight = float(given or 1)
         except ValueError:
             name = ""
+        else:
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"objective is {objective!r}, where {name} weighs {given}; set a number above 0")
+            terms[name] = terms.get(name, 0.0) + weight
         if name not in get_args(Objective):
             raise ValueError(
                 f"objective is {objective!r}; choose one of {get_args(Objective)}, or a sum of some with weights, "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.resolve import base_model
+from ..drafts.modeling import DraftModel
 from .arguments import DraftTrainingArguments
 
 
@@ -69,9 +70,17 @@ def _made_for(args: DraftTrainingArguments, draft: Any) -> MuonAndAdamW:
 
 
 def inner_matrices(draft: Any) -> list[Tensor]:
-    """List the matrices of ``draft``'s linear layers that learn and that end in neither a vocabulary nor a number."""
-    config = base_model(draft).config
-    ends = {1, getattr(config, "layers", config.get_text_config()).vocab_size}
-    ends.add(getattr(config, "draft_vocab_size", None))
-    linear = [module.weight for module in draft.modules() if isinstance(module, nn.Linear)]
-    return [weight for weight in linear if weight.requires_grad and len(weight) not in ends]
+    """List the matrices of ``draft``'s linear layers that learn and that end in neither a vocabulary nor a number.
+
+    Which layers end in a vocabulary the draft says: others may happen to be as wide.
+    """
+    inside = base_model(draft)
+    heads = [inside.get_output_embeddings()]
+    if isinstance(inside, DraftModel):
+        heads = [*inside.output_layers, *getattr(inside, "trained_heads", ())]
+    within = {module for head in heads if head is not None for module in head.modules()}  # and their adapters
+    config = inside.config
+    sizes = {getattr(config, "layers", config.get_text_config()).vocab_size, getattr(config, "draft_vocab_size", None)}
+    linear = [module for module in draft.modules() if isinstance(module, nn.Linear)]
+    inner = [one.weight for one in linear if not (one in within and len(one.weight) in sizes)]
+    return [weight for weight in inner if weight.requires_grad and len(weight) > 1]

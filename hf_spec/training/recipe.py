@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from datasets import IterableDataset, load_from_disk  # type: ignore[import-untyped]
+from datasets import IterableDataset  # type: ignore[import-untyped]
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
@@ -38,7 +38,7 @@ from .data import prepare_dataset
 from .features import FeatureCache
 from .origin import check_tokenizer
 from .resuming import asks_to_resume, check_output_dir
-from .sources import cache_splits, is_prepared, load_raw, prepared, weights_of
+from .sources import cache_splits, is_prepared, load_raw, prepared, saved, weights_of
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
@@ -279,7 +279,7 @@ def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> Dr
 
 def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
     if isinstance(recipe["data"], str) and is_prepared(recipe["data"]):
-        return load_from_disk(recipe["data"])
+        return saved(recipe["data"])
     options = dict(recipe["prepare"])
     split, streaming = options.pop("split", "train"), options.pop("streaming", False)
     data = [(load_raw(name, split, streaming), weight) for name, weight in weights_of(recipe["data"]).items()]

@@ -16,7 +16,8 @@ from transformers.utils import logging
 
 from ..drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .chat import CHAT_COLUMNS, PAIRS, TEMPLATE_COLUMNS, chat_columns
-from .data import FILES, MAX_LENGTH, packed, prepare_dataset, read_file
+from .data import MAX_LENGTH, numbers, packed, prepare_dataset
+from .data_files import FILES, read_file
 from .features import FeatureCache, cache_features
 from .origin import record_tokenizer
 from .vocabulary import count_tokens, most_frequent
@@ -48,7 +49,7 @@ def load_raw(name: str, split: str = "train", streaming: bool = False) -> datase
                 f"no data can be read at {name!r}: {error.__cause__ or error}. Name a file of JSON lines (or json, "
                 "csv, parquet, txt), a directory of such files and no others, or a dataset of the Hub"
             ) from error
-    data = _saved(name)
+    data = saved(name)
     data = data[split] if isinstance(data, datasets.DatasetDict) else data
     return data.to_iterable_dataset() if streaming else data
 
@@ -57,10 +58,10 @@ def is_prepared(name: str) -> bool:
     """Tell whether ``name`` is a directory that the result of ``prepared`` was saved to."""
     if not Path(name, "dataset_dict.json").is_file():
         return False
-    return all("input_ids" in columns for columns in _saved(name).column_names.values())
+    return all("input_ids" in columns for columns in saved(name).column_names.values())
 
 
-def _saved(name: str) -> Any:
+def saved(name: str) -> Any:
     """Load what ``save_to_disk`` wrote. Errors: a ValueError if it is damaged."""
     try:
         return datasets.load_from_disk(name)
@@ -155,7 +156,7 @@ def _split_streams(
     if not 0 <= count < len(first):
         raise ValueError(f"held_out is {count}, but there are only {len(first)}: keep fewer, or do not stream")
     # Other passes and other workers come to them at other places, and would pack them with others.
-    is_new = partial(_is_new, {tuple(one["input_ids"]) for one in first[:count]})
+    is_new = partial(_is_new, {tuple(numbers(one["input_ids"])) for one in first[:count]})
     streams = [one.filter(is_new, input_columns="input_ids") for one in streams]
     if packing:
         streams = [packed(one, options.get("max_length", MAX_LENGTH)) for one in streams]
@@ -172,7 +173,7 @@ def _mixed(streams: list[Any], shares: list[float]) -> Any:
 
 
 def _is_new(known: set[tuple[int, ...]], ids: list[int]) -> bool:
-    return tuple(ids) not in known
+    return tuple(numbers(ids)) not in known
 
 
 def sizes(examples: Any) -> tuple[int, int]:

@@ -43,9 +43,18 @@ class Reader:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise a ValueError if the model lets a text look at what follows in it, which drafts have to guess."""
+        """Raise a ValueError if the model lets a text look at what follows in it, which drafts have to guess.
+
+        Or if its states are no numbers.
+        """
         ids = _some_ids(self.model)
-        if not _alike(self._read(ids)[1][:, :4], self._read(ids[:, :4])[1]):
+        states = self._read(ids)[1]
+        if not bool(states.isfinite().all()):
+            raise ValueError(
+                f"the states of {type(self.model).__name__} are not finite: load it in bfloat16 or float32, or mend "
+                "its weights"
+            )
+        if not _alike(states[:, :4], self._read(ids[:, :4])[1]):
             raise ValueError(
                 f"{type(self.model).__name__} reads a text looking at all of it, as prefix models do, so that "
                 "its states tell what follows, and no draft can learn to guess from them: take another target, or "

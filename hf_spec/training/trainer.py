@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import EvalLoopOutput
@@ -24,10 +25,11 @@ from ..drafts.unrolling import UnrollInput
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import is_chat, model_card
-from .checks import check_arguments, check_before_saving, check_call, name_target
+from .checks import check_arguments, check_before_saving, check_call, check_finite, name_target
 from .data import DraftCollator, check_examples
 from .evaluation import acceptance, measure, prompts_of, sums_of, token_ids
 from .features import LAST, FeatureCache
+from .held_out import Filled, source_of, without_repeats
 from .losses import (
     ChunkedLoss,
     StepMetrics,
@@ -72,8 +74,9 @@ class DraftTrainer(Trainer):
         **kwargs: all that ``Trainer`` takes.
 
     Errors: a ValueError if the draft was made for another target, if cached features are not those that it reads of
-    this one, if examples were prepared with another tokenizer than ``processing_class``, or if training is spread over
-    several devices by threads (start one process per device instead).
+    this one, if examples were prepared with another tokenizer than ``processing_class``, if training is spread over
+    several devices by threads (start one process per device instead), or if the target's states or a loss are not
+    finite.
     """
 
     loss_is_scaled_for_ga = True  # by the positions of all batches of a step, see _get_num_items_in_batch
@@ -190,6 +193,7 @@ class DraftTrainer(Trainer):
         batch_loss = functools.partial(self._batch_loss, text, self._counted(inputs), hidden, divisor)
         with as_trained(self.draft, self._around):  # through the wrapped model: whatever wraps it sees one forward
             loss, metrics, counted = model(batch_loss=batch_loss)
+        check_finite(features, hidden, None if self.args.fp16 else loss)
         if not isinstance(self.draft, DraftModel):  # a language model, whose one step says all of its chains
             steps = self.settings.unroll_steps
             counted = counted_positions(inputs["loss_mask"], steps, inputs.get("document_ids"))
@@ -289,6 +293,11 @@ class DraftTrainer(Trainer):
         self._admit(test_dataset)
         return super().get_test_dataloader(test_dataset)
 
+    def _get_dataloader(self, dataset: Any, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
+        if not is_training and isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
+            dataset = Filled(dataset, self.args.eval_batch_size * self.accelerator.num_processes)
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)  # type: ignore[misc]
+
     # -- logs and evaluation ------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -300,20 +309,10 @@ class DraftTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
-        inputs = self._without_repeats(self._prepare_inputs(inputs))
+        inputs = without_repeats(self._prepare_inputs(inputs), self.accelerator, self.args.eval_batch_size)
         with torch.no_grad(), self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
-
-    def _without_repeats(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Leave out of a last batch the repeated first examples, by which all processes have as many."""
-        state = self.accelerator.gradient_state
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
-            return inputs
-        size = self.args.eval_batch_size
-        kept = max(0, state.remainder - self.accelerator.process_index * size)  # of this process
-        row = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
-        return inputs | {"loss_mask": inputs["loss_mask"] * (row < kept)[:, None]}
 
     def evaluation_loop(
         self,
@@ -343,7 +342,7 @@ class DraftTrainer(Trainer):
         """Generate from held-out prompts, each process from its own, and return what was accepted."""
         args, prompts = self.settings, self.eval_prompts
         if prompts is None:
-            prompts = prompts_of(dataset, args.eval_prompts, args.eval_prompt_length)
+            prompts = prompts_of(source_of(dataset), args.eval_prompts, args.eval_prompt_length)
         if not args.eval_prompts or not prompts:
             return {}
         if not has_body(self.target):

@@ -1,0 +1,124 @@
+"""Files of conversations or text, as the ``datasets`` library reads them; what is broken is named by its line."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import IO, cast
+
+import datasets  # type: ignore[import-untyped]
+from transformers.utils import logging
+
+from ..untrusted import check_sound
+
+logger = logging.get_logger(__name__)
+
+FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+
+
+def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+    """Load JSON lines, or a json, csv, parquet or txt file, or open it as a stream.
+
+    Errors: a ValueError for another kind or a broken file; of a stream that is told by whoever reads so far.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if (kind := next((FILES[suffix] for suffix in path.suffixes if suffix in FILES), None)) is None:
+        raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
+    if _is_blank(path):
+        raise ValueError(f"{path} is empty")
+    if "::" in str(path):  # which datasets takes for a file within another
+        raise ValueError(f"{path} has :: in its name: rename it")
+    name = glob.escape(str(path))  # else [a] in it would stand for a
+    try:
+        data = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
+        if kind == "json" and not streaming and (found := _without_unsound_lines(path)) is not None:
+            return found
+        problem = None
+        with contextlib.suppress(OSError, EOFError):  # a damaged gzip file, of which the first error says enough
+            problem = _broken_line(path) or _undecodable_line(path)
+        raise ValueError(
+            f"{path} is broken: {problem or error.__cause__ or error}. Mend it, or remove that line"
+        ) from error
+    if kind == "json" and not streaming and (line := _undecodable_line(path)):  # which Arrow lets pass
+        raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
+    return data
+
+
+def _without_unsound_lines(path: Path) -> datasets.Dataset | None:
+    """Load JSON lines some of which hold what Arrow takes for no text or too deep: those are empty, with a warning.
+
+    ``None`` if there are none such, or if something else is wrong with the file.
+    """
+    lines, problems = [], []
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    row = json.loads(line.decode("utf-8-sig")) if line.strip() else {}
+                    check_sound(row)
+                except (json.JSONDecodeError, UnicodeDecodeError):
+                    return None
+                except (ValueError, RecursionError) as error:
+                    problems.append(f"line {number}: {error}")
+                    row = {}
+                lines.append(json.dumps(row))
+    except (OSError, EOFError):
+        return None
+    if not problems:
+        return None
+    logger.warning(f"{len(problems)} lines of {path} hold nothing that can be used: {problems[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        usable = Path(folder, "usable.jsonl")
+        usable.write_text("\n".join(lines), encoding="utf-8")
+        try:
+            return datasets.load_dataset("json", data_files=glob.escape(str(usable)), split="train")
+        except (datasets.exceptions.DatasetGenerationError, ValueError):
+            return None
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], (gzip.open if path.suffix == ".gz" else open)(path, "rb"))
+
+
+def _is_blank(path: Path) -> bool:
+    with contextlib.suppress(OSError, EOFError), _opened(path) as lines:  # whoever loads it says what is wrong
+        return not any(line.strip() for line in lines)
+    return False
+
+
+def _undecodable_line(path: Path) -> str | None:
+    """Name the first line of a text file that is not UTF-8; ``None`` if there is none, or the file is no text."""
+    if ".parquet" in path.suffixes:
+        return None
+    with _opened(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return f"line {number}: {error}"
+    return None
+
+
+def _broken_line(path: Path) -> str | None:
+    """Name the first line of a file of JSON that is none, and say why; ``None`` if all are or the file is another."""
+    if not {".jsonl", ".json"} & {*path.suffixes}:
+        return None
+    with _opened(path) as file:
+        content = file.read()
+    whole = path.suffixes[0] == ".json" and content.lstrip()[:1] == b"["
+    for number, line in enumerate([content] if whole else content.splitlines(), start=1):
+        try:
+            json.loads(line.decode("utf-8-sig")) if line.strip() else None
+        except json.JSONDecodeError as error:
+            return f"line {error.lineno if whole else number}: {error.msg}, character {error.colno}"
+        except UnicodeDecodeError as error:
+            return f"line {number}: {error}"
+    return None
