@@ -182,6 +182,9 @@ def test_other_settings_are_refused(
         (["--prompts", "{prompts}", "--out", "{out}", "--prompt", "x"], "pass one of them"),
         (["--prompts", "{turns}", "--out", "{out}"], "line 2 has 2 turns"),
         (["--prompts", "{bad}", "--out", "{out}"], "line 3: a prompt is"),
+        (["--prompts", "{surrogate}", "--out", "{out}"], "line 2: character 3 of a text is '\\ud800', half of a"),
+        (["--prompts", "{role}", "--out", "{out}"], "line 1: a prompt is"),
+        (["--prompts", "{deep}", "--out", "{out}"], "line 1: lists and objects stand within each other"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(
@@ -189,10 +192,45 @@ def test_mistakes_are_told_before_anything_is_loaded(
 ) -> None:
     (tmp_path / "turns").write_text('{"prompt": "a"}\n{"turns": ["a", "b"]}\n', encoding="utf-8")
     (tmp_path / "bad").write_text('{"prompt": "a"}\n\n{"prompt": 1}\n', encoding="utf-8")
-    places = {"prompts": prompts, "out": tmp_path / "out", "turns": tmp_path / "turns", "bad": tmp_path / "bad"}
+    odd = {
+        "surrogate": '{"prompt": "a"}\n{"prompt": "b \\ud800"}\n',
+        "role": '{"messages": [{"role": ["user"], "content": "a"}, {"role": "user", "content": "a"}]}\n',
+        "deep": '{"prompt": "a", "tools": ' + "[" * 300 + "]" * 300 + "}\n",
+    }
+    for name, content in odd.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    odd = {name: str(tmp_path / name) for name in odd}
+    places: dict[str, Any] = {
+        **odd,
+        "prompts": prompts,
+        "out": tmp_path / "out",
+        "turns": tmp_path / "turns",
+        "bad": tmp_path / "bad",
+    }
     assert main(["generate", "/nowhere", "--speculator", "ngram", *(one.format(**places) for one in more)]) == 1
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_what_the_template_does_not_take_is_left_out(
+    model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "strict", tmp_path / "out.jsonl"
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('\x1b[2Jno') }}{% endif %}{% endfor %}"
+    )
+    tokenizer.chat_template = strict + CHAT
+    tokenizer.save_pretrained(path)
+    odd = {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}
+    prompts.write_text(json.dumps(odd) + "\n" + prompts.read_text(encoding="utf-8"), encoding="utf-8")
+    for _ in range(2):
+        assert main(command(str(path), prompts, out)) == 0
+        assert "prompt 0 is left out, for the chat template: \\x1b[2Jno" in capsys.readouterr().err
+        entries = read(out)
+        assert {*entries} == {*range(1, 12)}
+        assert {index: entry["text"] for index, entry in entries.items()} == wanted(str(path), entries)
 
 
 def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..untrusted import check_ends, check_sound
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -63,6 +65,7 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
 
 def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:
     """Yield the prompts of a JSON-lines file with the numbers of their lines, one by one; see ``read_prompts``."""
+    check_ends(path)
     try:
         opened = Path(path).open("rb")  # noqa: SIM115  # json finds what is not UTF-8, so that its line is told
     except OSError as error:
@@ -74,13 +77,15 @@ def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt
             if not line.strip():
                 continue
             try:
-                prompt = _parse_prompt(json.loads(line.rstrip()))  # an error behind the line's end would be on line 2
+                entry = json.loads(line.rstrip())  # an error behind the line's end would be on line 2
+                check_sound(entry)
+                prompt = _parse_prompt(entry)
             except json.JSONDecodeError as error:
                 raise ValueError(
                     f"{path}, line {number}, column {error.colno} is no JSON ({error.msg}); write one object per "
                     'line, such as {"prompt": "Once upon"}'
                 ) from error
-            except ValueError as error:  # UnicodeDecodeError is
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is, too deep a line
                 raise ValueError(f"{path}, line {number}: {error}") from error
             yield number, prompt
 
@@ -95,7 +100,9 @@ def _parse_prompt(entry: Any) -> Prompt:
     if _all_of(str, turns):
         return Prompt(tuple(turns), category)
     messages = entry.get("messages")
-    if _all_of(dict, messages) and all(isinstance(message.get("content"), str) for message in messages):
+    if _all_of(dict, messages) and all(
+        isinstance(message.get(name), str) for message in messages for name in ("role", "content")
+    ):
         asked = [i for i, message in enumerate(messages) if message.get("role") == "user"]
         if asked:
             return Prompt((messages[asked[-1]]["content"],), category, tuple(messages[: asked[-1]]))

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
+from ..untrusted import printable
 from .bench import add_bench
 from .chat import add_chat
 from .demo import add_demo
@@ -96,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError, argparse.ArgumentTypeError) as error:
         if args.traceback:
             raise
-        print(f"hf-spec: {as_typed(str(error), args.options)}", file=sys.stderr)
+        print(f"hf-spec: {printable(as_typed(str(error), args.options))}", file=sys.stderr)
         return 1
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..untrusted import printable
 from .common import asked_for, configured, sampling
 from .remembering import remembering
 
@@ -89,9 +90,17 @@ class _Rest:
     def __iter__(self) -> Iterator[list[int]]:
         numbered = enumerate(_questions(self.args))
         open_ones = ((index, *question) for index, question in numbered if index not in self.answers)
-        for place, (index, asked, prompt) in enumerate(open_ones):
+        place = 0
+        for index, asked, prompt in open_ones:
+            try:
+                ids = prompt.render([], self.tokenizer)
+            except Exception as error:  # templates raise what they like
+                print(f"prompt {index} is left out, for the chat template: {printable(error)}", file=sys.stderr)
+                self.count -= 1
+                continue
             self.waiting[place] = index, asked
-            yield prompt.render([], self.tokenizer)
+            place += 1
+            yield ids
 
 
 def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:

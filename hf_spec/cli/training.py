@@ -65,6 +65,9 @@ def add_prepare(commands: Any) -> None:
     add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="of a new answer (%(default)s)")
     add("--cut-answers", choices=("keep", "drop"), default="keep", help="what becomes of answers that were cut off by "
         "--max-new-tokens: they are trained on without an end, or left out (%(default)s)")  # fmt: skip
+    add("--earlier-answers", choices=("keep", "drop"), default="drop", help="what becomes of answers that the chat "
+        "template shows otherwise once another one follows, without what was thought: each is an example of its own, "
+        "or left out (%(default)s)")  # fmt: skip
     add("--template-arguments", type=json_object, metavar="JSON", help="what the chat template is given, such as "
         '\'{"enable_thinking": false}\'')  # fmt: skip
     add("--end-of-text", action="store_true", help="put an end-of-sequence token behind documents of plain text")
@@ -110,7 +113,7 @@ def _prepare(args: argparse.Namespace) -> None:
         data = load_raw(_regenerated(data, args, state, device))
     if not Processes(state).is_first:  # only answers are work to be shared
         return
-    names = "held_out max_length packing too_long cut_answers last_turn_only text_column num_proc"
+    names = "held_out max_length packing too_long cut_answers earlier_answers last_turn_only text_column num_proc"
     tokenizer = tokenizer_of(args.target)
     options = {name: getattr(args, name) for name in (*names.split(), "template_arguments", "end_of_text")}
     splits = prepared(data, tokenizer, positions=max_positions(config), **options)
