@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ..configuration import SpeculatorConfig, max_positions
@@ -46,6 +47,8 @@ def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     model = kind_of(config)
     try:
         loaded = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
+    except torch.OutOfMemoryError:  # of which the file is not to blame
+        raise
     except UNFIT as error:
         raise ValueError(f"{checkpoint.path}, read as {find_format(checkpoint).name}: {printable(error)}") from error
     draft = loaded[0] if kwargs.get("output_loading_info") else loaded

@@ -78,11 +78,10 @@ def prepare_dataset(
     ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only. Some
     templates show an answer otherwise once another one follows, without what was thought. Such earlier answers are
     left out and counted, or each becomes an example of its own, as it was said (``earlier_answers="keep"``). Examples
-    without anything to guess are left out, counted by reason in a log. Answers that ``regenerate`` says were cut off
-    are trained on without the template's end, or left out with their conversations (``cut_answers="drop"``).
-    The chat template is given ``template_arguments``, such as ``{"enable_thinking": False}``, and what an example has
-    in columns ``tools`` and ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token behind documents
-    that go through no template, so that a draft learns where they end.
+    without anything to guess are left out, counted by reason. Answers that ``regenerate`` says were cut off are
+    trained on without the template's end, or left out with their conversations (``cut_answers="drop"``). The template
+    is given ``template_arguments``, such as ``{"enable_thinking": False}``, and an example's columns ``tools`` and
+    ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token after documents without a template.
 
     A stream, a ``datasets.IterableDataset``, stays one: its examples are made while they are read, and packed a
     thousand documents at a time. What is left out is counted among its first examples.
@@ -109,12 +108,15 @@ def prepare_dataset(
     examples = dataset.map(tokenize, batched=True, remove_columns=names, **say)
     seen: Any = tokenize({name: [one.get(name) for one in first] for name in names}) if is_stream else examples
     _report(list(seen["skipped"]), sum(seen["cut"]), list(seen["left_out"]))
-    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped")
-    kept = kept.remove_columns(["skipped", "cut", "left_out"])
-    if packing:
-        kept = packed(kept, max_length)
+    kept = packed(_kept(examples), max_length) if packing else _kept(examples)
     record_tokenizer(kept, tokenizer)
     return kept
+
+
+def _kept(examples: Any) -> Any:
+    """Leave out examples that were skipped, and what is said about the others."""
+    kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped")
+    return kept.remove_columns(["skipped", "cut", "left_out"])
 
 
 def packed(examples: Any, max_length: int) -> Any:

@@ -193,7 +193,8 @@ class DraftTrainer(Trainer):
         batch_loss = functools.partial(self._batch_loss, text, self._counted(inputs), hidden, divisor)
         with as_trained(self.draft, self._around):  # through the wrapped model: whatever wraps it sees one forward
             loss, metrics, counted = model(batch_loss=batch_loss)
-        check_finite(features, hidden, None if self.args.fp16 else loss)
+        may_overflow = self.args.fp16 or (self.args.fp16_full_eval and not model.training)
+        check_finite(features, hidden, None if may_overflow else loss)
         if not isinstance(self.draft, DraftModel):  # a language model, whose one step says all of its chains
             steps = self.settings.unroll_steps
             counted = counted_positions(inputs["loss_mask"], steps, inputs.get("document_ids"))
