@@ -568,3 +568,11 @@ def test_a_hybrid_of_attention_layers_alone(name: str, layers: dict[str, Any], c
     model = build(name, **layers)
     text = plain(model, 3)
     assert torch.equal(speculative(model, 3, ngram(text), config).sequences, text)
+
+
+def test_rows_with_tokens_to_read_again_keep_the_draft_tokens_that_two_proposals_have_room_for() -> None:
+    """A block has nine columns for chains of four: none, four and seven carried tokens leave room for 8, 4 and 1."""
+    runner = LazyRunner(target("qwen3_next"))
+    runner._carried = [[], [5] * 4, [5] * 7]
+    proposal = Proposal.chain(torch.tensor([5, 6, 7]), torch.arange(12).view(3, 4))
+    assert runner.fit(proposal, 4).present.sum(1).tolist() == [5, 5, 2]

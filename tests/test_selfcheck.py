@@ -15,11 +15,23 @@ from architectures import build, prompts
 from peft import LoraConfig, PeftModel, PolyConfig, get_peft_model
 from test_multimodal import llava
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BltForCausalLM,
+    CsmForConditionalGeneration,
+    DynamicCache,
+    KyutaiSpeechToTextForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MoshiForConditionalGeneration,
+    PreTrainedModel,
+    XLMWithLMHeadModel,
+)
 from twins import SHAPES, Oracle
 
 from hf_spec.scoring import selfcheck
+from hf_spec.scoring.architectures import why_unsupported
 from hf_spec.scoring.changes import foreign_hooks, way_of_forward
+from hf_spec.scoring.hooks import hooked
 from hf_spec.scoring.prompts import Prompt
 from hf_spec.scoring.selfcheck import check_target, difference_from_plain
 from hf_spec.scoring.slots import Slots
@@ -72,11 +84,14 @@ def test_what_may_be_put_down_to_rounding_is_measured() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_tokens_that_rounding_routes_otherwise_are_tried_again_in_half_precision(dtype: torch.dtype) -> None:
     model = build("llama", dtype=dtype, num_hidden_layers=2)
-    unlucky = selfcheck.tokens_for(model, 2, len(selfcheck.CHAIN.parents), 1)
+    blocks = [
+        selfcheck.tokens_for(model, 2, len(selfcheck.CHAIN.parents), 1 + draw) for draw in range(selfcheck.DRAWS)
+    ]
 
     def flips(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if torch.equal(kwargs["input_ids"], unlucky.flip(0, 1)):
-            output.logits[0] = output.logits[0].roll(1, -1)
+        for draw, tokens in enumerate(blocks):  # once in each draw, in this row or that
+            if torch.equal(kwargs["input_ids"], tokens.flip(0, 1)):
+                output.logits[draw % 2] = output.logits[draw % 2].roll(1, -1)
         return output
 
     model.register_forward_hook(flips, with_kwargs=True)
@@ -228,6 +243,14 @@ def test_a_target_is_tried_again_when_its_forward_may_have_changed(change: Calla
     assert len(tries) == 2
 
 
+def test_hooks_that_this_package_places_for_a_while_are_no_change() -> None:
+    model = build("llama", num_hidden_layers=1)
+    way = way_of_forward(model)
+    with hooked([model.model], before=lambda *_: None, after=lambda *_: None):
+        assert way_of_forward(model) == way
+        assert foreign_hooks(model) == []
+
+
 def test_only_the_last_ways_are_remembered_and_none_keeps_a_hook_alive() -> None:
     tries = []
 
@@ -363,3 +386,48 @@ def test_poly_mixes_for_each_row_what_its_task_needs(shape: str) -> None:
         plain = model.generate(**inputs, **options)
         text = model.generate(**inputs, **options, speculator=Oracle(plain), speculation_config=SHAPES[shape])
         assert torch.equal(text, plain)
+
+
+# --- What is refused by name -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BltForCausalLM, "patches"),
+        (CsmForConditionalGeneration, "several codebooks"),
+        (KyutaiSpeechToTextForConditionalGeneration, "sound of that moment"),
+        (MoshiForConditionalGeneration, "a second model"),
+        (XLMWithLMHeadModel, "no key-value cache"),
+    ],
+    ids=lambda kind: getattr(kind, "__name__", None),
+)
+def test_what_about_a_model_is_in_the_way_is_said(kind: type[Any], reason: str) -> None:
+    own = type("Own", (kind,), {})  # somebody's subclass
+    model = own.__new__(own)  # without its modules: some hold a whole codec
+    nn.Module.__init__(model)
+    model.config = kind.config_class()
+    why = why_unsupported(model, DynamicCache())
+    assert why is not None and why.startswith("Own is not supported: ") and reason in why
+
+
+def test_a_model_that_reads_no_text_alone_is_told_from_one_that_reads_no_blocks() -> None:
+    def needs_more(module: nn.Module, args: Any, kwargs: Any) -> None:
+        raise ValueError("pixel_values has to be not-None")
+
+    def needs_one(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] == 4:
+            raise RuntimeError("no view")
+
+    model = build("llama", num_hidden_layers=1)
+    handle = model.register_forward_pre_hook(needs_more, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"its own plain steps: they fail with text alone .*pixel_values"):
+        check_target(model, trees=False)
+    handle.remove()
+    model.register_forward_pre_hook(needs_one, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"cannot score a chain of guesses \(RuntimeError: no view\)"):
+        check_target(model, trees=False)
+    ids = torch.ones(2, 7, dtype=torch.long)
+    prompt = Prompt(ids, ids, {"attention_mask": ids}, extra=("image_grids",))
+    with pytest.raises(ValueError, match="a chain of guesses with the image_grids of this call"):
+        check_target(model, trees=False, prompt=prompt)

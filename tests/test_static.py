@@ -299,6 +299,15 @@ def test_guesses_that_overflow_are_taken_back() -> None:
 
 
 @torch.no_grad()
+def test_a_wider_block_gets_its_room_where_the_text_itself_needs_no_more() -> None:
+    cache = StaticSlotCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 1)
+    windows = [layer for layer in cache.slot_layers if layer.window is not None]
+    assert windows
+    for count in (4, 19):  # the text and either fit 32 slots
+        cache.make_room(count)
+        assert all(layer.ring.size >= layer.window - 1 + count for layer in windows)
+
+
 def prefilled(model: PreTrainedModel) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=60)
     inputs = model.prepare_inputs_for_generation(prompts(1, (13,))["input_ids"], past_key_values=cache)

@@ -27,6 +27,17 @@ REFUSED = {
     "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
     "roformer": "it gives all rows the same positions",
 }
+REFUSED_CLASSES = {
+    "BltForCausalLM": "it groups bytes into patches, and a block of them makes other patches than one byte at a time",
+    "CsmForConditionalGeneration": "each of its tokens is a frame of sound, of several codebooks",
+    "KyutaiSpeechToTextForConditionalGeneration": (
+        "it reads each token together with the sound of that moment, which is encoded while the text grows"
+    ),
+    "MoshiForConditionalGeneration": (
+        "it reads each token together with sound that a second model makes for it once the token is known"
+    ),
+    "XLMWithLMHeadModel": "it keeps no key-value cache of transformers (its `cache` is a dictionary of its own)",
+}
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
 ONE_ROW = {
     "gpt_neo": "its causal mask counts columns from one place for the whole batch",
@@ -74,7 +85,7 @@ def why_one_row(model: PreTrainedModel) -> str | None:
 def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> str | None:
     """Say why ``model`` with transformers' ``cache`` cannot be scored over slots, or return ``None`` if it can."""
     name = type(model).__name__
-    if (reason := REFUSED.get(model.config.get_text_config(decoder=True).model_type)) is not None:
+    if (reason := _why_refused(model)) is not None:
         return f"{name} is not supported: {reason}"
     if batch > 1 and (reason := why_one_row(model)) is not None:
         return f"{name} is supported for one row at a time only: {reason}"
@@ -92,6 +103,12 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
     if getattr(model, "_is_stateful", False) and not knows_layers and not has_states(cache):
         return f"{name} keeps recurrent states outside its cache, where they cannot be taken back"
     return None
+
+
+def _why_refused(model: PreTrainedModel) -> str | None:
+    reasons = [REFUSED.get(model.config.get_text_config(decoder=True).model_type)]
+    reasons += [REFUSED_CLASSES.get(kind.__name__) for kind in type(model).__mro__]
+    return next(filter(None, reasons), None)
 
 
 def why_no_trees(model: PreTrainedModel) -> str | None:

@@ -80,10 +80,9 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
     try:
         apart, most = difference_from_plain(model, TREE if name == "tree" else CHAIN, static, prompt)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
-        why = in_short(error)
         if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"
-        raise ValueError(f"{type(model).__name__} cannot score a {name} of guesses ({why}); {cure}.") from error
+        raise ValueError(f"{_why_not_scored(model, name, static, prompt, error)}; {cure}.") from error
     if not apart <= most:  # nan is refused too
         raise ValueError(
             f"{type(model).__name__} scores a {name} of guesses differently from single steps "
@@ -102,6 +101,23 @@ def _computes_in(model: PreTrainedModel) -> set[torch.dtype]:
     """Return what products are worked out in, which modules of packed weights say themselves."""
     said = {dtype for one in model.modules() if isinstance(dtype := getattr(one, "compute_dtype", None), torch.dtype)}
     return said or {model.dtype}
+
+
+def _why_not_scored(model: PreTrainedModel, shape: str, static: bool, prompt: Prompt | None, error: Exception) -> str:
+    """Say what raised ``error``: plain steps, then it is what they are given, or the block alone."""
+    name, given = type(model).__name__, "text alone"
+    if prompt is not None:
+        given = f"the {', '.join(prompt.extra)} of this call"
+    try:
+        start = Prompt.of_text(model) if prompt is None else prompt
+        _plain(model, start, [tokens_for(model, len(start.ids), 1).to(start.ids.device)], static)
+    except Exception as own:  # whatever a model makes of too little
+        return (
+            f"{name} cannot be compared with its own plain steps: they fail with {given} ({in_short(own)}), so that "
+            "nobody knows whether draft tokens would be scored rightly"
+        )
+    with_what = f" with {given}" if prompt is not None else ""
+    return f"{name} cannot score a {shape} of guesses{with_what} ({in_short(error)})"
 
 
 def reads_prompts_causally(model: PreTrainedModel) -> bool:

@@ -45,8 +45,8 @@ def tried_once(
         of_the_first_row = with_adapters(adapted_layers(model), lambda count: [0] * count)
         with torch.no_grad(), _left_alone(model), of_the_first_row:
             result = trial(model, *args, **kwargs)
-        while len(found) >= MOST_WAYS:
-            found.pop(next(iter(found)), None)
+        for old in list(found)[: max(0, len(found) - MOST_WAYS + 1)]:
+            found.pop(old, None)
         found[key] = result
         return result
 
