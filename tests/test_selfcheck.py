@@ -421,7 +421,7 @@ def test_a_model_that_reads_no_text_alone_is_told_from_one_that_reads_no_blocks(
 
     model = build("llama", num_hidden_layers=1)
     handle = model.register_forward_pre_hook(needs_more, with_kwargs=True)
-    with pytest.raises(ValueError, match=r"its own plain steps: they fail with text alone .*pixel_values"):
+    with pytest.raises(ValueError, match=r"its own plain steps, which fail with text alone .*pixel_values"):
         check_target(model, trees=False)
     handle.remove()
     model.register_forward_pre_hook(needs_one, with_kwargs=True)

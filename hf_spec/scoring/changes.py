@@ -73,8 +73,8 @@ def _changes(own: dict[str, Any]) -> list[Hashable]:
     """Return what was done to a single module, by its attributes."""
     found: list[Hashable] = []
     for hooks in _HOOKS:
-        if own[hooks]:
-            found += hooks, *_hooks(own[hooks].values())
+        if marks := _hooks(own[hooks].values()):
+            found += hooks, *marks
     if "forward" in own and not only_looks(own["forward"]):
         found.append(_identity(own["forward"]))
     if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:

@@ -112,10 +112,7 @@ def _why_not_scored(model: PreTrainedModel, shape: str, static: bool, prompt: Pr
         start = Prompt.of_text(model) if prompt is None else prompt
         _plain(model, start, [tokens_for(model, len(start.ids), 1).to(start.ids.device)], static)
     except Exception as own:  # whatever a model makes of too little
-        return (
-            f"{name} cannot be compared with its own plain steps: they fail with {given} ({in_short(own)}), so that "
-            "nobody knows whether draft tokens would be scored rightly"
-        )
+        return f"{name} cannot be compared with its own plain steps, which fail with {given} ({in_short(own)})"
     with_what = f" with {given}" if prompt is not None else ""
     return f"{name} cannot score a {shape} of guesses{with_what} ({in_short(error)})"
 
