@@ -21,7 +21,7 @@ from hf_spec.checkpoints.conversion import export
 from hf_spec.drafts.ngram.remembered import Remembered, read_remembered, write_remembered
 from hf_spec.metrics import Counts
 from hf_spec.training import DraftTrainer, measure
-from hf_spec.training.evaluation import acceptance, sums_of
+from hf_spec.training.evaluation import acceptance, prompts_of, sums_of
 from hf_spec.training.losses import ChunkedLoss
 from hf_spec.training.resuming import checkpoint_to_resume
 
@@ -149,3 +149,10 @@ def test_a_memory_file_keeps_the_largest_token_and_cuts_texts_at_those_beyond(tm
     largest = max(tokenizer().get_vocab().values())
     write_remembered(tmp_path / "memory", Remembered(100, [1, largest, 2, largest + 1, 3, -1]), tokenizer())
     assert [*read_remembered(tmp_path / "memory", tokenizer()).texts()] == [[1, largest, 2], [3]]
+
+
+def test_a_prompt_is_of_the_first_document_of_a_pack() -> None:
+    documents = [0, 0, 1, 1, 1, 1]
+    pack = {"input_ids": [1, 2, 3, 4, 5, 6], "document_ids": documents}
+    assert prompts_of([pack | {"loss_mask": [0, 0, 0, 1, 1, 1]}], 2, 4) == []  # an answer of another document
+    assert prompts_of([pack | {"loss_mask": [1] * 6}], 2, 4) == [[1, 2]]
