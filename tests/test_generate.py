@@ -6,7 +6,7 @@ import copy
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, tokenizer
 
 import hf_spec
-from hf_spec import NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
+from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
 from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.scoring.names import CACHE
@@ -634,6 +634,41 @@ def test_only_the_new_tokens_of_a_turn(model: PreTrainedModel) -> None:
     news = {"input_ids": more["input_ids"][:, seen:], "attention_mask": more["attention_mask"]}
     out = cached(model, news, draft(), "tree", past_key_values=out.past_key_values)
     assert torch.equal(out.sequences, expected[:, seen:])
+
+
+class Listener(Oracle):
+    """Keep what a call tells of its prompt, and its text."""
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        self.mask = request.attention_mask
+        return super().drafter(request)
+
+    def learn(self, texts: Sequence[Sequence[int]]) -> None:
+        self.texts = [list(text) for text in texts]
+
+
+def test_new_tokens_of_a_turn_are_no_padding(model: PreTrainedModel) -> None:
+    """The mask begins with what the cache holds, padding included; all new tokens count for drafter and memory."""
+    inputs = prompts(3)
+    out = cached(model, inputs, None, "chain")
+    more = next_turn(out, inputs, [out.sequences.shape[1]] * 3)
+    seen = out.past_key_values.get_seq_length()
+    assert not bool(more["attention_mask"][:, : more["input_ids"].shape[1] - seen].all())
+    news = {"input_ids": more["input_ids"][:, seen:], "attention_mask": more["attention_mask"]}
+    listener = Listener(news["input_ids"])
+    text = greedy(model, news, speculator=listener, past_key_values=out.past_key_values)
+    assert bool(listener.mask.all())
+    assert listener.texts == text.tolist()
+
+
+def test_confidence_ends_greedy_chains(model: PreTrainedModel) -> None:
+    """The numbers that it is compared with are probabilities, not only in the order of these."""
+    proposed = []
+    for least in (0.0, 0.5, 0.99):
+        config = SpeculationConfig(num_speculative_tokens=4, min_confidence=least)
+        options = {"speculator": draft(), "speculation_config": config, "return_dict_in_generate": True}
+        proposed.append(greedy(model, prompts(1), **options).speculation.proposed)
+    assert proposed[0] > proposed[1] > proposed[2]
 
 
 def test_a_cache_that_was_handed_in_holds_the_text(model: PreTrainedModel) -> None:

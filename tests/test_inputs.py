@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from architectures import build, prompts, redraw, shrink
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
 from twins import SHAPES, Oracle
 
 import hf_spec
@@ -69,6 +69,38 @@ def glm_image() -> tuple[PreTrainedModel, Inputs]:
     return model, {"input_ids": prompts(1)["input_ids"], "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
+def pictures() -> tuple[PreTrainedModel, Inputs]:
+    """Of two rows each paints a picture of its own shape, and the second one is done first."""
+    model, inputs = glm_image()
+    model.generation_config.eos_token_id = 42
+    grids = {"image_grid_thw": torch.tensor([[1, 4, 4], [1, 2, 8]]), "images_per_sample": torch.tensor([1, 1])}
+    return model, {"input_ids": torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)]), **grids}
+
+
+class Flagged(LlamaForCausalLM):
+    """A model with a number for each token, which its own preparation cuts as it cuts the tokens."""
+
+    def forward(
+        self, input_ids: Tensor, flags: Tensor, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        embeds = self.get_input_embeddings()(input_ids) * (1 + flags[:, :, None])
+        kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": embeds}
+        return super().forward(**kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, flags: Tensor, **kwargs: Any) -> Any:
+        prepared = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        return {**prepared, "flags": flags[:, -prepared["input_ids"].shape[1] :]}
+
+
+def flagged() -> tuple[PreTrainedModel, Inputs]:
+    inputs = prompts(3)
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = Flagged(build("llama").config)
+    redraw(model, 0)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model.eval(), {**inputs, "flags": inputs["input_ids"] % 7 / 7}
+
+
 def inkling() -> tuple[PreTrainedModel, Inputs]:
     sound = {"n_mel_bins": 2, "mel_vocab_size": 8, "text_hidden_size": 32}
     model = tiny("Inkling", audio_config=sound, vision_config={"patch_size": 2}, own={"audio_token_id": PLACEHOLDER})
@@ -94,7 +126,7 @@ def kosmos2_5() -> tuple[PreTrainedModel, Inputs]:
 
 
 CASES: dict[str, Callable[[], tuple[PreTrainedModel, Inputs]]] = {
-    one.__name__: one for one in (ctrl, typed, glm_image, inkling, phi4_multimodal, kosmos2_5)
+    one.__name__: one for one in (ctrl, typed, flagged, glm_image, pictures, inkling, phi4_multimodal, kosmos2_5)
 }
 
 
@@ -171,6 +203,16 @@ def test_a_head_that_is_narrower_than_the_vocabulary() -> None:
     assert int(out.sequences[:, 3:].max()) < 98
 
 
+def test_a_vocabulary_that_is_padded() -> None:
+    """Inkling's head knows tokens that its logits leave out."""
+    model, draft = build("inkling_text", unpadded_vocab_size=90), build("llama", num_hidden_layers=1)
+    start = torch.tensor([[5, 6, 7]])
+    assert model(start).logits.shape[-1] == 90
+    out = model.generate(start, max_new_tokens=8, do_sample=True, speculator=draft, num_speculative_tokens=3)
+    assert out.shape == (1, 11)
+    assert int(out.max()) < 90
+
+
 def drafts_of(model: PreTrainedModel) -> dict[str, Any]:
     """Make a draft of each kind that looks tokens of the prompt up in a table."""
     text, size = model.config.get_text_config(), {"intermediate_size": 64, "num_attention_heads": 4}
@@ -240,3 +282,11 @@ def test_statistics_of_a_model_that_lets_another_one_generate(name: str) -> None
     hf_spec.set_speculator(model.language_model, "ngram")
     model.generate(**inputs, **OPTIONS, num_beams=2)  # which no speculator can serve
     assert hf_spec.last_speculation(model) is None
+
+
+def test_the_last_call_of_several_models_inside_one_counts() -> None:
+    pair = nn.ModuleList([build("llama", num_hidden_layers=1, seed=seed) for seed in (0, 1)])
+    for which in (0, 1, 0):
+        options = OPTIONS | {"speculator": "ngram", "return_dict_in_generate": True}
+        out = pair[which].generate(torch.tensor([[5, 6, 7, 5, 6]]), **options)
+        assert hf_spec.last_speculation(pair) is out.speculation

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import CHAIN, TREE
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, Speculator
+from hf_spec.decoding.pace import Pace
 from hf_spec.decoding.verification import reject, traverse
 
 NEW_TOKENS = 14
@@ -176,3 +177,22 @@ def test_a_batch_of_requests_is_scored_again() -> None:
     )
     assert [output.generated_tokens for output in found] == texts
     assert manager.speculation.counts.accepted
+
+
+def test_a_step_that_is_scored_twice_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time says nothing about others, and would make draft tokens look dear."""
+    model, inputs = poisoned("llama"), harmless(2)
+    text = model.generate(**inputs, **GREEDY)
+    timed: list[bool] = []
+    stepped = Pace.stepped
+
+    def noted(pace: Pace, rows: int, depth: int, seconds: float | None, *args: Any, **kwargs: Any) -> None:
+        timed.append(seconds is not None)
+        stepped(pace, rows, depth, seconds, *args, **kwargs)
+
+    monkeypatch.setattr(Pace, "stepped", noted)
+    for every, untimed in ((1000, False), (3, True)):
+        timed.clear()
+        model.generate(**inputs, **GREEDY, speculator=Poisoner(text, every), speculation_config=CHAIN)
+        assert (False in timed[2:]) == untimed
+        assert True in timed
