@@ -20,7 +20,10 @@ from ..scoring.features import streams_first
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went."""
+    """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went.
+
+    The cache is ``None`` where rows of a recurrent target end at different lengths: a state cannot be padded.
+    """
 
     speculation: SpeculationStats | None = None
 
