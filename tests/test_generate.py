@@ -661,16 +661,6 @@ def test_new_tokens_of_a_turn_are_no_padding(model: PreTrainedModel) -> None:
     assert listener.texts == text.tolist()
 
 
-def test_confidence_ends_greedy_chains(model: PreTrainedModel) -> None:
-    """The numbers that it is compared with are probabilities, not only in the order of these."""
-    proposed = []
-    for least in (0.0, 0.5, 0.99):
-        config = SpeculationConfig(num_speculative_tokens=4, min_confidence=least)
-        options = {"speculator": draft(), "speculation_config": config, "return_dict_in_generate": True}
-        proposed.append(greedy(model, prompts(1), **options).speculation.proposed)
-    assert proposed[0] > proposed[1] > proposed[2]
-
-
 def test_a_cache_that_was_handed_in_holds_the_text(model: PreTrainedModel) -> None:
     """As with plain ``generate``, also where the result is tokens only."""
     inputs = prompts(1)

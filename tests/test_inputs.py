@@ -10,7 +10,7 @@ import torch
 import transformers
 from architectures import build, prompts, redraw, shrink
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from twins import SHAPES, Oracle
 
 import hf_spec
@@ -77,30 +77,6 @@ def pictures() -> tuple[PreTrainedModel, Inputs]:
     return model, {"input_ids": torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)]), **grids}
 
 
-class Flagged(LlamaForCausalLM):
-    """A model with a number for each token, which its own preparation cuts as it cuts the tokens."""
-
-    def forward(
-        self, input_ids: Tensor, flags: Tensor, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any
-    ) -> Any:
-        embeds = self.get_input_embeddings()(input_ids) * (1 + flags[:, :, None])
-        kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": embeds}
-        return super().forward(**kwargs)
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, flags: Tensor, **kwargs: Any) -> Any:
-        prepared = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        return {**prepared, "flags": flags[:, -prepared["input_ids"].shape[1] :]}
-
-
-def flagged() -> tuple[PreTrainedModel, Inputs]:
-    inputs = prompts(3)
-    with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = Flagged(build("llama").config)
-    redraw(model, 0)
-    model.generation_config = GenerationConfig(pad_token_id=0)
-    return model.eval(), {**inputs, "flags": inputs["input_ids"] % 7 / 7}
-
-
 def inkling() -> tuple[PreTrainedModel, Inputs]:
     sound = {"n_mel_bins": 2, "mel_vocab_size": 8, "text_hidden_size": 32}
     model = tiny("Inkling", audio_config=sound, vision_config={"patch_size": 2}, own={"audio_token_id": PLACEHOLDER})
@@ -126,7 +102,7 @@ def kosmos2_5() -> tuple[PreTrainedModel, Inputs]:
 
 
 CASES: dict[str, Callable[[], tuple[PreTrainedModel, Inputs]]] = {
-    one.__name__: one for one in (ctrl, typed, flagged, glm_image, pictures, inkling, phi4_multimodal, kosmos2_5)
+    one.__name__: one for one in (ctrl, typed, glm_image, pictures, inkling, phi4_multimodal, kosmos2_5)
 }
 
 
