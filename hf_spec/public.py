@@ -11,7 +11,6 @@ from .checkpoints.resolve import as_speculator
 from .configuration import SpeculatorConfig
 from .decoding.loop import SpeculativeDecoding
 from .decoding.outputs import SpeculativeOutput, last_speculation
-from .decoding.processors import pure
 from .defaults import get_speculator, set_speculator
 from .drafts.base import AcceptedTokens, DraftContext, Drafter, DraftOutput, Speculator
 from .drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -39,6 +38,7 @@ from .many.prompts import Completion
 from .metrics import SpeculationStats
 from .proposal import Proposal
 from .settings import SpeculationConfig
+from .verify.processors import pure
 
 __all__ = [
     "AcceptedTokens",

@@ -12,7 +12,7 @@ from torch.nn import functional
 from .counting import numbers
 
 Shape = tuple[int, ...]
-Chance = torch.Generator | Tensor | None  # where random numbers come from, or those that were drawn beforehand
+NoiseSource = torch.Generator | Tensor | None  # where random numbers come from, or those that were drawn beforehand
 
 NOTHING = -1  # where no token can be drawn
 SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
@@ -21,48 +21,48 @@ LARGE = 1024  # words, from which on random numbers for all of them take a CPU l
 MANY, PART = 1 << 16, 128  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
 
 
-def coins(like: Shape, device: torch.device, source: Chance = None) -> Tensor:
-    """Throw a coin in [0, 1) for each place of the shape ``like``: ``coin < 0`` never holds and ``coin < 1`` always.
+def uniform_noise(like: Shape, device: torch.device, source: NoiseSource = None) -> Tensor:
+    """Draw a number in [0, 1) for each place of the shape ``like``: ``noise < 0`` never holds, ``noise < 1`` always.
 
-    As precise as ``device`` can, so that rounding does not matter. Where ``source`` holds coins already, return those.
+    As precise as ``device`` can, so that rounding does not matter. A ``source`` that is such a tensor is returned.
     """
     if isinstance(source, Tensor):
         return source
     return torch.rand(like, dtype=widest_float(device), device=device, generator=source)
 
 
-def draw(p: Tensor, source: Chance = None) -> Tensor:
+def draw(p: Tensor, source: NoiseSource = None) -> Tensor:
     """Draw one token from each distribution ``p`` (..., vocabulary) float32, which need not sum to one: (...).
 
     Never a token with ``p = 0``; -1 where there is no other, or a nan. Works in float64 if it can: a float32 sum over
     a large vocabulary would round the tail away. ``torch.multinomial`` waits for the accelerator and needs a random
     number per token.
     """
-    token = _at(coins((*p.shape[:-1], 1), p.device, source), p)
+    token = _at(uniform_noise((*p.shape[:-1], 1), p.device, source), p)
     most, safe = p.max(-1, keepdim=True)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
     return torch.where(most > 0, torch.where(possible, token, safe), numbers(1, p.device, NOTHING))[..., 0]
 
 
-def _at(coin: Tensor, p: Tensor) -> Tensor:
-    """Return the token where the sum of ``p`` (..., vocabulary) passes ``coin`` (..., 1) of the whole: (..., 1)."""
+def _at(noise: Tensor, p: Tensor) -> Tensor:
+    """Return the token where the sum of ``p`` (..., vocabulary) passes ``noise`` (..., 1) of the whole: (..., 1)."""
     if p.device.type == "cpu" and p.numel() >= MANY:
-        return _at_in_parts(coin, p)
-    below = p.cumsum(-1, dtype=coin.dtype)
-    return torch.searchsorted(below, coin * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
+        return _at_in_parts(noise, p)
+    below = p.cumsum(-1, dtype=noise.dtype)
+    return torch.searchsorted(below, noise * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
-def _at_in_parts(coin: Tensor, p: Tensor) -> Tensor:
+def _at_in_parts(noise: Tensor, p: Tensor) -> Tensor:
     """Do as ``_at`` without a sum for each token: find the part of the vocabulary, then the token in it.
 
     Memory for so many sums is new each time, and a CPU takes twenty times as long to get it as to add them up.
     """
     parts = _in_parts(p, missing=0.0)
-    sums = parts.sum(-1, dtype=coin.dtype)
+    sums = parts.sum(-1, dtype=noise.dtype)
     below = sums.cumsum(-1)
-    point = coin * below[..., -1:]
+    point = noise * below[..., -1:]
     part = torch.searchsorted(below, point, right=True).clamp_(max=sums.shape[-1] - 1)
-    within = parts.gather(-2, part[..., None].expand(*part.shape, PART))[..., 0, :].cumsum(-1, dtype=coin.dtype)
+    within = parts.gather(-2, part[..., None].expand(*part.shape, PART))[..., 0, :].cumsum(-1, dtype=noise.dtype)
     point = point - (below - sums).gather(-1, part)
     return (part * PART + torch.searchsorted(within, point, right=True)).clamp_(max=p.shape[-1] - 1)
 
@@ -130,7 +130,7 @@ def best(log_probs: Tensor, count: int) -> Tensor:
 def noise_shapes(draws: Sequence[tuple[Sequence[int], int]], vocabulary: int, device: torch.device) -> list[Shape]:
     """Return the shapes of what ``draw_distinct`` draws with, for each of ``draws``: rows (...), and tokens of each.
 
-    That is a coin per token (..., count) where random numbers take longer than operators, and otherwise the negative
+    That is a number per token (..., count) where random numbers take longer than operators, and otherwise the negative
     of a Gumbel variable per word (..., vocabulary).
     """
     by_coin = _draws_by_coin(vocabulary, device)
@@ -164,8 +164,8 @@ def draw_distinct(log_probs: Tensor, count: int, noise: Tensor | None = None) ->
     if count == 1:
         return _at(noise, left)
     least, drawn = left.argmin(-1, keepdim=True), []  # where nothing is left
-    for coin in noise[..., :count].split(1, dim=-1):
-        token = _at(coin, left)
+    for number in noise[..., :count].split(1, dim=-1):
+        token = _at(number, left)
         drawn.append(torch.where(left.gather(-1, token) > 0, token, least))
         left.scatter_(-1, token, 0.0)
     return torch.cat(drawn, dim=-1)

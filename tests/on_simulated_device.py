@@ -26,9 +26,9 @@ from hf_spec import AcceptedTokens, Proposal, SpeculationConfig, SpeculationStat
 from hf_spec.batching.drafting import Row, accepted_of
 from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decoding.pace import Pace
-from hf_spec.decoding.stopping import Stops
 from hf_spec.decoding.text import Text
 from hf_spec.scoring.recurrent import Branches, States
+from hf_spec.verify.stopping import Stops
 
 THERE = torch.device(NAME)
 

@@ -22,9 +22,9 @@ from transformers import (
 from twins import SHAPES, Oracle, draft, noisy, target
 
 import hf_spec.decoding.text
-import hf_spec.decoding.warpers
 import hf_spec.sampling
 import hf_spec.scoring.buffers
+import hf_spec.verify.warpers
 from hf_spec import (
     AcceptedTokens,
     DraftContext,
@@ -131,7 +131,7 @@ def test_vanilla(case: str) -> None:
 def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_spec.sampling, "LARGE", 1)  # by coins
     monkeypatch.setattr(hf_spec.sampling, "MANY", 1)  # in parts
-    monkeypatch.setattr(hf_spec.decoding.warpers, "LARGE", 1)
+    monkeypatch.setattr(hf_spec.verify.warpers, "LARGE", 1)
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 

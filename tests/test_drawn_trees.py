@@ -20,10 +20,10 @@ from torch import Tensor
 from twins import draft, path_to, paths_of, target
 
 from hf_spec import SpeculationConfig
-from hf_spec.decoding.verification import reject, traverse
 from hf_spec.drafts import drawn_trees, trees
 from hf_spec.drafts.drawn_trees import _imagined
 from hf_spec.proposal import ABSENT, Proposal
+from hf_spec.verify.rules import block_verification, token_verification
 
 Path = tuple[int, ...]
 
@@ -110,7 +110,7 @@ def enumerated(
     return proposal, every.weights
 
 
-@pytest.mark.parametrize("rule", [traverse, reject])
+@pytest.mark.parametrize("rule", [block_verification, token_verification])
 @pytest.mark.parametrize(
     ("vocabulary", "top_k", "nodes", "limit", "draws"),
     [(3, 2, 4, 2, 3), (3, 3, 6, 2, 4), (2, 2, 5, 3, 5)],
@@ -130,7 +130,7 @@ def test_the_text_has_the_targets_distribution(
     assert distance(distribution_of(*given, vocabulary, limit + 1, rule), vocabulary, limit + 1) < 1e-6
 
 
-@pytest.mark.parametrize("rule", [traverse, reject])
+@pytest.mark.parametrize("rule", [block_verification, token_verification])
 def test_dropping_drawn_guesses_is_found_out(rule: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tree = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     proposal, weights = enumerated(monkeypatch, trees, 3, 2, 3, 2, {"tree": tree})

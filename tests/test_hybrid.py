@@ -13,13 +13,13 @@ from test_ngram import news
 from test_verification import (
     TOO_FAR,
     Rule,
+    block_verification,
     continued,
     deviation,
     propose,
-    reject,
     seeded,
     tables,
-    traverse,
+    token_verification,
 )
 from test_verification import guesses as guesses_in
 from torch import Tensor
@@ -37,10 +37,10 @@ from hf_spec import (
     VanillaSpeculator,
     as_speculator,
 )
-from hf_spec.decoding.verification import Verdict
 from hf_spec.drafts.ngram.hybrid import with_branches, with_chains
 from hf_spec.drafts.trust import TrackRecord
 from hf_spec.proposal import ABSENT
+from hf_spec.verify.result import VerificationResult
 
 ROUNDS = 20_000
 REMEMBERED = (2, 0, 1)  # what a memory says in every round
@@ -76,14 +76,14 @@ def mixed(name: str, way: str, rounds: int = ROUNDS) -> Proposal:
 
 def is_lossless(name: str, rule: Rule, proposal: Proposal) -> bool:
     generator = seeded(1)
-    verdict: Verdict = rule(proposal, p_of(name, proposal), generator)
+    verdict: VerificationResult = rule(proposal, p_of(name, proposal), generator)
     return deviation(continued(name, verdict, generator), tables(name)["target_joint"]) < TOO_FAR
 
 
 WAYS = [("chain_v3_l3", "instead"), ("chain_v4_l2_edge", "branches"), ("tree_v4_k2_l2", "branches")]
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_chosen_and_drawn_guesses_together(name: str, way: str, rule: Rule) -> None:
     proposal = mixed(name, way)
@@ -92,18 +92,18 @@ def test_chosen_and_drawn_guesses_together(name: str, way: str, rule: Rule) -> N
     assert is_lossless(name, rule, proposal)
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 @pytest.mark.parametrize("way", ["instead", "branches"])
 def test_chosen_guesses_taken_for_drawn_ones_are_seen(way: str, rule: Rule) -> None:
     assert not is_lossless("chain_v3_l3", rule, replace(mixed("chain_v3_l3", way), chosen=None))
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_a_choice_that_looks_at_the_draw_is_seen(rule: Rule) -> None:
     assert not is_lossless("chain_v3_l3", rule, mixed("chain_v3_l3", "where a 0 was drawn", 4 * ROUNDS))
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 @pytest.mark.parametrize(("way", "lossless"), [("how sure the draft is", True), ("what was drawn", False)])
 def test_chains_may_end_by_how_sure_a_draft_is_but_not_by_what_was_drawn(way: str, lossless: bool, rule: Rule) -> None:
     """A guess that was drawn stays. The tempting rule drops those that turned out unlikely."""

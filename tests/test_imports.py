@@ -14,9 +14,10 @@ PACKAGE = Path(__file__).parents[1] / "hf_spec"
 # From the lowest to the highest: a folder, or a module beside the folders, imports only from its own layer and lower.
 LAYERS = (
     ("counting", "processes", "progress", "untrusted"),
-    ("proposal", "sampling", "display", "metrics", "settings", "configuration"),
+    ("parallel", "proposal", "sampling", "display", "metrics", "settings", "configuration"),
     ("scoring",),
     ("drafts",),
+    ("verify",),
     ("checkpoints",),
     ("decoding",),
     ("defaults",),

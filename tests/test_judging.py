@@ -15,14 +15,15 @@ from torch import Tensor, fx
 from twins import paths_of, target
 
 from hf_spec import Proposal
-from hf_spec.decoding.choice import _is_sound
-from hf_spec.decoding.judging import CompiledJudge, figures_of, table_of
+from hf_spec.decoding.emission import _are_finite
 from hf_spec.decoding.pace import Pace
-from hf_spec.decoding.verification import match, reject, traverse
 from hf_spec.drafts.trees import grow
 from hf_spec.proposal import ABSENT, NO_PARENT
 from hf_spec.scoring import graphs
 from hf_spec.scoring.graphs import Compiler
+from hf_spec.verify.compiled import CompiledVerifier
+from hf_spec.verify.result import read_table, result_table
+from hf_spec.verify.rules import block_verification, token_verification, verify_against_tokens
 
 VOCABULARY = 24
 Rule = Callable[..., Any]
@@ -62,11 +63,11 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("shape", ["chain", "sampled", "dynamic", "mixed"])
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_the_same_coins_give_the_same_verdict(rule: Rule, shape: str, compiler: Compiler) -> None:
     """In 1 to 8 rows, where some guesses are ABSENT, with and without processors: and one graph for each size."""
     seen, others, nodes = set(), 0, proposal_of(shape, 1, 0)[0].tokens.shape[1]
-    judge = CompiledJudge(compiler, nodes, rule)
+    judge = CompiledVerifier(compiler, nodes, rule)
     for seed, rows in enumerate((1, 3, 8, 4, 7)):
         proposal, logits = proposal_of(shape, rows, seed)
         logits[0, nodes - 1, 0] = torch.nan if seed == 1 else 0.0
@@ -74,13 +75,13 @@ def test_the_same_coins_give_the_same_verdict(rule: Rule, shape: str, compiler: 
             assert judge.takes(proposal)
             torch.manual_seed(seed)
             verdict, table = judge(proposal, logits, scores)
-            figures = figures_of(proposal, verdict, table)
+            figures = read_table(proposal, verdict, table)
             torch.manual_seed(seed)
             p = (logits if scores is None else scores).softmax(-1)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch.compiler, "is_compiling", lambda: False)
                 plain = rule(proposal, p)
-                expected = figures_of(proposal, plain, table_of(proposal, plain, logits.amax(-1) < torch.inf))
+                expected = read_table(proposal, plain, result_table(proposal, plain, logits.amax(-1) < torch.inf))
                 others += int(not torch.equal(rule(proposal, p).tokens, plain.tokens))
             assert figures == expected
             assert torch.equal(verdict.tokens, plain.tokens) and torch.equal(verdict.path, plain.path)
@@ -95,18 +96,18 @@ def test_inductor_weighs_a_drawn_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_compiled", [])
     proposal, logits = proposal_of("dynamic", 3, 5)
     nodes = proposal.tokens.shape[1]
-    judge = CompiledJudge(Compiler(on_any_device(backend="inductor"), DEPTH), nodes, traverse)
+    judge = CompiledVerifier(Compiler(on_any_device(backend="inductor"), DEPTH), nodes, block_verification)
     torch.manual_seed(0)
     verdict, _ = judge(proposal, logits, None)
     torch.manual_seed(0)
-    plain = traverse(proposal, logits.softmax(-1))
+    plain = block_verification(proposal, logits.softmax(-1))
     assert torch.equal(verdict.tokens, plain.tokens) and torch.equal(verdict.path, plain.path)
     assert judge.graphs.made == 1
     torch._dynamo.reset()
 
 
 def test_other_shapes_are_left_to_the_rule() -> None:
-    judge = CompiledJudge(Compiler(None, DEPTH), DEPTH + 1, traverse)
+    judge = CompiledVerifier(Compiler(None, DEPTH), DEPTH + 1, block_verification)
     chain, _ = proposal_of("chain", 3, 0)
     assert judge.takes(chain)
     assert not judge.takes(chain.shallower(DEPTH - 1))
@@ -126,19 +127,19 @@ def test_what_stands_where_a_row_has_no_guess_counts_for_nothing(is_chain: bool)
         )
         parents = parents.masked_fill(torch.arange(5) > counts[:, None], ABSENT)
         proposal = Proposal.path(tokens, counts) if is_chain else Proposal(tokens, parents, 4)
-        verdict = match(proposal, torch.randint(2, (3, 5)))
+        verdict = verify_against_tokens(proposal, torch.randint(2, (3, 5)))
         kept = [path[:count] for path, count in zip(verdict.path.tolist(), verdict.counts.tolist(), strict=True)]
         there = proposal.present.nonzero().tolist()
         for spoilt in (None, *there[:: len(there) // 2 + 1]):
             logits = torch.zeros(3, 5, 4).masked_fill(~proposal.present[:, :, None], torch.nan)
             if spoilt is not None:
                 logits[spoilt[0], spoilt[1], 2] = torch.nan
-            found = figures_of(proposal, verdict, table_of(proposal, verdict, logits.amax(-1) < torch.inf))
-            assert found.guesses == counts.tolist()
-            assert found.deepest == [max(map(len, paths_of(proposal, row)), default=0) for row in range(3)]
+            found = read_table(proposal, verdict, result_table(proposal, verdict, logits.amax(-1) < torch.inf))
+            assert found.proposed == counts.tolist()
+            assert found.longest == [max(map(len, paths_of(proposal, row)), default=0) for row in range(3)]
             assert list(map(len, found.tokens)) == verdict.counts.tolist()
             assert found.in_place == all(path == list(range(len(path))) for path in kept)
-            assert found.are_sound == bool(_is_sound(proposal, logits).all()) == (spoilt is None)
+            assert found.are_finite == bool(_are_finite(proposal, logits).all()) == (spoilt is None)
         moved += not found.in_place
     assert is_chain != bool(moved)
 
@@ -167,14 +168,14 @@ def test_the_same_seed_gives_the_same_text(batch: int, shape: str, options: dict
 def test_a_choice_is_a_graph_where_guesses_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     judged: list[int] = []
-    call = CompiledJudge.__call__
+    call = CompiledVerifier.__call__
 
-    def noted(judge: CompiledJudge, *args: Any) -> Any:
+    def noted(judge: CompiledVerifier, *args: Any) -> Any:
         found = call(judge, *args)
         judged.append(judge.graphs.made)
         return found
 
-    monkeypatch.setattr(CompiledJudge, "__call__", noted)
+    monkeypatch.setattr(CompiledVerifier, "__call__", noted)
     text_and_out("eagle3", "chain", 1)
     assert not judged  # looked up
     _, out = text_and_out("eagle3", "chain", 1, do_sample=True)

@@ -20,9 +20,9 @@ from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
 from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
-from hf_spec.decoding.verification import accept_typical
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.medusa.modeling import MEDUSA_TREE, MedusaDraftModel
+from hf_spec.verify.rules import accept_typical
 
 V1 = "medusa_v1_pt"
 HEADS = {"medusa_v1_pt": 5, "medusa_v2_pt": 3, "medusa_v2_safetensors": 4, "medusa2_combined": 3}

@@ -12,9 +12,9 @@ from transformers import LogitsProcessorList
 from twins import draft, path_to, target
 
 from hf_spec import DraftContext, Drafter, EagleSpeculatorConfig, SpeculationConfig, Speculator, VanillaSpeculator
-from hf_spec.decoding.verification import accept_near_best
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 from hf_spec.training import new_draft
+from hf_spec.verify.rules import accept_near_best
 
 NEW = 24
 

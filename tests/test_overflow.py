@@ -15,7 +15,7 @@ from twins import CHAIN, TREE
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, Speculator
 from hf_spec.decoding.pace import Pace
-from hf_spec.decoding.verification import reject, traverse
+from hf_spec.verify.rules import block_verification, token_verification
 
 NEW_TOKENS = 14
 POISON = 90  # its embedding overflows, and no text has it
@@ -154,7 +154,7 @@ def test_a_target_that_overflows_by_itself_writes_what_plain_generate_writes() -
     assert torch.equal(out, plain)
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_nan_is_accepted_by_no_rule(rule: Any) -> None:
     """Where the distribution of a node is nan, nothing of its children may be accepted."""
     guesses, vocabulary = torch.tensor([[1, 2]]), 4

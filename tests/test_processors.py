@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_spec.decoding import warpers
-from hf_spec.decoding.processors import NodeScores, Processors, pure
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
+from hf_spec.verify import warpers
+from hf_spec.verify.processors import Processors, pure
+from hf_spec.verify.scores import NodeScores
 
 BATCH = 5  # rows of the generate call, of which ROWS are still going on
 ROWS = [3, 0, 2, 4]
@@ -30,7 +31,7 @@ def is_even(row: int, prefix: Tensor) -> list[int]:
     return [token for token in range(VOCAB) if (token + row + int(prefix.sum())) % 3]
 
 
-MEMORYLESS: dict[str, Callable[[], LogitsProcessor]] = {
+STATELESS: dict[str, Callable[[], LogitsProcessor]] = {
     "temperature": lambda: logits_process.TemperatureLogitsWarper(0.6),
     "top_k": lambda: logits_process.TopKLogitsWarper(7),
     "top_k_keep": lambda: logits_process.TopKLogitsWarper(1, min_tokens_to_keep=3),
@@ -47,7 +48,7 @@ MEMORYLESS: dict[str, Callable[[], LogitsProcessor]] = {
     "bark": lambda: logits_process.BarkEosPrioritizerLogitsProcessor(EOS, 0.02),
 }
 
-OF_THE_PREFIX: dict[str, Callable[[], LogitsProcessor]] = {
+PER_SEQUENCE: dict[str, Callable[[], LogitsProcessor]] = {
     "min_length": lambda: logits_process.MinLengthLogitsProcessor(7, EOS),
     "min_new_tokens": lambda: logits_process.MinNewTokensLengthLogitsProcessor(4, 3, [EOS, 5]),
     "repetition": lambda: logits_process.RepetitionPenaltyLogitsProcessor(1.7),
@@ -78,7 +79,7 @@ MIXED: dict[str, tuple[str, ...]] = {
     "allowed_bans": ("ngram_1", "allowed"),
 }
 
-CASES = {name: (name,) for name in [*MEMORYLESS, *OF_THE_PREFIX]} | MIXED
+CASES = {name: (name,) for name in [*STATELESS, *PER_SEQUENCE]} | MIXED
 
 
 @pytest.fixture(autouse=True, params=[1, warpers.LARGE], ids=["in less time", ""])
@@ -87,7 +88,7 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def make(*names: str) -> LogitsProcessorList:
-    return LogitsProcessorList([(MEMORYLESS | OF_THE_PREFIX)[name]() for name in names])
+    return LogitsProcessorList([(STATELESS | PER_SEQUENCE)[name]() for name in names])
 
 
 def chain(random: torch.Generator) -> Proposal:
@@ -161,12 +162,12 @@ def test_scores_are_those_of_plain_calls(case: str, shape: Callable[..., Proposa
         before = block.logits.clone(), block.text.clone()
         asked = block.scores(make(*CASES[case]))
         plain = make(*CASES[case])
-        every = asked.every()
+        every = asked.at_all_nodes()
         assert every.dtype == torch.float32 and not every.isnan().any()
         expected: dict[tuple[int, int], Tensor] = {}
         for b, node in block.nodes():  # parents come first
             parent = int(block.proposal.parents[b, node])
-            if node and not set(CASES[case]) <= set(MEMORYLESS):
+            if node and not set(CASES[case]) <= set(STATELESS):
                 token = block.proposal.tokens[b, node]
                 possible = (b, parent) in expected and expected[b, parent].softmax(0)[token] > 0
                 if not possible:
@@ -196,7 +197,7 @@ EDGES: dict[str, Callable[[int], LogitsProcessor]] = {
 
 def same_as_plain(block: Block, make: Callable[[], LogitsProcessorList]) -> int:
     """Ask at all nodes, and at the roots alone; return at how many nodes the processors do something."""
-    every, root = block.scores(make()).every(), block.scores(make()).at_root()
+    every, root = block.scores(make()).at_all_nodes(), block.scores(make()).at_root()
     changed = 0
     for b, node in block.nodes():
         expected = block.plain(make(), b, node)
@@ -235,14 +236,14 @@ def test_an_end_that_is_banned_is_not_made_likelier() -> None:
 
     block = Block(chain, 5)
     assert same_as_plain(block, ends)
-    assert block.scores(ends()).every()[block.proposal.present][:, EOS].eq(-torch.inf).all()
+    assert block.scores(ends()).at_all_nodes()[block.proposal.present][:, EOS].eq(-torch.inf).all()
 
 
 def test_infinities_are_removed_node_by_node() -> None:
     block = Block(tree, 0)
     block.logits[0, 0, 3], block.logits[0, 1, 4], block.logits[1, 2, 5] = float("inf"), -float("inf"), float("nan")
     processors = LogitsProcessorList([logits_process.InfNanRemoveLogitsProcessor()])
-    every = block.scores(processors).every()
+    every = block.scores(processors).at_all_nodes()
     assert every.isfinite().all()
     for b, node in block.nodes():
         assert torch.equal(every[b, node], block.plain(processors, b, node))
@@ -254,13 +255,13 @@ def test_without_processors_scores_are_the_logits() -> None:
     node = torch.tensor([4, 3, 0, 1])
     assert torch.equal(asked.at(node), block.logits.float()[torch.arange(len(ROWS)), node])
     present = block.proposal.present
-    assert torch.equal(asked.every()[present], block.logits.float()[present])
+    assert torch.equal(asked.at_all_nodes()[present], block.logits.float()[present])
 
 
 def test_order_of_the_list_is_kept() -> None:
     block = Block(chain, 0)
-    one = block.scores(make("repetition", "top_k")).every()
-    other = block.scores(make("top_k", "repetition")).every()
+    one = block.scores(make("repetition", "top_k")).at_all_nodes()
+    other = block.scores(make("top_k", "repetition")).at_all_nodes()
     assert not torch.equal(one, other)
 
 
@@ -268,7 +269,7 @@ def test_tied_logits_are_cut_as_for_a_row_alone() -> None:
     block = Block(tree, 0)
     block.logits = block.logits.round()
     for names in [("top_k",), ("top_p",), ("min_p",), ("typical",), ("top_h",), ("epsilon",), ("eta",)]:
-        every = block.scores(make(*names)).every()
+        every = block.scores(make(*names)).at_all_nodes()
         for b, node in block.nodes():
             assert torch.equal(every[b, node], block.plain(make(*names), b, node)), names
 
@@ -297,7 +298,7 @@ def test_scores_of_built_in_processors_never_wait_for_the_accelerator(names: tup
     node = torch.zeros(len(ROWS), dtype=torch.long, device="meta")
     asked = ask(make(*names))  # a meta tensor has no values, so reading one raises
     assert asked.at(node).shape == (len(ROWS), VOCAB)
-    assert asked.every().shape == (len(ROWS), 9, VOCAB)
+    assert asked.at_all_nodes().shape == (len(ROWS), 9, VOCAB)
     with pytest.raises((NotImplementedError, RuntimeError)):
         ask(make("watermark")).at(node)
 
@@ -313,7 +314,7 @@ def test_allowed_tokens_function_gets_original_rows_and_prefixes_that_can_be() -
         return list(range(1, VOCAB, 2))
 
     constrain = logits_process.PrefixConstrainedLogitsProcessor(odd_only, 1)
-    block.scores(LogitsProcessorList([constrain, logits_process.InfNanRemoveLogitsProcessor()])).every()
+    block.scores(LogitsProcessorList([constrain, logits_process.InfNanRemoveLogitsProcessor()])).at_all_nodes()
     prefixes = [(ROWS[b], tuple(block.prefix(b, node)), LENGTHS[b]) for b, node in block.nodes()]
     odd = [(row, prefix) for row, prefix, length in prefixes if all(token % 2 for token in prefix[length:])]
     assert sorted(seen) == sorted(odd)
@@ -361,7 +362,7 @@ def test_a_processor_that_writes_in_place_does_no_harm() -> None:
     asked = block.scores(LogitsProcessorList([pure(Overwrite())]))
     node = torch.tensor([2, 1, 1, 0])
     assert torch.equal(asked.at(node), asked.at(node))
-    asked.every()
+    asked.at_all_nodes()
     assert same(block.logits, logits) and torch.equal(block.text, text) and torch.equal(block.proposal.tokens, tokens)
 
     scores = torch.zeros(2, VOCAB)
@@ -372,7 +373,7 @@ def test_a_processor_that_writes_in_place_does_no_harm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_pure_processor_may_return_another_type(dtype: torch.dtype) -> None:
     block = Block(tree, 0)
-    every = block.scores(LogitsProcessorList([pure(lambda ids, scores: scores.to(dtype))])).every()
+    every = block.scores(LogitsProcessorList([pure(lambda ids, scores: scores.to(dtype))])).at_all_nodes()
     for b, node in block.nodes():
         if every[b, node].any():  # others are behind a guess without a chance
             assert torch.equal(every[b, node], block.logits[b, node].to(dtype).float())
@@ -410,7 +411,7 @@ def test_a_pure_processor_that_gives_other_scores_than_asked(change: Callable[[T
             return change(scores)
 
     with pytest.raises(ValueError, match=r"Other: scores of shape \(1, 48\) became .*a score for every token"):
-        Block(chain, 0).scores(LogitsProcessorList([pure(Other())])).every()
+        Block(chain, 0).scores(LogitsProcessorList([pure(Other())])).at_all_nodes()
 
 
 def test_a_penalty_for_another_number_of_rows() -> None:
@@ -426,17 +427,15 @@ def lockstep(processor: object) -> bool:
 
 
 def test_every_processor_of_transformers_has_its_tier() -> None:
-    known = {type(one()) for one in (MEMORYLESS | OF_THE_PREFIX).values()} | {
-        logits_process.InfNanRemoveLogitsProcessor
-    }
+    known = {type(one()) for one in (STATELESS | PER_SEQUENCE).values()} | {logits_process.InfNanRemoveLogitsProcessor}
     for name, kind in inspect.getmembers(logits_process, inspect.isclass):
         if issubclass(kind, LogitsProcessor) and kind is not logits_process.PrefixConstrainedLogitsProcessor:
             assert lockstep(kind.__new__(kind)) == (kind not in known), name
-    for one in MEMORYLESS.values():
-        assert Processors(LogitsProcessorList([one()])).memoryless
-    for one in OF_THE_PREFIX.values():
+    for one in STATELESS.values():
+        assert Processors(LogitsProcessorList([one()])).stateless
+    for one in PER_SEQUENCE.values():
         processors = Processors(LogitsProcessorList([one()]))
-        assert not processors.memoryless and not processors.lockstep
+        assert not processors.stateless and not processors.lockstep
     assert lockstep(logits_process.PrefixConstrainedLogitsProcessor(pure(is_even), 2))
 
 
@@ -463,7 +462,7 @@ def test_custom_processors_are_lockstep_unless_declared_pure() -> None:
     assert not lockstep(pure(lambda input_ids, scores: scores))
     assert not Processors(LogitsProcessorList()).lockstep
     assert Processors(LogitsProcessorList([*make("temperature"), Nothing()])).lockstep
-    assert not Processors(LogitsProcessorList([*make("temperature"), Declared()])).memoryless
+    assert not Processors(LogitsProcessorList([*make("temperature"), Declared()])).stateless
 
 
 class Fsm:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_spec import Proposal
-from hf_spec.decoding.ranks import Ranks
+from hf_spec.parallel import Ranks
 from hf_spec.proposal import ABSENT, NO_PARENT
 
 

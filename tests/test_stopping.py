@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTokenCriteria
 
-from hf_spec.decoding.stopping import Stops
+from hf_spec.verify.stopping import Stops
 
 WORDS = ["a", "b", "c", "d", "e", "f", "s", "t", "o", "p", " ", "st", "op", "stop", "opera", "las", "topper", "to"]
 ID = {word: i for i, word in enumerate(WORDS)}

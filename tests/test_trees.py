@@ -12,10 +12,10 @@ from torch import Tensor
 from twins import path_to, paths_of
 
 from hf_spec import SpeculationConfig, sampling
-from hf_spec.decoding.verification import traverse
 from hf_spec.drafts.trees import bushy, grow
 from hf_spec.proposal import ABSENT, Proposal
 from hf_spec.sampling import draw_distinct, largest, likeliest
+from hf_spec.verify.rules import block_verification
 
 VOCABULARY = 6
 
@@ -322,4 +322,6 @@ def test_nothing_waits_for_the_device(tree: object, sample: bool) -> None:
     )
     assert proposal.tokens.is_meta and proposal.tokens.shape[1] > 3
     if proposal.q is not None and proposal.shape is not None:  # whose shape the verifier need not ask for
-        assert traverse(proposal, torch.empty(2, proposal.tokens.shape[1], VOCABULARY, device="meta")).path.is_meta
+        assert block_verification(
+            proposal, torch.empty(2, proposal.tokens.shape[1], VOCABULARY, device="meta")
+        ).path.is_meta

@@ -20,13 +20,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_spec import SpeculationConfig, sampling
-from hf_spec.decoding import verification
-from hf_spec.decoding.verification import RULES, Verdict, follow, match, reject, rule_for, traverse
 from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
 from hf_spec.sampling import draw
 from hf_spec.settings import AcceptanceRule, VerificationRule
+from hf_spec.verify import residual, rules
+from hf_spec.verify.result import VerificationResult
+from hf_spec.verify.rules import (
+    RULES,
+    block_verification,
+    rule_for,
+    token_verification,
+    verify_against_tokens,
+    verify_target_samples,
+)
 
-Rule = Callable[[Proposal, Tensor, torch.Generator], Verdict]
+Rule = Callable[[Proposal, Tensor, torch.Generator], VerificationResult]
 Pick = Callable[[Tensor, int, torch.Generator], Tensor]
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -101,14 +109,14 @@ def propose(name: str, pick: Pick = drawn) -> tuple[Proposal, Tensor]:
     return proposal, p.float()
 
 
-def looked_up(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+def looked_up(proposal: Proposal, p: Tensor, generator: torch.Generator) -> VerificationResult:
     """Draw from the target after each node, and go on where that was guessed: what chosen guesses get."""
     rows = torch.arange(len(p))
-    return follow(proposal, lambda node: draw(p[rows, node], generator))
+    return verify_target_samples(proposal, lambda node: draw(p[rows, node], generator))
 
 
 @cache
-def verdict_of(name: str, rule: Rule) -> Verdict:
+def verdict_of(name: str, rule: Rule) -> VerificationResult:
     return rule(*propose(name), seeded(1))
 
 
@@ -129,7 +137,7 @@ def deviation(outcomes: Tensor, distribution: Tensor) -> float:
     return (ratio ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
 
 
-def outcomes_of(verdict: Verdict, vocabulary: int) -> Tensor:
+def outcomes_of(verdict: VerificationResult, vocabulary: int) -> Tensor:
     """Number what was emitted, (rounds,): all texts of length 1, then all of length 2, ..."""
     number = torch.zeros_like(verdict.counts)
     for j, token in enumerate(verdict.tokens.unbind(1)):
@@ -141,7 +149,7 @@ def distribution_of(name: str, rule: str) -> Tensor:
     return torch.cat([tables(name)[f"{rule}/distribution/len{m}"].flatten() for m in range(guesses(name) + 1)])
 
 
-def continued(name: str, verdict: Verdict, generator: torch.Generator) -> Tensor:
+def continued(name: str, verdict: VerificationResult, generator: torch.Generator) -> Tensor:
     """Go on drawing from the target until every row has ``guesses + 1`` tokens, and number the texts, (rounds,)."""
     text, number = verdict.tokens[:, :0], torch.zeros_like(verdict.counts)
     for j, token in enumerate(verdict.tokens.unbind(1)):
@@ -164,11 +172,15 @@ def lossless(name: str, rule: Rule, pick: Pick = drawn) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "distribution", "rule"),
-    [(name, distribution, rule) for name in CHAINS for distribution, rule in (("token", reject), ("block", traverse))]
+    [
+        (name, distribution, rule)
+        for name in CHAINS
+        for distribution, rule in (("token", token_verification), ("block", block_verification))
+    ]
     + [
         (name, distribution, rule)
         for name in TREES
-        for distribution, rule in (("rrsw", reject), ("traversal", traverse))
+        for distribution, rule in (("rrsw", token_verification), ("traversal", block_verification))
     ],
 )
 def test_drawn_guesses(name: str, distribution: str, rule: Rule) -> None:
@@ -179,10 +191,10 @@ def test_drawn_guesses(name: str, distribution: str, rule: Rule) -> None:
 
 @pytest.mark.parametrize(("name", "distribution"), [("chain_v3_l3", "block"), ("tree_v4_k2_l2", "traversal")])
 def test_drawn_guesses_without_float64(name: str, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = verdict_of(name, traverse)
-    for module in (sampling, verification):
+    usual = verdict_of(name, block_verification)
+    for module in (sampling, residual):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
-    verdict = traverse(*propose(name), seeded(1))
+    verdict = block_verification(*propose(name), seeded(1))
     assert deviation(outcomes_of(verdict, len(tables(name)["p/len0"])), distribution_of(name, distribution)) < TOO_FAR
     assert not torch.equal(verdict.counts, usual.counts)  # other coins
 
@@ -197,7 +209,9 @@ def test_chosen_guesses(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHAINS + TREES)
 def test_traverse_accepts_more(name: str) -> None:
-    simple, longer = ((verdict_of(name, rule).counts - 1).double().mean() for rule in (reject, traverse))
+    simple, longer = (
+        (verdict_of(name, rule).counts - 1).double().mean() for rule in (token_verification, block_verification)
+    )
     distributions = ("token", "block") if name in CHAINS else ("rrsw", "traversal")
     for accepted, distribution in zip((simple, longer), distributions, strict=True):
         assert accepted == pytest.approx(float(tables(name)[f"{distribution}/expected_accepted"]), abs=0.015)
@@ -205,9 +219,9 @@ def test_traverse_accepts_more(name: str) -> None:
 
 
 @pytest.mark.parametrize("many", [0, 10**9], ids=["large", "small"])
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_chain_equals_tree(rule: Rule, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "MANY", many)
+    monkeypatch.setattr(residual, "MANY", many)
     proposal, p = propose("chain_v3_l3")
     ragged = proposal.parents.masked_fill(torch.arange(4) > torch.arange(ROUNDS)[:, None] % 4, ABSENT)
     for chain in (proposal, replace(proposal, parents=ragged)):
@@ -216,7 +230,7 @@ def test_chain_equals_tree(rule: Rule, many: int, monkeypatch: pytest.MonkeyPatc
     assert (fast.counts - 1 <= torch.arange(ROUNDS) % 4).all()
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_a_known_shape_changes_nothing(rule: Rule) -> None:
     proposal, p = propose("tree_v4_k2_l2")
     shape = tuple(proposal.parents[0].tolist())
@@ -229,15 +243,15 @@ def test_a_known_shape_changes_nothing(rule: Rule) -> None:
 
 
 def test_drafter_may_stop_because_of_earlier_draws() -> None:
-    def stopping(rule: Rule, proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+    def stopping(rule: Rule, proposal: Proposal, p: Tensor, generator: torch.Generator) -> VerificationResult:
         stopped = torch.nn.functional.pad((proposal.tokens[:, 1:-1] == 0).cumsum(1) > 0, (2, 0))
         return rule(replace(proposal, parents=proposal.parents.masked_fill(stopped, ABSENT)), p, generator)
 
-    assert lossless("chain_v3_l3", partial(stopping, reject))
-    assert lossless("chain_v3_l3", partial(stopping, traverse))
+    assert lossless("chain_v3_l3", partial(stopping, token_verification))
+    assert lossless("chain_v3_l3", partial(stopping, block_verification))
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_siblings_drawn_with_replacement_are_fine(rule: Rule) -> None:
     assert lossless("tree_v4_k2_l2", rule, drawn_with_replacement)  # a repeat is passed over
 
@@ -261,7 +275,7 @@ def exact_distribution(
             own, point = guess, bool(chosen) and chosen[child]
             guess = torch.zeros_like(own).index_fill(0, torch.tensor(tokens[child]), 1) if point else own
             ratio = left[tokens[child]] / guess[tokens[child]]
-            if rule is reject:
+            if rule is token_verification:
                 visit(child, reach, weight * ratio.clamp(max=1))
                 weight = weight * (1 - ratio.clamp(max=1))
             else:
@@ -279,11 +293,11 @@ def exact_distribution(
     return distribution
 
 
-def ends_of(verdict: Verdict, vocabulary: int) -> Tensor:
+def ends_of(verdict: VerificationResult, vocabulary: int) -> Tensor:
     return verdict.path[:, -1] * vocabulary + verdict.tokens[:, -1]
 
 
-@pytest.mark.parametrize(("rule", "name"), [(reject, "rrsw"), (traverse, "traversal")])
+@pytest.mark.parametrize(("rule", "name"), [(token_verification, "rrsw"), (block_verification, "traversal")])
 def test_fixed_tree(rule: Rule, name: str) -> None:
     case = tables("fixed_tree_a")
     tokens, parents, p, q = case["tokens"], case["parents"], case["p"], case["q"]
@@ -326,12 +340,12 @@ def test_the_first_allowed_child_is_taken_from_the_root_on(share: float) -> None
         ends.append(last)
     proposal = Proposal(torch.zeros_like(parents), parents, widest - 1)
     p = torch.full((rows, widest, 1), 1.0)
-    verdict = verification._walk(proposal, allowed, lambda node: p[range(rows), node], torch.zeros(rows, widest))
+    verdict = rules._first_accepted(proposal, allowed, lambda node: p[range(rows), node], torch.zeros(rows, widest))
     assert verdict.path.gather(1, verdict.counts[:, None] - 1)[:, 0].tolist() == ends
     assert len(set(ends)) > 4
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_another_tree_in_every_row(rule: Rule) -> None:
     generator, vocabulary, widest, copies = seeded(3), 5, 9, 20_000
     sizes = (9, 1, 7, 2, 9, 4)
@@ -349,7 +363,7 @@ def test_another_tree_in_every_row(rule: Rule) -> None:
         assert deviation(ends, exact_distribution(*trees[row], p[row], q[row], rule)) < TOO_FAR
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_chosen_guesses_beside_drawn_ones(rule: Rule) -> None:
     """Any nodes of any tree are chosen, before or after siblings that were drawn."""
     generator, vocabulary, copies = seeded(5), 4, 10_000
@@ -373,7 +387,7 @@ def test_chosen_guesses_beside_drawn_ones(rule: Rule) -> None:
 # --- Wrong on purpose: the bench must see it ------------------------------------------------------------------------
 
 
-def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: str | None = None) -> Verdict:
+def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: str | None = None) -> VerificationResult:
     """Verify chains by blocks as arXiv 2403.10444 writes it down, or with a ``mistake`` that somebody shipped."""
     assert proposal.q is not None
     rows, last = torch.arange(len(p)), proposal.max_depth
@@ -396,7 +410,7 @@ def block(proposal: Proposal, p: Tensor, generator: torch.Generator, mistake: st
     distribution = torch.stack([*distributions, p[:, last]], dim=1)[rows, accepted].clamp(min=0)
     token = draw(torch.where(distribution.sum(1, keepdim=True) > 0, distribution, p[rows, accepted]), generator)
     tokens = torch.cat([proposal.tokens[:, 1:], token[:, None]], dim=1).scatter(1, accepted[:, None], token[:, None])
-    return Verdict(torch.arange(last + 1).clamp(max=accepted[:, None]), tokens, accepted + 1)
+    return VerificationResult(torch.arange(last + 1).clamp(max=accepted[:, None]), tokens, accepted + 1)
 
 
 def test_block_twin_is_right() -> None:
@@ -411,7 +425,7 @@ def test_wrong_block_rule_is_seen(mistake: str) -> None:
     assert not lossless("chain_v3_l3", partial(block, mistake=mistake))
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 @pytest.mark.parametrize("name", ["chain_v3_l3", "tree_v4_k2_l2"])
 def test_chosen_guesses_verified_as_if_drawn_are_seen(name: str, rule: Rule) -> None:
     assert not lossless(name, rule, best)
@@ -419,11 +433,11 @@ def test_chosen_guesses_verified_as_if_drawn_are_seen(name: str, rule: Rule) -> 
 
 @pytest.mark.parametrize("shrinks", [True, False])
 def test_siblings_weighed_by_a_distribution_that_forgets_to_shrink_are_seen(shrinks: bool) -> None:
-    def one_by_one(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+    def one_by_one(proposal: Proposal, p: Tensor, generator: torch.Generator) -> VerificationResult:
         """Verify the two children of the root as a chain of one guess each, the second against what is left."""
         assert proposal.q is not None
         tokens, p, q = proposal.tokens, p[:, :2], proposal.q[:, :1]
-        first = reject(Proposal.chain(tokens[:, 0], tokens[:, 1:2], q=q), p, generator)
+        first = token_verification(Proposal.chain(tokens[:, 0], tokens[:, 1:2], q=q), p, generator)
         left = torch.cat([(p[:, :1] - q).relu(), p[:, 1:]], dim=1)
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)
         left = left / left.sum(-1, keepdim=True)
@@ -431,10 +445,12 @@ def test_siblings_weighed_by_a_distribution_that_forgets_to_shrink_are_seen(shri
             q = q.scatter(2, tokens[:, None, 1:2], 0)
             q = q / q.sum(-1, keepdim=True).clamp(min=1e-30)
         guess = torch.cat([left[:, :1], p_after(tokens[:, 2:3])], dim=1)
-        second = reject(Proposal.chain(tokens[:, 0], tokens[:, 2:3], q=q), guess, generator)
+        second = token_verification(Proposal.chain(tokens[:, 0], tokens[:, 2:3], q=q), guess, generator)
         taken = first.counts > 1
         text = torch.where(taken[:, None], first.tokens, second.tokens)
-        return Verdict(first.path, torch.cat([text, text[:, :1]], dim=1), torch.where(taken, 2, second.counts))
+        return VerificationResult(
+            first.path, torch.cat([text, text[:, :1]], dim=1), torch.where(taken, 2, second.counts)
+        )
 
     def p_after(text: Tensor) -> Tensor:
         return after(tables("tree_v4_k2_l2")["p/len1"], text).float()[:, None]
@@ -443,9 +459,11 @@ def test_siblings_weighed_by_a_distribution_that_forgets_to_shrink_are_seen(shri
 
 
 def test_guesses_dropped_after_they_were_drawn_are_seen() -> None:
-    def dropping(proposal: Proposal, p: Tensor, generator: torch.Generator) -> Verdict:
+    def dropping(proposal: Proposal, p: Tensor, generator: torch.Generator) -> VerificationResult:
         dropped = torch.nn.functional.pad((proposal.tokens[:, 1:] == 0).cumsum(1) > 0, (1, 0))
-        return traverse(replace(proposal, parents=proposal.parents.masked_fill(dropped, ABSENT)), p, generator)
+        return block_verification(
+            replace(proposal, parents=proposal.parents.masked_fill(dropped, ABSENT)), p, generator
+        )
 
     assert not lossless("chain_v3_l3", dropping)
 
@@ -453,7 +471,8 @@ def test_guesses_dropped_after_they_were_drawn_are_seen() -> None:
 def test_one_rule_is_not_another() -> None:
     proposal, p = propose("chain_v3_l3")
     assert (
-        deviation(outcomes_of(traverse(proposal, p, seeded(1)), 3), distribution_of("chain_v3_l3", "token")) > TOO_FAR
+        deviation(outcomes_of(block_verification(proposal, p, seeded(1)), 3), distribution_of("chain_v3_l3", "token"))
+        > TOO_FAR
     )
 
 
@@ -473,7 +492,9 @@ def test_follow_against_a_walk_by_hand() -> None:
         calls.append(node)
         return chosen.gather(1, node[:, None])[:, 0]
 
-    verdict = follow(Proposal(*(torch.tensor(x) for x in zip(*trees, strict=True)), max_depth=9), choose)
+    verdict = verify_target_samples(
+        Proposal(*(torch.tensor(x) for x in zip(*trees, strict=True)), max_depth=9), choose
+    )
     assert len(calls) <= 10
     for row, (tokens, parents) in enumerate(trees):
         path, emitted = [0], [int(chosen[row, 0])]
@@ -491,7 +512,7 @@ def test_follow_against_a_walk_by_hand() -> None:
 def test_follow_keeps_the_token_of_a_row_that_stopped() -> None:
     proposal = Proposal.chain(torch.zeros(2, dtype=torch.long), torch.tensor([[1, 1], [1, 1]]))
     tokens = iter(torch.tensor([[1, 2], [1, 1], [3, 1]]))  # by call: row 1 says 2 first and must not be asked again
-    verdict = follow(proposal, lambda node: next(tokens))
+    verdict = verify_target_samples(proposal, lambda node: next(tokens))
     assert verdict.counts.tolist() == [3, 1]
     assert verdict.tokens.tolist() == [[1, 1, 3], [2, 2, 2]]
 
@@ -506,7 +527,7 @@ def chain_of(p: Tensor, q: Tensor, copies: int = 500) -> tuple[Proposal, Tensor]
     return Proposal.chain(root, tokens, q=q.expand(copies, 3, -1)), p.expand(copies, 4, -1)
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 @pytest.mark.parametrize("is_chain", [True, False])
 class TestEdges:
     def test_same_distributions_accept_everything(self, rule: Rule, is_chain: bool) -> None:
@@ -590,7 +611,7 @@ def test_siblings_that_were_never_drawn_are_passed_over() -> None:
     tokens = torch.tensor([0, 1, 1, 2]).expand(rounds, -1)
     q = torch.tensor([0, 1.0, 0]).expand(rounds, 1, -1)
     proposal = Proposal(tokens, torch.tensor([-1, 0, 0, 0]).expand(rounds, -1), 1, q)
-    for rule in (reject, traverse):
+    for rule in (token_verification, block_verification):
         verdict = rule(proposal, p.expand(rounds, 4, -1), seeded())
         assert deviation(verdict.tokens[:, 0], p) < TOO_FAR
         assert (verdict.path < 2).all()
@@ -599,7 +620,7 @@ def test_siblings_that_were_never_drawn_are_passed_over() -> None:
 def test_tiny_q_does_not_overflow() -> None:
     q = torch.tensor([1.0, 1e-39])
     proposal = Proposal.chain(torch.zeros(1, dtype=torch.long), torch.tensor([[0, 1, 0]]), q=q.expand(1, 3, -1))
-    verdict = traverse(proposal, torch.tensor([0, 1.0]).expand(1, 4, -1), seeded())
+    verdict = block_verification(proposal, torch.tensor([0, 1.0]).expand(1, 4, -1), seeded())
     assert verdict.counts.tolist() == [1] and verdict.tokens.tolist() == [[1, 1, 1, 1]]
 
 
@@ -612,12 +633,12 @@ def test_distributions_that_differ_by_rounding(monkeypatch: pytest.MonkeyPatch) 
     tokens = torch.randint(1, 5, (rounds, 3), generator=seeded(2))
     proposal = Proposal.chain(torch.zeros(rounds, dtype=torch.long), tokens, q=q)
     monkeypatch.setattr(torch, "rand", lambda shape, dtype, **_: torch.full(shape, 1 - 2**-53, dtype=dtype))
-    one, other = reject(proposal, p), traverse(proposal, p)
+    one, other = token_verification(proposal, p), block_verification(proposal, p)
     assert (one.tokens > 0).all() and (other.tokens > 0).all()
     assert (other.counts >= one.counts).all() and set(one.counts.tolist()) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_no_guesses(rule: Rule) -> None:
     p = torch.tensor([0.2, 0.8]).expand(20_000, 1, -1)
     nothing = Proposal.nothing(torch.zeros(20_000, dtype=torch.long))
@@ -628,8 +649,8 @@ def test_no_guesses(rule: Rule) -> None:
 
 def test_every_rule_that_a_config_can_name_is_in_the_table() -> None:
     assert set(RULES) == {*get_args(VerificationRule), *get_args(AcceptanceRule)} - {"lossless"}
-    assert rule_for(SpeculationConfig(verification="token")).weigh is reject
-    assert rule_for(SpeculationConfig(verification="block")).weigh is traverse
+    assert rule_for(SpeculationConfig(verification="token")).sampled is token_verification
+    assert rule_for(SpeculationConfig(verification="block")).sampled is block_verification
     assert rule_for(SpeculationConfig(acceptance="typical")) is RULES["typical"]
 
 
@@ -641,7 +662,7 @@ def test_an_unknown_rule_is_an_error(name: str) -> None:
         rule_for(config)
 
 
-@pytest.mark.parametrize("rule", [reject, traverse])
+@pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_chosen_guesses_are_refused(rule: Rule) -> None:
     chosen = Proposal.chain(torch.zeros(1, dtype=torch.long), torch.ones(1, 2, dtype=torch.long))
     with pytest.raises(ValueError, match="follow"):
@@ -685,8 +706,8 @@ def test_match_is_follow_with_the_picks_known() -> None:
     root, guesses = torch.zeros(400, dtype=torch.long), torch.randint(0, 2, (400, 4), generator=generator)
     chain = Proposal.chain(root, guesses, counts)
     picks = torch.randint(0, 2, (400, 5), generator=generator)
-    expected = follow(chain, lambda node: picks.gather(1, node[:, None])[:, 0])
-    found = match(chain, picks)
+    expected = verify_target_samples(chain, lambda node: picks.gather(1, node[:, None])[:, 0])
+    found = verify_against_tokens(chain, picks)
     assert torch.equal(found.path, expected.path)
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.counts, expected.counts)

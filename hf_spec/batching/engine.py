@@ -224,7 +224,7 @@ class _Processor(ContinuousBatchProcessor):
         with speculation.timed("verify", rows):
             logits, features = self._forward(model)
         with speculation.timed("choose", rows):
-            self._emitted = speculation.choose(self._scored, logits, self._warp, self.return_logprobs)
+            self._emitted = speculation.verify(self._scored, logits, self._warp, self.return_logprobs)
         return features
 
     def _take_back_guesses(self) -> None:

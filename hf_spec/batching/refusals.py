@@ -10,10 +10,10 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..decoding.processors import MEMORYLESS
 from ..decoding.refusals import Refusal
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
+from ..verify.processors import STATELESS
 
 # What the user may ask for in a ContinuousBatchingConfig, what it becomes, and why.
 SWITCHED_OFF: dict[str, tuple[Any, str]] = {
@@ -49,7 +49,7 @@ def refuse_batch(model: Any, generation_config: GenerationConfig, config: Specul
     if (generation_config.num_beams or 1) > 1:
         raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request; use 1")
     for processor in processors_of(model, generation_config):
-        if type(processor) not in MEMORYLESS:
+        if type(processor) not in STATELESS:
             raise _refusal(
                 f"{type(processor).__name__} has to see the text of each request, which the engine does not show it; "
                 "unset its option in the generation config, or use generate(..., speculator=...)"

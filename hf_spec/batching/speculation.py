@@ -14,14 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..decoding.pace import Pace, paced
-from ..decoding.ranks import Ranks
-from ..decoding.verification import Verdict, follow, match, rule_for
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
 from ..metrics import Counts, Part, SpeculationStats
+from ..parallel import Ranks
 from ..proposal import Proposal, tree_from_paths
-from ..sampling import draw, likeliest
 from ..scoring.features import Features
 from ..settings import SpeculationConfig
+from ..verify.verifier import StepResult, Verifier, WarpedScores
 from .drafting import Drafters, Guess, Row, proposal_of
 
 # The processed scores (rows, ..., vocabulary) of raw logits of the same shape, by the settings of each request.
@@ -102,7 +101,7 @@ class Speculation:
         self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests", waits=False)
         self.features = Features(model, speculator.feature_layers(model))
         self.counts = Counts()
-        self._rule = rule_for(self.config)
+        self._verifier = Verifier(self.config, sample)
         self._rows: dict[str, Row] = {}
         self._drafters = Drafters(model.device)
         self._draft_log_probs = _DraftLogProbs()
@@ -163,56 +162,33 @@ class Speculation:
 
     # -- verify -------------------------------------------------------------------------------------------------------
 
-    def choose(self, scored: Sequence[Scored], logits: Tensor, warp: Warp, log_probs: bool) -> list[Emitted] | None:
-        """Choose what becomes text of each request, at least one token, from ``logits`` (rows, nodes, vocabulary).
+    def verify(self, scored: Sequence[Scored], logits: Tensor, warp: Warp, log_probs: bool) -> list[Emitted] | None:
+        """Emit at least one token of each request, from its ``logits`` (rows, nodes, vocabulary).
 
-        ``None``: a guess may have spoilt them. One whose forward overflows does, for attention gives it no weight, but
-        0 * nan is nan.
+        ``None``: a draft token may have spoilt them. One whose forward overflows does, for attention gives it no
+        weight, but 0 * nan is nan.
         """
-        guessed = any(len(one.guess.tokens) > 1 for one in scored)
-        if guessed and not bool((logits.amax(-1) < torch.inf).all()):
-            return None
         emitted: list[Emitted | None] = [None] * len(scored)
-        drawn = [one.guess.q is not None for one in scored]
-        for kind in sorted(set(drawn)):  # looked-up guesses may stand beside drawn ones, and are verified otherwise
-            index = [i for i, is_drawn in enumerate(drawn) if is_drawn == kind]
+        sampled = [one.guess.q is not None for one in scored]
+        kinds = sorted(set(sampled))
+        if len(kinds) > 1 and not bool((logits.amax(-1) < torch.inf).all()):  # those of one kind spoil the others, too
+            return None
+        for kind in kinds:  # sampled draft tokens are verified by another rule than deterministic ones
+            index = [i for i, is_sampled in enumerate(sampled) if is_sampled == kind]
             some = [scored[i] for i in index]
             proposal = proposal_of([one.guess for one in some], logits.device)
             nodes = proposal.tokens.shape[1]
             own = logits[:, :nodes] if len(index) == len(scored) else logits[index, :nodes]
-            scores = warp([one.row.request for one in some], own.float())
-            for i, new in zip(index, self._emit(some, proposal, scores, log_probs), strict=True):
-                emitted[i] = new
+            scores = WarpedScores(own, functools.partial(warp, [one.row.request for one in some]))
+            result = self._verifier(proposal, scores, functools.partial(_cut, some))
+            if result is None:
+                return None
+            likelihoods = _log_probs(result, scores.at_all_nodes()).tolist() if log_probs else [None] * len(some)
+            for number, (i, likelihood) in enumerate(zip(index, likelihoods, strict=True)):
+                count = result.kept[number]
+                path, accepted = list(result.nodes[number][:count]), result.accepted[number]
+                emitted[i] = Emitted(result.emitted[number], path, accepted, likelihood and likelihood[:count])
         return [new for new in emitted if new is not None]
-
-    def _emit(self, scored: Sequence[Scored], proposal: Proposal, scores: Tensor, log_probs: bool) -> list[Emitted]:
-        verdict = self._verdict(proposal, scores)
-        figures = torch.cat([verdict.counts[:, None], verdict.tokens, verdict.path], dim=1).tolist()  # in one transfer
-        likelihoods = _log_probs(verdict, scores).tolist() if log_probs else [None] * len(figures)
-        width = verdict.tokens.shape[1]
-        new = []
-        for one, (count, *both), likelihood in zip(scored, figures, likelihoods, strict=True):
-            tokens, path = both[:width], both[width:]
-            if tokens[count - 1] < 0:
-                raise RuntimeError(
-                    "no token can be drawn (plain generation fails there, too): the scores are all -inf, or one is "
-                    "nan. Look for logits that overflow."
-                )
-            accepted, count = count - 1, min(count, one.room + 1)
-            count = next((i for i, token in enumerate(tokens[:count], 1) if token in one.last_tokens), count)
-            new.append(Emitted(tokens[:count], path[:count], min(count, accepted), likelihood and likelihood[:count]))
-        return new
-
-    def _verdict(self, proposal: Proposal, scores: Tensor) -> Verdict:
-        if self._rule.accept is not None and (self.sample or self._rule.when_greedy):
-            return self._rule.accept(proposal, scores.softmax(-1), self.config, self.sample)
-        if not self.sample:
-            return match(proposal, likeliest(scores))
-        p = scores.softmax(-1)  # (rows, nodes, vocabulary)
-        if self._rule.weigh is not None and proposal.q is not None:
-            return self._rule.weigh(proposal, p)
-        rows = torch.arange(len(p), device=p.device)
-        return follow(proposal, lambda node: draw(p[rows, node]))
 
     # -- tell and ask -------------------------------------------------------------------------------------------------
 
@@ -284,13 +260,22 @@ class Speculation:
         """Start the drafter of one request behind the tokens of its prompt."""
         prompt = torch.tensor([row.request.initial_tokens], device=self.model.device)  # (1, prompt)
         features = torch.cat(row.features, dim=1) if row.features else None
-        sample = self.sample and self._rule.weigh is not None and self.config.draft_sampling is not False
+        sample = self._verifier.takes_samples and self.config.draft_sampling is not False
         mask = torch.ones_like(prompt)
         request = DraftContext(self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
         return self.speculator.drafter(request)
 
 
-def _log_probs(verdict: Verdict, scores: Tensor) -> Tensor:
+def _cut(scored: Sequence[Scored], emitted: Sequence[Sequence[int]]) -> list[int]:
+    """Count the tokens of each request up to the first that ends it, or that there is no room for."""
+    kept = []
+    for one, tokens in zip(scored, emitted, strict=True):
+        within = tokens[: one.room + 1]
+        kept.append(next((i for i, token in enumerate(within, 1) if token in one.last_tokens), len(within)))
+    return kept
+
+
+def _log_probs(result: StepResult, scores: Tensor) -> Tensor:
     """Return the log-probability of each emitted token under the processed ``scores``: (rows, tokens)."""
     rows = torch.arange(len(scores), device=scores.device)[:, None]
-    return scores.log_softmax(-1)[rows, verdict.path, verdict.tokens]
+    return scores.log_softmax(-1)[rows, result.path, result.tokens]

@@ -18,6 +18,7 @@ from ..counting import uploaded
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
 from ..drafts.lazy import LazyDrafter
 from ..metrics import SpeculationStats
+from ..parallel import Ranks
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
@@ -27,13 +28,13 @@ from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
 from ..scoring.widths import costs_of_widths
 from ..settings import SpeculationConfig, check_settings
-from .choice import Choice, Chooser
+from ..verify.processors import Processors
+from ..verify.stopping import Stops
+from ..verify.verifier import StepResult
+from .emission import Emitter
 from .outputs import Record, SpeculativeOutput, remember_speculation
 from .pace import Pace, faster, may_adapt, paced
-from .processors import Processors
-from .ranks import Ranks
 from .refusals import refuse_call, refusing
-from .stopping import Stops
 from .text import Text
 
 if TYPE_CHECKING:
@@ -154,12 +155,12 @@ class Call:
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
         # Who takes part in a step: the processes that share the model; who says how deep to guess; the drafter that
-        # guesses, made when it is first asked; the target that scores the guesses; and the chooser that makes text.
+        # guesses, made when it is first asked; the target that scores the guesses; and the emitter that makes text.
         self.ranks, self.pace = ranks, pace
         self.drafter: LazyDrafter
         self.processors = Processors(logits_processor, len(text.rows))
-        self.chooser = Chooser(self.processors, text, bool(generation_config.do_sample), config, self.record)
-        if self.chooser.lockstep and len(text.rows) > 1:
+        self.emitter = Emitter(self.processors, text, bool(generation_config.do_sample), config, self.record)
+        if self.emitter.lockstep and len(text.rows) > 1:
             pace.worth = None  # a guess counts only if all rows' are right, whatever its chance
         self.target = runner_for(
             model,
@@ -180,7 +181,7 @@ class Call:
         self.prompt_mask: Tensor
         self._was_ordinary = False  # the last step guessed nothing
 
-    def read_prompt(self, input_ids: Tensor) -> Choice:
+    def read_prompt(self, input_ids: Tensor) -> StepResult:
         """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
         config, kwargs = self.generation_config, self.model_kwargs
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
@@ -209,9 +210,9 @@ class Call:
         depth, nodes = self.pace.first, self.pace.most_nodes(self.config)
         self.compiler = Compiler(config, depth, self.target.most_new_tokens)
         if nodes is not None:
-            self.chooser.judge_compiled(Compiler(config, depth, begins_step=False), nodes)
+            self.emitter.compile(Compiler(config, depth, begins_step=False), nodes)
 
-    def step(self, choice: Choice) -> Choice:
+    def step(self, choice: StepResult) -> StepResult:
         """Go on behind the last ``choice`` with the rows that still grow."""
         going_on, index = list(range(len(self.rows))), None
         if len(self.text.rows) < len(self.rows):
@@ -255,7 +256,7 @@ class Call:
 
     def _step(
         self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], take_back: Callable[[], None]
-    ) -> Choice:
+    ) -> StepResult:
         """Propose, score, choose and commit; ``take_back`` guesses that have spoilt the scores, and score without."""
         start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
@@ -299,12 +300,12 @@ class Call:
         self.stats.compiled(*self.target.compilation)
         if self.compiler is not None:
             self.stats.compiled(self.compiler.graphs.made, self.compiler.graphs.seconds, "propose")
-        if (judge := self.chooser.judge) is not None:
-            self.stats.compiled(judge.graphs.made, judge.graphs.seconds, "choose")
+        if (compiled := self.emitter.verifier.compiled) is not None:
+            self.stats.compiled(compiled.graphs.made, compiled.graphs.seconds, "choose")
 
-    def _choose(self, proposal: Proposal, scores: Scores) -> Choice | None:
+    def _choose(self, proposal: Proposal, scores: Scores) -> StepResult | None:
         self.block = proposal, self.text.row_lengths
-        return self.chooser.choose(proposal, scores)
+        return self.emitter.emit(proposal, scores)
 
     def abandon(self) -> None:
         """Leave in a cache that the user handed in the text that was shown, but for its last token, and no guess.
@@ -334,7 +335,7 @@ class Call:
 
     def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> LazyDrafter:
         """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
-        sample = self.chooser.samples_row_by_row and self.config.draft_sampling is not False
+        sample = self.emitter.takes_samples and self.config.draft_sampling is not False
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
         distribution = self.processors.draft_distribution(only_best)
         asked = (self.model, read, mask, features, self.config, distribution, sample)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..counting import uploaded
-from .stopping import Stops
+from ..verify.stopping import Stops
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import StopStringCriteria
 
-from ..decoding.processors import is_declared_pure, pure
 from ..defaults import option
 from ..metrics import SpeculationStats
 from ..scoring.plain import input_device
+from ..verify.processors import is_declared_pure, pure
 from .prompts import Completion, Pending
 
 # Options that look at all tokens of a row, where padding counts as text, and their values that do nothing. Not so

@@ -1,7 +1,7 @@
 """Built-in processors of the prefix at many prefixes at once, of whatever lengths, without asking the device anything.
 
 transformers' own calls take prefixes of one length. Each function here does what the call of one class does, row by
-row the same; classes that are not in ``TOGETHER`` are called as they are, once for each length.
+row the same; classes that are not in ``VECTORIZED`` are called as they are, once for each length.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _are(tokens: Tensor, scores: Tensor) -> Tensor:
     return torch.isin(numbers(scores.shape[-1], scores.device), tokens.to(scores.device))
 
 
-TOGETHER: dict[type, Callable[[Any, Prefixes, Tensor], Tensor]] = {
+VECTORIZED: dict[type, Callable[[Any, Prefixes, Tensor], Tensor]] = {
     logits_process.ExponentialDecayLengthPenalty: _decay,
     logits_process.ForcedBOSTokenLogitsProcessor: _forced_bos,
     logits_process.ForcedEOSTokenLogitsProcessor: _forced_eos,

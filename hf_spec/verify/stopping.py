@@ -13,7 +13,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaLis
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ..counting import uploaded
-from .ranks import Ranks
+from ..parallel import Ranks
 
 BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..proposal import Proposal
+from .proposal import Proposal
 
 T = TypeVar("T")
 

@@ -1,0 +1,230 @@
+"""The user's logits processors, asked at the nodes of a proposal instead of once per token.
+
+Plain ``generate`` shows a processor the whole batch, once per emitted token. A verified block has many nodes, most of
+which are rejected, so processors are told apart by what their result depends on:
+
+1. *stateless*: on the logits alone. All nodes of all rows in one call.
+2. *per sequence*: on the sequence's own prefix too, its length included. Every node with the prefix it would have if
+   it were emitted: at all nodes at once what ``prefixes.py`` knows, other prefixes of one length in one call.
+3. *lockstep*: everything else, what the user wrote above all (``prefix_allowed_tokens_fn`` too). It may count calls,
+   keep a state or look at the other rows, so it gets the contract of plain ``generate``, and rows advance together.
+   But rows that have ended score zeros, where plain ``generate`` goes on scoring what is behind their end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process
+
+from ..counting import uploaded
+from .prefixes import VECTORIZED, Prefixes
+from .warpers import in_less_time
+
+P = TypeVar("P")
+
+STATELESS: frozenset[type] = frozenset(
+    {
+        logits_process.BarkEosPrioritizerLogitsProcessor,
+        logits_process.EpsilonLogitsWarper,
+        logits_process.EtaLogitsWarper,
+        logits_process.InfNanRemoveLogitsProcessor,
+        logits_process.LogitNormalization,
+        logits_process.MinPLogitsWarper,
+        logits_process.SuppressTokensLogitsProcessor,
+        logits_process.TemperatureLogitsWarper,
+        logits_process.TopHLogitsWarper,
+        logits_process.TopKLogitsWarper,
+        logits_process.TopPLogitsWarper,
+        logits_process.TypicalLogitsWarper,
+    }
+)
+
+PER_SEQUENCE: frozenset[type] = frozenset(
+    {
+        logits_process.AlternatingCodebooksLogitsProcessor,
+        logits_process.ExponentialDecayLengthPenalty,
+        logits_process.ForcedBOSTokenLogitsProcessor,
+        logits_process.ForcedEOSTokenLogitsProcessor,
+        logits_process.MinLengthLogitsProcessor,
+        logits_process.MinNewTokensLengthLogitsProcessor,
+        logits_process.NoBadWordsLogitsProcessor,
+        logits_process.NoRepeatNGramLogitsProcessor,
+        logits_process.RepetitionPenaltyLogitsProcessor,
+        logits_process.SequenceBiasLogitsProcessor,
+        logits_process.SuppressTokensAtBeginLogitsProcessor,
+        logits_process.WatermarkLogitsProcessor,  # reseeds its generator from the prefix at every call
+    }
+)
+
+# The other built-in ones stay in lockstep:
+#   SynthIDTextWatermark, UnbatchedClassifierFreeGuidance, DiaEOSDelayPattern: keep a state from call to call
+#   EncoderNoRepeatNGram, EncoderRepetitionPenalty: bound to the rows of the batch by their place in it
+#   ClassifierFreeGuidance, DiaClassifierFreeGuidance, DiaEOSChannelFilter: mix rows
+#   WhisperNoSpeechDetection, WhisperTimeStamp: belong to an encoder-decoder's own loop, which resets them from outside
+
+_PURE = "_hf_spec_pure"
+
+
+def pure(processor: P) -> P:
+    """Declare that a custom processor is a pure function of each row's own prefix and logits, and return it.
+
+    It may then be called with any number of rows, in any order, several times or never for one prefix, and rows need
+    not wait for each other. The same goes for a ``prefix_allowed_tokens_fn``, whose list of tokens must then follow
+    from the row's number and its prefix alone. Use it on an instance or a function, or as a decorator on a class;
+    subclasses have to declare it again. What takes no attributes, such as a bound method, is returned in a wrapper.
+    """
+    try:
+        setattr(processor, _PURE, True)
+    except AttributeError:
+        return cast(P, pure(functools.partial(cast(Callable[..., Any], processor))))
+    return processor
+
+
+class Processors:
+    """The user's ``LogitsProcessorList``, sorted into stateless, per-sequence and lockstep ones.
+
+    ``rows`` are those of the batch, if they are known. Errors: a ValueError for a processor made for another number.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, rows: int | None = None) -> None:
+        self._all = processors
+        if rows is not None:
+            _check_rows(processors, rows)
+        stateless = [one for one in processors if type(one) in STATELESS]
+        self._warpers = list(map(in_less_time, stateless))
+        self._warpers_of_drafts = [in_less_time(one, nearly=True) for one in stateless]
+        self.is_empty: bool = len(processors) == 0
+        self.stateless: bool = len(self._warpers) == len(processors)
+        self.vectorized: bool = all(type(one) in STATELESS or type(one) in VECTORIZED for one in processors)
+        self.lockstep: bool = not all(type(one) in STATELESS or _is_per_sequence(one) for one in processors)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Call the whole list the plain way: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
+        return _call(self._all, input_ids, scores.to(dtype=torch.float32, copy=True))
+
+    def warp(self, scores: Tensor) -> Tensor:
+        """Apply the stateless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
+        return _warped(self._warpers, scores)
+
+    def at_once(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
+        """Process float32 ``scores`` (prefixes, vocab), each behind its own prefix, where ``vectorized`` is set."""
+        for one in self._all:
+            if type(one) in STATELESS:
+                scores = _warped([in_less_time(one)], scores)
+            else:
+                scores = VECTORIZED[type(one)](one, prefixes, scores)
+        return scores
+
+    def draft_distribution(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
+        """Return the map from draft logits to float32 log-probabilities that guesses follow, both (..., vocab).
+
+        The stateless processors are applied once; the others would need the prefix of every guess, and leaving them
+        out changes how often a guess is accepted but not what is accepted. ``only_best``: nobody looks at more than
+        the best token, so that any scores in the same order will do.
+        """
+
+        if only_best and not self._warpers:
+            return lambda logits: logits
+
+        def distribution(logits: Tensor) -> Tensor:
+            flat = logits.reshape(-1, logits.shape[-1]).float()
+            return _warped(self._warpers_of_drafts, flat).log_softmax(-1).view(logits.shape)
+
+        return distribution
+
+    def scores_at(self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
+        """Process float32 ``logits`` (pairs, vocab), each after a prefix of its own. Not for a list in lockstep.
+
+        ``tokens`` (pairs, longest) are the right-padded prefixes, of which ``lengths`` count; ``rows`` are the places
+        of the pairs in the batch that ``generate`` was called with, for the processors that know them.
+        """
+        if self.stateless:
+            return self.warp(logits)
+        groups: dict[int, list[int]] = defaultdict(list)
+        for pair, length in enumerate(lengths):
+            groups[length].append(pair)
+        scores = torch.empty_like(logits)
+        for length, pairs in groups.items():
+            index = uploaded(pairs, logits.device)
+            bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
+            processed = _call(bound, tokens[index, :length], logits[index])
+            if processed.shape != (len(pairs), logits.shape[-1]):
+                raise ValueError(self._misshapen(processed.shape, len(pairs), logits.shape[-1]))
+            scores[index] = processed.float()  # theirs may be of any type
+        return scores
+
+    def _misshapen(self, shape: torch.Size, rows: int, vocabulary: int) -> str:
+        theirs = [type(one).__name__ for one in self._all if is_declared_pure(one)]
+        return (
+            f"{', '.join(theirs)}: scores of shape {(rows, vocabulary)} became {tuple(shape)}. A processor that is "
+            "declared pure has to return a score for every token: -inf for those that may not come"
+        )
+
+
+def _warped(stateless: Collection[Any], scores: Tensor) -> Tensor:
+    """Call ``stateless`` processors, without the look that transformers' list takes at each one's signature."""
+    nothing = scores.new_empty((scores.shape[0], 0), dtype=torch.long)  # of the text
+    for one in stateless:
+        scores = one(nothing, scores)
+    return scores
+
+
+def _call(processors: LogitsProcessorList, input_ids: Tensor, scores: Tensor) -> Tensor:
+    processed: Tensor = processors(cast(torch.LongTensor, input_ids), scores)
+    return processed
+
+
+def _check_rows(processors: LogitsProcessorList, rows: int) -> None:
+    for one in processors:
+        ignored = _ignored_by_row(one)
+        if ignored is not None and len(ignored) != rows:
+            raise ValueError(
+                f"prompt_ignore_length of the RepetitionPenaltyLogitsProcessor is for {len(ignored)} rows, but "
+                f"{rows} are generated; give one length for each of them, or one number for all"
+            )
+
+
+def _ignored_by_row(processor: Any) -> Tensor | None:
+    """Return how much of each row's prompt a repetition penalty leaves out, if that is not the same for all."""
+    is_penalty = type(processor) is logits_process.RepetitionPenaltyLogitsProcessor
+    ignored = processor.prompt_ignore_length if is_penalty else None
+    return ignored if isinstance(ignored, Tensor) else None
+
+
+def _is_per_sequence(processor: Any) -> bool:
+    if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
+        one_text = processor._num_beams == 1  # it looks at all beams of a row together
+        return one_text and is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
+    return type(processor) in PER_SEQUENCE or is_declared_pure(processor)
+
+
+def is_declared_pure(one: Any) -> bool:
+    """Tell whether ``pure`` was called on ``one`` or its class."""
+    return _PURE in vars(type(one)) or _PURE in getattr(one, "__dict__", {})
+
+
+def _bind(processor: Any, rows: list[int]) -> Any:
+    """Return ``processor`` as it has to be called for some ``rows`` of the batch it was made for."""
+    if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
+        allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, rows)
+        return logits_process.PrefixConstrainedLogitsProcessor(allowed, 1)
+    if (ignored := _ignored_by_row(processor)) is not None:
+        return logits_process.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[rows])
+    return processor
+
+
+def _allowed(function: Callable[[int, Tensor], list[int]], rows: list[int], pair: int, prefix: Tensor) -> list[int]:
+    tokens = function(rows[pair], prefix)
+    if len(tokens) == 0:
+        raise ValueError(
+            f"`prefix_allowed_tokens_fn` returned an empty list for batch ID {rows[pair]} behind {len(prefix)} "
+            "tokens: nothing could follow. Let it allow at least one token, such as the end of the sequence"
+        )
+    return tokens
