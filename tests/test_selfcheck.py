@@ -431,3 +431,13 @@ def test_a_model_that_reads_no_text_alone_is_told_from_one_that_reads_no_blocks(
     prompt = Prompt(ids, ids, {"attention_mask": ids}, extra=("image_grids",))
     with pytest.raises(ValueError, match="a chain of guesses with the image_grids of this call"):
         check_target(model, trees=False, prompt=prompt)
+
+
+def test_hooks_that_collect_the_outputs_of_a_model_change_no_forward() -> None:
+    """transformers leaves them at all layers after the first call that asks for hidden states."""
+    model = build("llama")
+    before = way_of_forward(model)
+    options = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_hidden_states": True}
+    model.generate(torch.tensor([[5, 6, 7]]), **options)
+    assert any(layer._forward_hooks for layer in model.modules())
+    assert foreign_hooks(model) == [] and way_of_forward(model) == before

@@ -13,6 +13,7 @@ from torch import nn
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
+COLLECTING = "transformers.utils.output_capturing"
 NOTHING = contextlib.nullcontext()  # changes nothing, and takes a step no time
 
 
@@ -62,5 +63,8 @@ def looking(hook: Hook) -> Hook:
 
 
 def only_looks(hook: object) -> bool:
-    """Tell whether ``hook`` was marked by ``looking``."""
-    return getattr(hook, "_hf_spec_looks", False)
+    """Tell whether ``hook`` changes nothing: ours by its mark, and those that let transformers collect its outputs.
+
+    The latter stay for good after the first call that asked for hidden states or attentions.
+    """
+    return getattr(hook, "_hf_spec_looks", False) or getattr(hook, "__module__", None) == COLLECTING
