@@ -26,8 +26,10 @@ from transformers import (
     PreTrainedModel,
     XLMWithLMHeadModel,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from twins import SHAPES, Oracle
 
+from hf_spec.integration import install, uninstall
 from hf_spec.scoring import selfcheck
 from hf_spec.scoring.architectures import why_unsupported
 from hf_spec.scoring.changes import foreign_hooks, way_of_forward
@@ -441,3 +443,14 @@ def test_hooks_that_collect_the_outputs_of_a_model_change_no_forward() -> None:
     model.generate(torch.tensor([[5, 6, 7]]), **options)
     assert any(layer._forward_hooks for layer in model.modules())
     assert foreign_hooks(model) == [] and way_of_forward(model) == before
+
+
+def test_the_first_call_of_a_process_changes_no_forward() -> None:
+    """It puts functions of ours around those of transformers, for good."""
+    model = build("llama")
+    uninstall()
+    install()
+    before = way_of_forward(model)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, speculator="ngram")
+    assert hasattr(ALL_MASK_ATTENTION_FUNCTIONS[model.config._attn_implementation], "_hf_spec_original")
+    assert way_of_forward(model) == before

@@ -125,8 +125,9 @@ def _frozen(value: Any) -> Hashable:
 def _functions(model: PreTrainedModel) -> Iterator[Any]:
     """Yield functions that are looked up by name or by torch in every forward, and may have been replaced."""
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
-    yield ALL_ATTENTION_FUNCTIONS.get(implementation)
-    yield ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        function = functions.get(implementation)
+        yield getattr(function, "_hf_spec_original", function)  # ours is put around it by the first call
     module = nn.modules.module
     for hooks in (module._global_forward_pre_hooks, module._global_forward_hooks):
         yield from list(hooks.values())
