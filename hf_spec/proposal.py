@@ -1,13 +1,13 @@
-"""What a drafter says: a tree of guessed tokens for every row, and the distribution it was drawn from.
+"""What a drafter proposes: a tree of draft tokens for every sequence, and the distribution they were sampled from.
 
-Node 0 is the root, the last token of the text: it is not guessed, but the target has not read it yet. Every other node
-is a guess that follows its parent. A chain is a tree in which every node has one child::
+Node 0 is the root, the last emitted token, which the target has not read yet. Every other node is a draft token that
+follows its parent. A chain is a tree in which every node has one child::
 
         tokens   [ the   cat   dog   sat   ran ]          the ─┬─ cat ─┬─ sat
         parents  [  -1     0     0     1     1 ]               │       └─ ran
         depth    [   0     1     1     2     2 ]               └─ dog
 
-Parents stand before their children. Rows may have fewer nodes than the widest one: the rest are ABSENT.
+Parents come before their children. Rows with fewer nodes than the widest one are padded with ABSENT nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class once(cached_property[T]):
-    """Work a property out where it is first asked for, without the lock of Python 3.11, which no graph can hold."""
+    """A property that is computed when it is first read, without the lock of Python 3.11, which no graph can hold."""
 
     if not TYPE_CHECKING:
 
@@ -43,23 +43,24 @@ class once(cached_property[T]):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Hold one tree of guesses per row.
+    """One tree of draft tokens per row.
 
-    ``tokens``, of the target's vocabulary even where ABSENT, and ``parents`` are (batch, nodes) integers.
-    ``max_depth`` bounds the depth of every row; it is a Python number so that nobody has to ask the accelerator for
-    it.
+    ``tokens`` and ``parents`` are (batch, nodes) integers; tokens are of the target's vocabulary, also where ABSENT.
+    ``max_depth`` bounds the depth of every row. It is a Python number, so that nobody has to ask the accelerator.
 
-    ``q`` says which distribution the guesses were drawn from, and so how they may be verified. ``None``: the guesses
-    were *chosen* (top-k, n-gram, argmax), a point mass each. A (batch, parents, vocabulary) float32 tensor: the
-    children of node i were *drawn*, without replacement and in index order, from exactly ``q[:, i]``, which sums
-    to one; nodes from ``q.shape[1]`` on have no children. A chosen token can therefore never be verified as if it had
-    been drawn.
+    ``q`` says which distribution the draft tokens were sampled from, and so how they are verified:
 
-    ``chosen`` (batch, nodes) bool marks guesses that were chosen beside drawn ones: each is a point mass, whatever
-    ``q`` says. The choice may depend on guesses drawn above it and on elder siblings, but on no other drawn guess.
+    - ``None``: they are *deterministic* (top-k, n-gram, argmax), a point mass each.
+    - (batch, parents, vocab) float32: the children of node i were *sampled* from exactly ``q[:, i]``, which sums to
+      one, without replacement and in index order. Nodes from ``q.shape[1]`` on have no children.
 
-    ``shape`` is ``parents`` as Python numbers where rows differ in nothing but ABSENT nodes: a drawn tree that has it
-    is verified without asking the accelerator. ``is_whole`` promises that no node is ABSENT, see ``whole``.
+    A deterministic token can therefore never be verified as if it had been sampled.
+
+    ``chosen`` (batch, nodes) bool marks deterministic draft tokens among sampled ones: each is a point mass, whatever
+    ``q`` says. Which token it is may depend on its sampled ancestors and earlier siblings, and on no other sample.
+
+    ``shape`` is ``parents`` as Python numbers, where rows differ in nothing but ABSENT nodes. A sampled tree that has
+    it is verified without asking the accelerator. ``is_whole`` promises that no node is ABSENT.
     """
 
     tokens: Tensor
@@ -72,13 +73,15 @@ class Proposal:
     is_whole: bool = field(default=False, init=False)
 
     @classmethod
-    def chain(cls, root: Tensor, guesses: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
-        """Build a chain per row: ``root`` (batch,), then ``counts`` (batch,) of the ``guesses`` (batch, k)."""
-        return cls.path(torch.cat([root[:, None], guesses], dim=1), counts, q)
+    def chain(
+        cls, root: Tensor, draft_tokens: Tensor, counts: Tensor | None = None, q: Tensor | None = None
+    ) -> Proposal:
+        """Build a chain per row: ``root`` (batch,), then the first ``counts`` (batch,) draft tokens (batch, k)."""
+        return cls.path(torch.cat([root[:, None], draft_tokens], dim=1), counts, q)
 
     @classmethod
     def path(cls, tokens: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
-        """Do as ``chain`` with root and guesses in one tensor, ``tokens`` (batch, 1 + k)."""
+        """Do as ``chain`` with root and draft tokens in one tensor, ``tokens`` (batch, 1 + k)."""
         parents = numbers(tokens.shape[1], tokens.device, NO_PARENT).expand_as(tokens)
         if counts is not None:
             parents = parents.masked_fill(parents >= counts[:, None], ABSENT)
@@ -87,7 +90,7 @@ class Proposal:
 
     @classmethod
     def nothing(cls, root: Tensor) -> Proposal:
-        """Guess nothing: the target then takes one ordinary step from ``root`` (batch,)."""
+        """Propose nothing: the target then takes one plain step from ``root`` (batch,)."""
         parents = repeated(NO_PARENT, root.shape[0], root.device)
         return cls(root[:, None], parents[:, None], max_depth=0, is_chain=True).whole()
 
@@ -98,7 +101,7 @@ class Proposal:
 
     @property
     def root(self) -> Tensor:
-        """Return the last token of the text, (batch,)."""
+        """Return the last emitted token of each row, (batch,)."""
         return self.tokens[:, 0]
 
     @once
@@ -117,27 +120,27 @@ class Proposal:
 
     @once
     def elders(self) -> Tensor:
-        """Tell which nodes are siblings of a node and stand before it: (batch, node, elder) bool."""
+        """Tell which nodes are siblings of a node and come before it: (batch, node, earlier sibling) bool."""
         number = numbers(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None]) & (number[:, None] > number)
 
     @once
     def depth(self) -> Tensor:
-        """Count the guesses on the path to each node, (batch, nodes)."""
+        """Count the draft tokens on the path to each node, (batch, nodes)."""
         if self.is_chain:
             return numbers(self.tokens.shape[1], self.tokens.device).expand_as(self.tokens)
         return self.ancestors.sum(-1) - 1
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:
-        """Find the child of ``node`` (batch,) that guesses ``token`` (batch,); -1 where there is none."""
+        """Find the child of ``node`` (batch,) with the token ``token`` (batch,); -1 where there is none."""
         match = (self.parents == node[:, None]) & (self.tokens == token[:, None])  # (batch, nodes)
         found, index = match.max(dim=1)
         return torch.where(found, index, -1)
 
     def within(self, room: Sequence[int]) -> Proposal:
-        """Leave out the guesses of row b that are more than ``room[b]`` deep, whatever they are.
+        """Drop the draft tokens of row b that are more than ``room[b]`` deep, whatever they are.
 
-        ``room`` must not depend on guesses that were drawn: then leaving some out changes no distribution.
+        ``room`` must not depend on sampled draft tokens: dropping some because of their value would bias the output.
         """
         if min(room) >= self.max_depth:
             return self
@@ -145,7 +148,7 @@ class Proposal:
         return replace(self, parents=self.parents.masked_fill(beyond, ABSENT))
 
     def shallower(self, depth: int) -> Proposal:
-        """Leave out the guesses that are more than ``depth`` deep."""
+        """Drop the draft tokens that are more than ``depth`` deep."""
         if depth >= self.max_depth:
             return self
         if not self.is_chain:
@@ -157,12 +160,12 @@ class Proposal:
         return self._like(tokens, parents, q, chosen, max_depth=depth)
 
     def each(self, pick: Callable[[Tensor], Tensor]) -> Proposal:
-        """Return what ``pick`` makes of the tensors of the proposal, whose rows it may leave out."""
+        """Apply ``pick`` to the tensors of the proposal; it may drop rows."""
         kept = [None if one is None else pick(one) for one in (self.tokens, self.parents, self.q, self.chosen)]
         return self._like(*kept)
 
     def _like(self, tokens: Any, parents: Any, q: Tensor | None, chosen: Tensor | None, **changes: Any) -> Proposal:
-        """Return a proposal of other tensors, whole if this one is."""
+        """Return a proposal of other tensors, without padding if this one has none."""
         other = replace(self, tokens=tokens, parents=parents, q=q, chosen=chosen, **changes)
         return other.whole() if self.is_whole else other
 
@@ -188,7 +191,7 @@ def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
 def tree_from_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Turn a static tree, a list of paths of ranks, into (parents, ranks) with the root first.
 
-    ``[(0,), (1,), (0, 0)]`` means: the best and second-best guess, and the best guess after the best one. Missing
+    ``[(0,), (1,), (0, 0)]`` means: the best and second-best token, and the best token after the best one. Missing
     prefixes are added. Source of the notation: Medusa (arXiv 2401.10774).
     """
     wanted = {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
