@@ -10,7 +10,7 @@ import torch
 from architectures import build, prompts
 from torch import Tensor
 from transformers import PreTrainedModel
-from twins import SHAPES
+from twins import SHAPES, draft, target
 
 from hf_spec import AcceptedTokens, DraftContext, Proposal, SpeculationConfig, VanillaSpeculator
 from hf_spec.drafts.vanilla import speculator
@@ -329,3 +329,12 @@ def test_a_draft_whose_logits_overflow_guesses_badly_and_no_more(shape: str) -> 
     plain = model.generate(**prompts(2, (9, 6)), max_new_tokens=8, do_sample=False)
     options = {"max_new_tokens": 8, "do_sample": False, "speculation_config": SHAPES[shape]}
     assert torch.equal(model.generate(**prompts(2, (9, 6)), **options, speculator=draft), plain)
+
+
+@pytest.mark.parametrize(("threshold", "longest"), [(0.0, 4), (0.99, 1)])
+def test_a_confidence_threshold_ends_greedy_chains(threshold: float, longest: int) -> None:
+    """Nobody needs probabilities in greedy chains, but for the threshold, which scores of another kind would pass."""
+    config = SpeculationConfig(num_speculative_tokens=4, min_confidence=threshold)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    out = target().generate(**prompts(1), speculator=draft(), speculation_config=config, **options)
+    assert len(out.speculation.counts.offered) == longest
