@@ -1,4 +1,4 @@
-"""Every knob of training a draft: those of ``TrainingArguments``, some with other defaults, and a few more."""
+"""All arguments for training a draft: those of ``TrainingArguments``, some with other defaults, and a few more."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ ABOVE_0 = ("step_decay", "muon_learning_rate", "eval_temperature")
 
 @dataclass
 class DraftTrainingArguments(TrainingArguments):
-    """Choose how to train a draft. Defaults are EAGLE-3's where it has any (arXiv 2503.01840).
+    """The arguments of ``DraftTrainer``. Defaults are EAGLE-3's where it has any (arXiv 2503.01840).
 
     Args:
-        unroll_steps: steps of the training-time test. Of drafts that are not fed their own output, Medusa heads have
-            as many as there are heads. Language models are trained on one step and measured on so many.
-        step_decay: step k weighs ``step_decay ** k``.
-        chain_smoothing: weigh each guess also by how far chains get that reach it, as sure as the draft itself is of
-            them (D-PACE), moved towards 1 by this share: 0.5 beside ``step_decay=1.0``, as the speculators library
-            trains DFlash. ``None``: by ``step_decay`` alone.
+        unroll_steps: steps of the training-time test. Medusa always has one step per head. Language models are
+            trained on one step and measured on this many.
+        step_decay: step k is weighted by ``step_decay ** k``.
+        chain_smoothing: weight each draft token also by the expected length of the chains that reach it, according to
+            the draft's own confidence (D-PACE). Each confidence is moved towards 1 by this share. The speculators
+            library trains DFlash with 0.5 and ``step_decay=1.0``. ``None``: weight by ``step_decay`` alone.
         objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation,
             one minus the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows),
             ``"reverse_kl"``, ``"nll"`` (the text's own token); or a sum such as ``"0.1 ce + 0.9 tv"``.
-        normalizer: ``"token"`` weighs all answer tokens alike, ``"sequence"`` all documents, each step by itself;
-            ``"guess"`` divides the guesses of all steps by the sum of their weights (DFlash, DSpark).
-        num_anchors: blocks that are guessed in each example, behind answer tokens drawn anew each time (DFlash).
-        confidence_weight: weight of the cross-entropy that trains a draft's confidence (DSpark).
-        outside_vocabulary: ``"drop"`` leaves positions whose best target token the draft cannot guess out of the loss
-            and counts them wrong; ``"keep"`` compares within the draft vocabulary, as the speculators library does.
+        normalizer: per step, ``"token"`` weights all answer tokens equally, ``"sequence"`` all documents;
+            ``"guess"`` divides the losses of all steps by the sum of their weights (DFlash, DSpark).
+        num_anchors: blocks drafted in each example (DFlash). They start after answer tokens that are sampled again
+            each time.
+        confidence_weight: weight of the cross-entropy that trains a draft's confidence head (DSpark).
+        outside_vocabulary: what happens where the target's best token is not in the draft vocabulary. ``"drop"``
+            removes the position from the loss and counts it as wrong. ``"keep"`` compares within the draft
+            vocabulary, as the speculators library does.
         feature_loss_weight: weight of a smooth L1 loss between fed-back and true last hidden states
-            (EAGLE-1: 1.0, beside 0.1 cross-entropy).
-        muon_learning_rate: train the matrices inside the draft with Muon at this rate (0.01, say), which needs fewer
-            steps than AdamW, and the rest with AdamW at ``learning_rate`` and without weight decay; both follow one
-            schedule. ``None``: what ``optim`` names.
+            (EAGLE-1: 1.0, together with 0.1 cross-entropy).
+        muon_learning_rate: train the draft's inner matrices with Muon at this rate, such as 0.01. It needs fewer
+            steps than AdamW. The rest is trained by AdamW at ``learning_rate``, without weight decay. Both follow
+            one schedule. ``None``: use what ``optim`` names.
         freeze_lm_head: do not train the draft's own output layer, as the speculators library does.
-        logit_rows: positions of the text whose logits exist at once. Fewer need less memory, more are faster.
-        eval_prompts: held-out prompts that ``evaluate()`` generates from; 0 for none.
-        eval_prompt_length: length of a prompt taken from plain text, which does not say where an answer begins.
-        eval_max_new_tokens: how far it generates.
-        eval_speculative_tokens: how many tokens are guessed at a time; ``None``: what the draft's config says.
+        logit_rows: text positions whose logits are in memory at once. Fewer need less memory, more are faster.
+        eval_prompts: number of held-out prompts that ``evaluate()`` generates from; 0 for none.
+        eval_prompt_length: tokens of a prompt from plain text, which does not mark where an answer begins.
+        eval_max_new_tokens: tokens generated from each prompt.
+        eval_speculative_tokens: draft tokens per step; ``None``: the number in the draft's config.
         eval_temperature: temperature of a second, sampled measurement; ``None`` for the greedy one only.
-        data_name: what the model card calls the data; a dataset of the Hub by its id.
-        target_name: the target's id on the Hub, for the model card and the config that is saved. By default the name
-            that it was loaded by, but no directory.
-        license: licence of the draft, as the Hub calls it; its embeddings and output layer begin as the target's.
+        data_name: name of the data in the model card; for a dataset of the Hub its id.
+        target_name: the target's id on the Hub, for the model card and the saved config. By default it is the name
+            that the target was loaded by, unless that is a directory.
+        license: licence of the draft, as the Hub spells it; its embeddings and output layer start from the target's.
     """
 
     unroll_steps: int = 7
@@ -130,7 +132,7 @@ class DraftTrainingArguments(TrainingArguments):
         super().__post_init__()  # type: ignore[no-untyped-call]
         accelerator: Any = self.accelerator_config
         if accelerator.dispatch_batches is None:
-            accelerator.dispatch_batches = False  # of a stream, whose batches are of different widths
+            accelerator.dispatch_batches = False  # a stream's batches differ in width and cannot be dispatched
         there = get_available_reporting_integrations()
         if missing := [name for name in self.report_to or [] if name not in there]:
             raise ValueError(
@@ -169,7 +171,7 @@ class DraftTrainingArguments(TrainingArguments):
             )
 
     def check_without_target(self) -> None:
-        """Raise a ValueError if what is asked for takes more of the target than embeddings and output layer."""
+        """Raise a ValueError if the arguments need more of the target than embeddings and output layer."""
         if "acceptance" in (self.metric_for_best_model or ""):
             raise ValueError(
                 f"{self.metric_for_best_model} is measured by generation, for which the target needs its layers: pass "

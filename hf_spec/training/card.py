@@ -17,7 +17,7 @@ from ..drafts.modeling import DraftModel, vllm_command
 from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
 
-PLACE = "loaded_from"  # what the config of an adapter remembers of where it was read
+PLACE = "loaded_from"  # attribute of an adapter's config: the path or id it was loaded from
 TOLD = ('inputs = tokenizer("Once upon a time", return_tensors="pt")',)
 ASKED = (
     'messages = [{"role": "user", "content": "Tell me a short story."}]',
@@ -28,7 +28,7 @@ ASKED = (
 
 
 def is_chat(tokenizer: Any, examples: Any) -> bool:
-    """Tell whether ``examples`` were made of conversations: of plain text every token is trained on."""
+    """Tell whether ``examples`` were made from conversations. In plain text every token is an answer token."""
     if getattr(tokenizer, "chat_template", None) is None:
         return False
     if not hasattr(examples, "__len__") or not hasattr(examples, "__getitem__"):  # a stream
@@ -50,10 +50,10 @@ def model_card(
     best_step: int | None = None,
     chat: bool = False,
 ) -> str:
-    """Return a README for the Hub: target, recipe, what was measured, and how to load the draft.
+    """Return a README for the Hub: target, recipe, measurements, and how to load the draft.
 
-    ``base`` is the name of the draft if what is saved is an adapter on it, ``examples`` how many it was
-    trained on, ``best_step`` the step whose weights were loaded when training ended. ``chat``: on conversations.
+    ``base`` is the draft's name if an adapter on it is saved. ``examples`` counts the training examples.
+    ``best_step`` is the step whose weights were loaded when training ended. ``chat``: trained on conversations.
     """
     name = target_name or hub_name(target.config.name_or_path)
     kind = draft.config.speculators_model_type if isinstance(draft, DraftModel) else "independent"
@@ -79,7 +79,7 @@ def model_card(
 
 
 def adapter_of(target: Any) -> str:
-    """Name the adapter of PEFT that is active in ``target``, by its Hub id or its kind; "" if there is none."""
+    """Name the PEFT adapters that are active in ``target``, by Hub id or type; "" if there are none."""
     configs: dict[str, Any] = getattr(target, "peft_config", None) or {}
     active = [name for name in _active(target) if name in configs]
     names = [
@@ -89,7 +89,7 @@ def adapter_of(target: Any) -> str:
 
 
 def _active(target: Any) -> list[str]:
-    """Return the names of the adapters in use, which their layers say."""
+    """Return the names of the active adapters, as the first adapted layer gives them."""
     layers = (one for one in target.modules() if hasattr(one, "active_adapters") and hasattr(one, "base_layer"))
     return [] if (layer := next(layers, None)) is None or layer.disable_adapters else list(layer.active_adapters)
 
@@ -99,12 +99,12 @@ def _link(name: str | None, otherwise: str) -> str:
 
 
 def _library() -> str:
-    """Name the library, with its address."""
+    """Return the library's name, as a link if its address is known."""
     return f"[hf_spec]({address})" if (address := _address()) else "hf_spec"
 
 
 def _address() -> str:
-    """Return the first address that the package gives; "" where it is run from a checkout."""
+    """Return the first Project-URL of the package; "" in a checkout that is not installed."""
     try:
         addresses = metadata("hf-spec").get_all("Project-URL") or [""]
     except PackageNotFoundError:
@@ -113,7 +113,7 @@ def _address() -> str:
 
 
 def _install(peft: bool) -> str:
-    """Say how the library is installed: from its repository, for no index has it yet."""
+    """Return the install command: from the repository, because no package index has the library yet."""
     source = f"git+{address}" if (address := _address()) else "hf-spec"
     return f"```sh\npip install {f'{source} peft' if peft else source}\n```\n\n"
 
@@ -135,12 +135,12 @@ def _front_matter(target: str | None, kind: str, args: DraftTrainingArguments, b
 
 
 def _datasets(names: str) -> list[str] | None:
-    """Return what the Hub may take for names of datasets; it refuses a card that names others."""
+    """Return the dataset ids in ``names``; ``None`` if one is invalid, because the Hub refuses such a card."""
     found = [hub_name(name.strip()) for name in names.split(",")]
     try:
         for name in found:
             validate_repo_id(name or "")
-    except HFValidationError:  # it is described in words
+    except HFValidationError:  # a description, not an id
         return None
     return [name for name in found if name]
 
@@ -150,7 +150,7 @@ def _millions(draft: Any) -> str:
 
 
 def _snippet(draft: Any, target: tuple[str, str], here: str, base: str | None, chat: bool) -> str:
-    """Show in Python how the draft at ``here`` guesses for ``target``, a name and that of an adapter or ""."""
+    """Return Python code that uses the draft at ``here`` with ``target``: (name, name of its adapter or "")."""
     loader = "AutoModel" if isinstance(draft, DraftModel) else "AutoModelForCausalLM"
     name, adapter = target
     imports = ["import hf_spec", *(["from peft import PeftModel"] if base is not None or adapter else [])]
@@ -183,12 +183,12 @@ def _usage_in_vllm(draft: Any, target: str, here: str, base: str | None) -> str:
 
 
 def _measured(args: DraftTrainingArguments, history: list[dict[str, float]], best_step: int | None) -> str:
-    ended = bool(history) and "train_runtime" in history[-1]  # not evaluated since the best weights were loaded
-    found: dict[str, dict[str, float]] = {}  # by what the metrics of a dataset begin with
+    ended = bool(history) and "train_runtime" in history[-1]  # no evaluation since the best weights were loaded
+    found: dict[str, dict[str, float]] = {}  # metric prefix of an evaluation dataset -> its last logs
     for logs in history:
         if best_step is not None and ended and logs["step"] != best_step:
             continue
-        # Figures of sampling have longer names.
+        # The sampled metric has the longer name, so the shortest one is the greedy metric.
         if name := min((name for name in logs if name.endswith("_acceptance_length")), key=len, default=""):
             found[name.removesuffix("acceptance_length")] = logs
     if not found:

@@ -1,7 +1,7 @@
-"""From a conversation to token ids with the assistant's answers marked.
+"""Tokenization of conversations, with a mask of the assistant's answers.
 
-The chat template tells which tokens are answers: by ``{% generation %}`` where it has it, else by rendering the
-conversation up to each answer and comparing.
+If the chat template has ``{% generation %}``, it marks the answer tokens itself. Otherwise the conversation is
+rendered up to each answer and compared with the complete rendering.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..untrusted import check_sound
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-CUT = "cut"  # the key of messages whose end the target did not say, see regenerate
+CUT = "cut"  # the key that marks answers cut off before the end token, see regenerate
 
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
@@ -24,7 +24,7 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Unusable(Exception):
-    """Say why no draft can be trained on an example: a key of ``REASONS``."""
+    """An example that cannot be used for training; ``reason`` is a key of ``REASONS``."""
 
     def __init__(self, reason: str = "broken") -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class Unusable(Exception):
 
 
 def messages_of(conversation: Any) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them."""
+    """Return the messages of a conversation in the form that chat templates expect."""
     messages = []
     if not isinstance(conversation, list | tuple | None):
         raise Unusable
@@ -51,7 +51,7 @@ def messages_of(conversation: Any) -> list[dict[str, Any]]:
 
 
 def refuse_unsound(value: Any) -> None:
-    """Raise ``Unusable`` for what is no text for a tokenizer, or nested too deeply for a template."""
+    """Raise ``Unusable`` for text that is not valid UTF-8, or a value nested too deeply for a template."""
     try:
         check_sound(value)
     except ValueError as error:
@@ -61,16 +61,16 @@ def refuse_unsound(value: Any) -> None:
 def chat_columns(names: Collection[str], questions: bool = False) -> tuple[str, ...]:
     """Return the column of conversations among ``names``, or the two of questions and answers; () if there is none.
 
-    ``questions`` will do alone where answers are to be made.
+    With ``questions``, a column of questions is enough, for answers that are still to be generated.
     """
     single, alone = [(name,) for name in CHAT_COLUMNS], [(question,) for question, _ in PAIRS if questions]
     return next((found for found in (*single, *PAIRS, *alone) if {*found} <= {*names}), ())
 
 
 def conversation_of(example: Mapping[str, Any], columns: tuple[str, ...]) -> Any:
-    """Return the conversation in the ``columns`` of an example, or one made of a question and perhaps an answer.
+    """Return the conversation in the ``columns`` of an example, or build one from a question and an optional answer.
 
-    These are texts or messages; an ``input`` beside an ``instruction`` stands below it, as in Alpaca.
+    Question and answer are texts or messages. An ``input`` is appended to its ``instruction``, as in Alpaca.
     """
     if not columns:
         raise Unusable
@@ -88,7 +88,7 @@ def conversation_of(example: Mapping[str, Any], columns: tuple[str, ...]) -> Any
 
 
 def template_arguments_of(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an example says to the chat template: ``tools`` and ``chat_template_kwargs``, JSON or not."""
+    """Return an example's arguments for the chat template: ``tools`` and ``chat_template_kwargs``, JSON or not."""
     found = {}
     for name in TEMPLATE_COLUMNS:
         value = example.get(name)
@@ -104,16 +104,16 @@ def template_arguments_of(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(value: Any) -> Any:
-    """Leave out each None: Arrow fills it in where a dict has no such key, but those of other examples have."""
+    """Drop each None: Arrow adds it for a key that only other examples have."""
     if isinstance(value, dict):
         return {name: _said(one) for name, one in value.items() if one is not None}
     return [_said(one) for one in value] if isinstance(value, list) else value
 
 
 class Tokenized(NamedTuple):
-    """Hold a conversation as token ids, a mask of the assistant's tokens, and the numbers of messages left out.
+    """A conversation as token ids, a mask of the assistant's tokens, and the indices of unmarked answers.
 
-    These are answers that the template shows otherwise than they were said, once others follow them.
+    ``left_out`` are answers that the template renders differently once other messages follow them.
     """
 
     ids: list[int]
@@ -127,7 +127,7 @@ def tokenize_chat(
     last_turn_only: bool = False,
     arguments: Mapping[str, Any] = NONE,
 ) -> Tokenized:
-    """Return token ids and a mask of the assistant's tokens, its end token included.
+    """Return token ids and a mask of the assistant's tokens, including the end token.
 
     ``arguments`` are for the chat template, such as ``tools`` or ``enable_thinking``.
     """
@@ -157,7 +157,7 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], arguments: Mappi
         encoded = tokenizer.apply_chat_template(
             shown, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **arguments
         )
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise Unusable from error
     ids, answers = list(encoded["input_ids"]), [int(one) for one in encoded["assistant_masks"]]
     if not any(message.get(CUT) for message in messages):
@@ -174,13 +174,14 @@ def _by_markers(tokenizer: Any, messages: list[dict[str, Any]], arguments: Mappi
 
 
 def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) -> int:
-    """Return how far ``text[start:stop]`` is what was said: without its end, if the answer was cut off before it."""
+    """Return where the answer in ``text[start:stop]`` ends; if it was cut off, exclude the template's end of turn."""
     if not message.get(CUT):
         return stop
     said = content.strip() if isinstance(content := message.get("content"), str) else ""
     if said and (place := text.find(said, start, stop)) >= 0:
         return place + len(said)
-    last = said.rpartition("\n")[2].strip()  # of what the template shows in part, or began in the prompt
+    # The template may render only a part of the answer, or put its beginning into the prompt: search its last line.
+    last = said.rpartition("\n")[2].strip()
     place = text.rfind(last, start, stop) if last else -1
     return place + len(last) if place >= 0 else start
 
@@ -188,7 +189,7 @@ def _end_of_answer(message: dict[str, Any], text: str, start: int, stop: int) ->
 def _by_rendering(
     tokenizer: Any, messages: list[dict[str, Any]], last_turn_only: bool, arguments: Mapping[str, Any]
 ) -> Tokenized:
-    """Find each answer between what the template renders before it and with it."""
+    """Locate each answer: it begins where the rendered prompt ends, and ends where the rendering with it ends."""
 
     def shown(said: list[dict[str, Any]], prompt: bool = False) -> str:
         return render(tokenizer, said, prompt, arguments)
@@ -204,8 +205,8 @@ def _by_rendering(
         if message["role"] != "assistant" or last_turn_only:
             continue
         before, after = shown(messages[:i], prompt=True), shown(messages[: i + 1])
-        # A template may render an answer otherwise once it is history, without its reasoning for example: then what
-        # stands in the text is not what the target said, and only the last one counts.
+        # A template may render an earlier answer differently, for example without its reasoning. The text then does
+        # not contain what the target said, so this answer is not marked.
         if text.startswith(before) and text.startswith(after.rstrip()):
             spans.append((len(before), _end_of_answer(message, text, len(before), len(after.rstrip()))))
         else:
@@ -223,15 +224,15 @@ def _by_rendering(
 
 
 def _as_said(prompt: str, rendered: str, answer: Any) -> str:
-    """Put an answer of which the template has ``rendered`` the end only (DeepSeek-R1) whole behind its ``prompt``.
+    """Append the complete answer to ``prompt`` if the template has ``rendered`` only its end (DeepSeek-R1).
 
-    Where the template shows all of it, or none, ``rendered`` is returned.
+    If the template shows all of the answer, or none of it, return ``rendered``.
     """
-    said = answer if isinstance(answer, str) else ""  # there may be tool calls only
+    said = answer if isinstance(answer, str) else ""  # an answer may consist of tool calls only
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     if not lines or said.strip() in rendered or lines[-1] not in rendered:
         return rendered
-    # The prompt may begin the reasoning itself.
+    # The prompt may end with the beginning of the reasoning, such as "<think>": don't repeat it.
     begun = next((n for n in range(min(len(said), 32), 0, -1) if prompt.endswith(said[:n])), 0)
     return prompt + said[begun:].rstrip() + rendered.rpartition(lines[-1])[2]
 
@@ -239,19 +240,19 @@ def _as_said(prompt: str, rendered: str, answer: Any) -> str:
 def render(
     tokenizer: Any, messages: list[dict[str, Any]], prompt: bool = False, arguments: Mapping[str, Any] = NONE
 ) -> str:
-    """Return the text that the chat template makes, with ``prompt`` up to where the next answer begins."""
+    """Return the text that the chat template renders; ``prompt`` adds the header of the next answer."""
     if not messages:
         return ""
     try:
         text = tokenizer.apply_chat_template(
             _shown(messages), tokenize=False, add_generation_prompt=prompt, **arguments
         )
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates may raise anything
         raise Unusable from error
     refuse_unsound(str(text))
     return str(text)
 
 
 def _shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages without what is noted of them for training."""
+    """Return the messages without the ``CUT`` mark, which is for training and not for the template."""
     return [{name: value for name, value in message.items() if name != CUT} for message in messages]

@@ -1,4 +1,4 @@
-"""What is looked at before a draft is trained, and before it is saved."""
+"""Checks before a draft is trained, and before it is saved."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .arguments import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-IDLE = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # what Trainer would call itself
+# Arguments of Trainer that DraftTrainer would never call.
+IDLE = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 
 
 def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
-    """Raise an error for a ``target``, ``args`` or what else is ``given`` that ``DraftTrainer`` has no use for."""
+    """Raise an error for a ``target``, ``args`` or other arguments ``given`` that ``DraftTrainer`` cannot use."""
     if target is None:
         raise TypeError("DraftTrainer needs the target: DraftTrainer(draft, target, args, ...)")
     if not isinstance(args, DraftTrainingArguments):
@@ -41,9 +42,9 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
-    """Raise a ValueError for arguments that make no sense for this ``draft``, or a draft of another vocabulary.
+    """Raise a ValueError for arguments that do not apply to this ``draft``, or a draft of another vocabulary.
 
-    What will be wrong with the trained draft is warned of here, where it costs nothing yet.
+    Warn of engines that could not serve the trained draft now, before any time is spent on training.
     """
     _warn(draft, target)
     if args.neftune_noise_alpha is not None and draft.get_input_embeddings() is None:
@@ -65,9 +66,9 @@ def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArgu
 
 
 def check_finite(features: Tensor | None, hidden: Tensor, loss: Tensor | None) -> None:
-    """Raise a ValueError unless what the target made of a batch, and its ``loss`` if it is given, are finite.
+    """Raise a ValueError unless the target's states of a batch, and its ``loss`` if given, are finite.
 
-    The first is looked at even where it does not count: a gradient of zero times infinity is no number.
+    Positions that do not count are checked too: a gradient of zero times infinity is NaN.
     """
     given = {"features": features, "last hidden states": hidden, "loss": loss}
     found = {name: tensor.detach().isfinite().all() for name, tensor in given.items() if tensor is not None}
@@ -86,9 +87,9 @@ def check_finite(features: Tensor | None, hidden: Tensor, loss: Tensor | None) -
 
 
 def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Raise a ValueError for what no reader accepts, and warn of what some engine cannot serve.
+    """Raise a ValueError if no engine could load the draft, and warn of each engine that could not serve it.
 
-    ``state_dict`` is what will be saved, ``draft``'s own by default.
+    ``state_dict`` is what will be saved, by default that of ``draft``.
     """
     broken = [
         name
@@ -106,13 +107,13 @@ def check_before_saving(draft: Any, target: PreTrainedModel, state_dict: dict[st
 
 
 def _warn(draft: Any, target: PreTrainedModel) -> None:
-    """Warn once of each engine that cannot serve such a draft."""
+    """Warn once of each engine that cannot serve this draft."""
     for warning in serving_warnings(draft, target):
         logger.warning_once(warning)
 
 
 def name_target(draft: Any, target: Any, name: str | None) -> None:
-    """Write into the config of ``draft`` its target's sizes and name on the Hub, and no directory of this machine."""
+    """Write the target's sizes and Hub id into the config of ``draft``, never a local directory."""
     if not isinstance(draft, DraftModel):
         return
     verifier = draft.config.speculators_config["verifier"]
@@ -123,7 +124,7 @@ def name_target(draft: Any, target: Any, name: str | None) -> None:
 
 
 def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:
-    """Return what engines do not serve, or serve wrongly, of this draft."""
+    """Return a warning for each engine that cannot serve this draft, or serves it wrongly."""
     if not isinstance(draft, DraftModel):
         return []
     config = draft.config
