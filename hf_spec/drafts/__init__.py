@@ -1,1 +1,1 @@
-"""Drafts: a folder for each kind, and beside the folders what kinds share."""
+"""Drafts: a folder for each kind, and next to the folders what kinds share."""

@@ -1,4 +1,4 @@
-"""Keep the context of a block draft, and grow proposals from what its blocks say."""
+"""Drafting with a block draft: the KV cache of its context, and proposals from the logits of its blocks."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from .trees import Ahead, at_depth, grow
 
 
 class BlockGrowth:
-    """What one block says about the guesses of one proposal: the same behind all guesses of a depth."""
+    """The distributions of one block for one proposal: one per depth, whatever draft tokens come before."""
 
     def __init__(self, draft: Any, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
-        self._by_depth = guess_log_probs(draft, request, output.logits)  # (batch, guesses, vocabulary)
+        self._by_depth = guess_log_probs(draft, request, output.logits)  # (batch, depths, vocabulary)
 
     @property
     def first(self) -> Tensor:
-        """Return the log-probabilities (batch, vocabulary) behind the root."""
+        """Return the log-probabilities (batch, vocabulary) after the root."""
         return self._by_depth[:, 0]
 
     def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        """Return the log-probabilities behind new nodes, as a ``Step`` does."""
+        """Return the log-probabilities after new nodes, as a ``Step`` does."""
         return at_depth(self._by_depth, tokens, depth)
 
     @property
     def confidence(self) -> Callable[[], Tensor] | None:
-        """Return what says how probable it is that the next guess will be accepted, where the draft can tell."""
+        """Return the function that predicts the acceptance of the next draft token; None if the draft has none."""
         return None
 
 
 class BlockDrafter(StaticDrafter):
-    """Keep the context of one call, and let every block say what follows it."""
+    """The context of one call as a KV cache, from which every block drafts."""
 
     growth: ClassVar[type[BlockGrowth]] = BlockGrowth
 
     def __init__(self, draft: Any, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
-        self._keys: StaticKeys | None = None  # the context, where slots are fixed
+        self._keys: StaticKeys | None = None  # the context, if slots are fixed
         self._cache = draft.new_cache(len(request.input_ids), self.device)
-        self._padding: Tensor | None = None  # (batch, prompt), 0 where it is padded
+        self._padding: Tensor | None = None  # (batch, prompt), 0 at padding
         self.deepest = draft.config.num_guesses
         self._read_prompt(static)
 
@@ -56,10 +56,10 @@ class BlockDrafter(StaticDrafter):
         return self._request.vocabulary
 
     def _read_prompt(self, static: bool) -> None:
-        """Remember the prompt but for its last position, which comes with the first accepted tokens."""
+        """Cache the prompt without its last position, which comes with the first accepted tokens."""
         features, mask = self._request.features, self._request.attention_mask.to(self.device)
-        assert features is not None  # every draft of this kind names its feature layers
-        # The target may have read more than these tokens (embeddings) or less (a cache handed in).
+        assert features is not None  # every block draft names its feature layers
+        # The target may have read more than these tokens (embeddings), or fewer (a cache passed by the user).
         length = max(0, min(mask.shape[1], features.shape[1]) - 1)
         mask, features = mask[:, -length - 1 : -1], features[:, -length - 1 : -1]
         if static:
@@ -69,7 +69,7 @@ class BlockDrafter(StaticDrafter):
             self._remember(self.told(mask, mask.sum(1), features, [length] * len(mask)))
 
     def _static_keys(self, features: Tensor, mask: Tensor) -> StaticKeys:
-        if not mask.shape[1]:  # what counts as padding teaches the shapes
+        if not mask.shape[1]:  # one position of padding, only to learn the shapes
             features = features.new_zeros((len(features), 1, features.shape[2]))
             mask = mask.new_zeros((len(mask), 1))
         context, cache = self._draft.fuse(features.to(self.device, self._draft.dtype)), DynamicCache()
@@ -78,7 +78,7 @@ class BlockDrafter(StaticDrafter):
         return StaticKeys.adopt(cache, mask)
 
     def _remember(self, told: Told) -> Any:
-        """Make the features of what became text context; return what the block is given as its cache."""
+        """Add the features of accepted tokens to the context; return the cache that the block is given."""
         assert told.features is not None
         context = self._draft.fuse(told.features)
         if self._keys is None:
@@ -92,7 +92,7 @@ class BlockDrafter(StaticDrafter):
         return keys
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Remember what became text before the root, read one block, and grow a proposal from it."""
+        """Cache what was accepted before the root, run one block, and grow a proposal from it."""
         told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
         return self.guess(told, min(limit, self._draft.config.num_guesses)).to(accepted.tokens.device)
 
@@ -110,7 +110,7 @@ class BlockDrafter(StaticDrafter):
         return grow(told.root, said.first, said.step, config, limit, sample, said.confidence, ahead)
 
     def _block(self, keys: StaticKeys, opened: OpenKeys, slots: int) -> tuple[Tensor, Any]:
-        """Aim at a block; return the positions of the roots (batch, 1) and the masks by kind of layer."""
+        """Choose a block's columns; return the positions of the roots (batch, 1) and the masks by kind of layer."""
         column = torch.arange(keys.known.shape[1], device=keys.lengths.device)
         masks = {}
         for kind in dict.fromkeys(self._draft.config.layer_kinds):
@@ -125,7 +125,7 @@ class BlockDrafter(StaticDrafter):
         cast(StaticKeys, self._keys).make_room(columns + self._draft.config.block_size)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         rows = rows.to(self.device)
         if self._keys is not None:
             self._keys.keep_rows(rows)
@@ -134,7 +134,7 @@ class BlockDrafter(StaticDrafter):
         self._padding = None if self._padding is None else self._padding.index_select(0, rows)
 
     def join(self, other: Drafter) -> bool:
-        """Go on with the rows of ``other``, too, unless some are padded."""
+        """Append the rows of ``other``; refuse if some are padded."""
         assert isinstance(other, BlockDrafter)
         if self._padding is not None or other._padding is not None:
             return False

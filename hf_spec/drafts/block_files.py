@@ -1,4 +1,4 @@
-"""Block drafts in files: what the formats of all kinds of them have in common, and who serves them."""
+"""Block drafts in files: what the formats of all kinds have in common, and which engines serve them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .files import shared_with_target as left_to_target
 
 Read = tuple[BlockSpeculatorConfig, dict[str, Tensor]]
 
-# What servers know no rule for, and drafts made by `for_target` say.
+# Engines have no default for these ids. Configs made by `for_target` hold them.
 NAME_LAYERS = "write aux_hidden_state_layer_ids into config.json: [2, n // 2, n - 3] of the target's n layers"
 
 
 def speculators_format(kind: type[BlockSpeculatorConfig]) -> Format:
-    """Describe the files of the speculators library that hold drafts of one kind."""
+    """Return the format of the speculators library for drafts of one kind."""
 
     def recognises(config: dict[str, Any], names: Collection[str]) -> bool:
         return config.get("speculators_model_type") == kind.speculators_model_type
@@ -47,10 +47,10 @@ def speculators_format(kind: type[BlockSpeculatorConfig]) -> Format:
 def read_flat(
     kind: type[BlockSpeculatorConfig], raw: dict[str, Any], tensors: dict[str, Tensor], **given: Any
 ) -> Read:
-    """Read a flat config, whose own fields are those of the decoder layers; the caller has ``given`` the rest."""
+    """Read a flat config, in which the fields of the decoder layers are at the top level; ``given`` are the others."""
     tensors = needed(tensors)
     layers = flat_layers(raw, tensors)
-    layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # the target may have had more
+    layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # may be copied from the target
     width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
     speculators_config = default_speculators_config(kind.speculators_model_type)
     speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")
@@ -67,7 +67,7 @@ def read_flat(
 
 
 def outputs_of_layers(ids: Any) -> list[int]:
-    """Turn ``target_layer_ids``, which name layers whose output is read, into ids of ``hidden_states``; -1 embeds."""
+    """Turn ``target_layer_ids`` (layers whose output is read; -1 is the embedding) into ids of ``hidden_states``."""
     if not isinstance(ids, list) or not ids or not all(is_int(i) and i >= -1 for i in ids):
         raise ValueError(
             f"target_layer_ids is {ids!r}; list the layers of the target whose outputs the draft reads, as the "
@@ -79,7 +79,7 @@ def outputs_of_layers(ids: Any) -> list[int]:
 def completed(
     kind: type[BlockSpeculatorConfig], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
 ) -> Read:
-    """Take what a config does not say from the ``tensors``, and build the config of ``kind``."""
+    """Take what a config lacks from the ``tensors``, and build the config of ``kind``."""
     raw["shared_with_target"] = left_to_target(tensors)
     raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
     known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
@@ -87,9 +87,10 @@ def completed(
 
 
 def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> Files:
-    """Write the layers' config at the top level, with ``more`` beside it.
+    """Write the layers' config at the top level, together with the fields in ``more``.
 
-    Errors: a ValueError for what the layout leaves ``unsaid``: pairs of whether this draft has it and what it is.
+    Errors: a ValueError for what the layout cannot express. ``unsaid`` lists it in pairs: whether this draft has it,
+    and what it is.
     """
     config: BlockSpeculatorConfig = draft.config
     found = applying(
@@ -110,7 +111,7 @@ def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> F
 
 
 def _flat_shape(layers: Any) -> dict[str, Any]:
-    """Return the fields of the decoder layers; of Gemma 4's full attention the shape has names of its own, too."""
+    """Return the fields of the decoder layers; for Gemma 4's full attention, the shape under both of its names."""
     raw: dict[str, Any] = layers.to_diff_dict()
     if layers.model_type == GEMMA:
         raw.pop("per_layer_config", None)
@@ -119,19 +120,19 @@ def _flat_shape(layers: Any) -> dict[str, Any]:
 
 
 def layer_outputs(config: BlockSpeculatorConfig) -> list[int]:
-    """Name the layers whose outputs the draft reads, as flat configs do; -1 is the embedding."""
+    """Return the layers whose outputs the draft reads, numbered as in flat configs; -1 is the embedding."""
     return [i - 1 for i in config.aux_hidden_state_layer_ids or ()]
 
 
-# -- who serves them: vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter -----------------------------------------
+# -- which engines serve them: vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter -------------------------------
 
 
 def engines(
     config: BlockSpeculatorConfig, checkpoint: Checkpoint | None, unserved: list[str], layout: str
 ) -> dict[str, list[str]]:
-    """List what is in each engine's way: what all leave ``unserved`` of this draft, and what these files do not say.
+    """List by engine why it cannot serve this draft: the reasons in ``unserved``, and what these files do not say.
 
-    ``layout`` is the flat one that SGLang and llama.cpp read.
+    ``unserved`` holds for all engines. ``layout`` is the flat one that SGLang and llama.cpp read.
     """
     found = {engine: list(unserved) for engine in ("vLLM", "SGLang", "llama.cpp")}
     nested = checkpoint is not None and is_speculators(checkpoint.config)

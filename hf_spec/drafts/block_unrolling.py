@@ -1,8 +1,8 @@
-"""Guess blocks behind many roots of a text at once, as training needs it.
+"""Training forward of block drafts: blocks after many roots of a text at once.
 
-The slots of a block see the text before their root and each other, as they do in drafting; blocks do not see each
-other. Attention to the text goes by stretches of it, attention to the own block by small matrices, and both are merged
-in one softmax: no mask of slots x text is ever built::
+The slots of a block see the text before their root, and each other, as in drafting. Blocks do not see each other. Each
+slot attends to a range of the text's keys, and to its own block by a small matrix. One softmax merges both, so no mask
+of slots x text is ever built::
 
     text     g0  g1  g2  g3  g4  g5         block of root 2: sees g0 g1 and its own slots
     blocks           2·········             block of root 4: sees g0 g1 g2 g3 and its own slots
@@ -27,20 +27,20 @@ ATTENTION = "hf_spec_unroll_blocks"
 
 
 class _Context:
-    """Stand for a cache: keep the text's keys and values, which are written first, and nothing of the blocks."""
+    """A stand-in for a cache that keeps the text's keys and values, which come first, and drops those of blocks."""
 
     def __init__(self) -> None:
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep the first keys and values (batch, key heads, length, size) of a layer, and give others back."""
+        """Keep the first keys and values (batch, key heads, length, size) of a layer; return all as they are."""
         self.entries.setdefault(layer, (keys, values))
         return keys, values
 
 
 @dataclass
 class _Sight:
-    """Stand for the attention mask of one kind of layer: a reach for every slot, and who sees whom in a block."""
+    """A stand-in for the attention mask of one kind of layer: keys of the text per slot, and a mask within a block."""
 
     context: _Context
     reach: Reach  # over (batch, blocks x slots) queries
@@ -49,10 +49,10 @@ class _Sight:
 
 
 def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Guess a block behind each anchor: roots (batch, blocks), states (batch, blocks, slots, hidden), and which count.
+    """Run a block after each anchor: roots (batch, blocks), states (batch, blocks, slots, hidden), and which count.
 
-    The roots are places in the text; rows with fewer anchors are filled up with blocks that do not count, (batch,
-    blocks) bool. The states are what the draft's heads read. ``recompute`` works them out again for the gradient.
+    The roots are indices into the text. Rows with fewer anchors are padded with blocks that do not count, (batch,
+    blocks) bool. The states are what the draft's heads read. ``recompute`` computes them again for the gradient.
     """
     assert given.features is not None  # the trainer reads the layers that the draft names
     roots, counted = _roots(given)
@@ -79,7 +79,7 @@ def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tens
 
 
 def _roots(given: UnrollInput) -> tuple[Tensor, Tensor]:
-    """List the anchors of each row in order, and which of the list are some: (batch, blocks)."""
+    """List the anchors of each row in order, and which of them are no padding: (batch, blocks) both."""
     batch, length = given.input_ids.shape
     here = torch.arange(length, device=given.input_ids.device).expand(batch, -1)
     if given.anchors is None:
@@ -90,13 +90,13 @@ def _roots(given: UnrollInput) -> tuple[Tensor, Tensor]:
 
 
 def _sights(draft: Any, context: _Context, roots: Tensor, start: Tensor, flex: bool) -> dict[str, _Sight]:
-    """Return what stands for an attention mask, by kind of layer."""
+    """Return the stand-ins for attention masks, by kind of layer."""
     config, slots = draft.config, draft.config.block_size
     end = roots.repeat_interleave(slots, dim=1)  # (batch, blocks x slots)
     first = start.repeat_interleave(slots, dim=1)
     sights: dict[str, _Sight] = {}
     for kind in dict.fromkeys(config.layer_kinds):
-        # A block alone, behind so many keys that any window ends in them: what the slots see of them and each other.
+        # Take the mask of one block after ``window`` keys: no slot sees further back, so it holds for every block.
         window: int = getattr(config.layers, "sliding_window", None) or 0
         alone = torch.full((1,), window, device=roots.device)
         seen = draft.seen(alone, slots, torch.arange(window + slots, device=roots.device), kind)[0]
@@ -125,9 +125,9 @@ def _attend(
 
 
 def by_position(states: Tensor, roots: Tensor, counted: Tensor, length: int) -> list[Tensor]:
-    """Lay ``states`` (batch, blocks, guesses, width) out by position, (batch, length - 1, width) for each guess.
+    """Lay ``states`` (batch, blocks, draft tokens, width) out by position, (batch, length - 1, width) per depth.
 
-    The position of a block is that before its root. Where no block stands there are zeros.
+    The position of a block is the one before its root. Positions without a block are zero.
     """
     row = torch.arange(len(roots), device=roots.device)[:, None]
     place = torch.where(counted, roots - 1, length - 1)

@@ -1,16 +1,16 @@
-"""Drafts that guess a whole block in one forward (DFlash, arXiv 2602.06036): what all kinds of them share.
+"""Drafts that propose a block of tokens in one forward (DFlash, arXiv 2602.06036): what all kinds of them share.
 
-The text is *context*: of every position before the root the draft keeps, in each of its layers, a key and a value made
-from the target's features alone. The root and mask tokens behind it form a *block* of slots, which see the context and
+The text is *context*: for every position before the root, each layer of the draft keeps a key and a value, made from
+the target's features alone. The root and the mask tokens after it form a *block* of slots, which see the context and
 each other::
 
     context   g0  g1  g2  g3 │ x4  [mask]  [mask]  [mask]        root x4 at position 4; its feature is not known yet
     position   0   1   2   3 │  4     5       6       7
-    guesses                  │ x5    x6      x7      x8          ``sample_from_anchor``: each guesses what follows
+    predicts                 │ x5    x6      x7      x8          ``sample_from_anchor``: each slot the next token
                              │       x5      x6      x7          otherwise its own token, and the root's slot nothing
 
-Context grows with the text and is never computed anew: a feature passes one projection and two more per layer. The
-keys of a block know its masks, and are forgotten with it.
+Context grows with the text and is never recomputed: a feature passes one projection, and two more per layer. The keys
+of a block depend on its mask tokens, so they are dropped after each step.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_windo
 
 
 class BlockSpeculatorConfig(FeatureSpeculatorConfig):
-    """Describe a draft that guesses a block at a time, with the flags of the speculators library, all of them saved.
+    """The config of a draft that proposes a block at a time, with the flags of the speculators library, all saved.
 
     Args:
         aux_hidden_state_layer_ids: which ``hidden_states[i]`` of the target are read, in the order of the columns of
             ``fc``; the number of layers means the last one *before* the final norm. ``None``: ``[2, n // 2, n - 3]``.
         block_size: slots of a block: the root and ``block_size - 1`` mask tokens.
-        mask_token_id: the token that stands for what is to be guessed, one that never occurs in text.
-        sample_from_anchor: every slot guesses the token behind its own, ``block_size`` in all. ``False``: slots guess
-            their own token, and the root's none.
-        sliding_window_non_causal: slots of a block see each other in sliding layers as they do in full ones, and not
-            only earlier ones. Without a ``sliding_window`` sliding layers see all of the context.
-        sliding_window_per_slot: a window ends at the slot that looks through it. ``False``: all slots of a block see
-            the ``sliding_window`` positions before the root, as the speculators library trains. Only hf_spec knows
-            this one.
+        mask_token_id: the input token of slots that are to be predicted; it must never occur in text.
+        sample_from_anchor: every slot predicts the token after its own, ``block_size`` in all. ``False``: slots
+            predict their own token, and the root's slot none.
+        sliding_window_non_causal: in sliding layers, slots of a block see each other as in full ones, and not only
+            earlier slots. Without a ``sliding_window``, sliding layers see all of the context.
+        sliding_window_per_slot: a window ends at the slot that attends. ``False``: all slots of a block see the
+            ``sliding_window`` positions before the root, as the speculators library trains. Only hf_spec knows this
+            flag.
     """
 
     method: ClassVar[str] = "a block draft"
@@ -78,7 +78,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
 
     @property
     def num_guesses(self) -> int:
-        """Count the tokens that a block guesses."""
+        """Count the draft tokens of a block."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property
@@ -105,7 +105,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         if not getattr(layer, "head_dim", None):
             shape["head_dim"] = text.hidden_size // heads
         shape |= layers or {}
-        if shape.get("hidden_size", text.hidden_size) == text.hidden_size:  # train between the target's own ends
+        if shape.get("hidden_size", text.hidden_size) == text.hidden_size:  # share the target's embeddings and head
             whole = not (is_int(size := flags.get("draft_vocab_size")) and size < text.vocab_size)
             flags.setdefault("shared_with_target", ["embed_tokens"] + ["lm_head"] * whole)
         config = super().for_target(target, shape, **flags)
@@ -129,18 +129,18 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         check_mask_token(self.mask_token_id, self.layers.vocab_size)
 
     def _check_window(self, kinds: list[str]) -> None:
-        """Let sliding layers do without a window: they are causal within the block, and see all of the context."""
+        """Allow sliding layers without a window: they are causal within the block, and see all of the context."""
         window = getattr(self.layers, "sliding_window", None)
         if "sliding_attention" in kinds and window is not None and not (is_int(window) and window >= 1):
             raise ValueError(f"transformer_layer_config.sliding_window is {window!r}; set at least 1, or None")
 
 
 class BlockDraftModel(DraftModel):
-    """Guess with a block draft; ``forward`` says what the slots guess, each for itself."""
+    """A block draft; ``forward`` returns the logits of each slot, independent of the other draft tokens."""
 
     config: BlockSpeculatorConfig
     needs_anchors = True
-    _supports_flash_attn = _supports_flex_attn = False  # a block of few slots, and a mask of its own each time
+    _supports_flash_attn = _supports_flex_attn = False  # few slots, and another mask in each step
 
     def __init__(self, config: BlockSpeculatorConfig) -> None:
         super().__init__(config, config.draft_vocab_size or config.layers.vocab_size)
@@ -161,15 +161,15 @@ class BlockDraftModel(DraftModel):
         past_key_values: Cache | None = None,
         num_guesses: int | None = None,
     ) -> DraftOutput:
-        """Guess a block behind each of the roots ``input_ids`` (batch, blocks).
+        """Draft a block after each of the roots ``input_ids`` (batch, blocks).
 
         ``features`` (batch, length, features x target width) are context that ``past_key_values`` does not hold yet,
-        up to the position before the root; ``hidden_states`` is the same after ``fuse``. ``attention_mask`` (batch,
-        context) is 0 where context is padding, or a dict of masks by kind of layer; ``position_ids`` (batch, blocks)
-        those of the roots. Blocks have ``config.num_guesses`` guesses, or fewer on request.
+        up to the position before the root. ``hidden_states`` are the same after ``fuse``. ``attention_mask`` (batch,
+        context) is 0 where context is padding, or a dict of masks by kind of layer. ``position_ids`` (batch, blocks)
+        are those of the roots. Blocks have ``config.num_guesses`` draft tokens, or ``num_guesses`` if that is fewer.
 
-        Returns logits (batch, blocks x guesses, draft vocabulary), the states behind them, (batch, blocks x slots,
-        hidden), and the cache with the context. Several blocks need masks that hide them from each other.
+        Returns logits (batch, blocks x draft tokens, draft vocabulary), the hidden states of all slots, (batch, blocks
+        x slots, hidden), and the cache with the context. Several blocks need masks that hide them from each other.
         """
         cache = self.new_cache(len(input_ids), input_ids.device) if past_key_values is None else past_key_values
         if features is not None:
@@ -195,11 +195,11 @@ class BlockDraftModel(DraftModel):
     # -- context ------------------------------------------------------------------------------------------------------
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Shrink the target's ``features`` (batch, length, features x width) to what all layers read of them."""
+        """Project the target's ``features`` (batch, length, features x width) to what all layers read."""
         return cast(Tensor, self.hidden_norm(self.fc(features)))
 
     def remember(self, context: Tensor, cache: Any, attention_mask: Tensor | None = None) -> None:
-        """Write the keys and values of fused features ``context`` (batch, length, hidden) behind what ``cache`` holds.
+        """Write the keys and values of fused features ``context`` (batch, length, hidden) after what ``cache`` holds.
 
         The caller commits as many as each row has. ``attention_mask``: see ``forward``.
         """
@@ -207,7 +207,7 @@ class BlockDraftModel(DraftModel):
         self.write_context(context, rotary, cache)
 
     def write_context(self, context: Tensor, rotary: tuple[Tensor, Tensor], cache: Any) -> None:
-        """Write keys and values of ``context`` (batch, length, hidden), turned by ``rotary``, into every layer."""
+        """Write keys and values of ``context`` (batch, length, hidden), rotated by ``rotary``, into every layer."""
         for layer in self.layers:
             attention: Any = layer.self_attn
             shape = (*context.shape[:2], -1, attention.head_dim)
@@ -223,7 +223,7 @@ class BlockDraftModel(DraftModel):
         """Make an empty cache for the context of ``batch`` rows."""
         window = getattr(self.layer_config, "sliding_window", None)
         if window is not None and not self.config.sliding_window_per_slot:
-            window += 1  # so many positions before the root, instead of the root and one less
+            window += 1  # transformers counts the root itself; here the window is before the root
         empty = DynamicCache()
         empty.layers = [
             DynamicSlidingWindowLayer(window) if window and kind == "sliding_attention" else DynamicLayer()
@@ -232,17 +232,17 @@ class BlockDraftModel(DraftModel):
         return SlotCache.adopt(empty, batch, device)
 
     def _next_positions(self, cache: SlotCache, attention_mask: Tensor | None, count: int = 1) -> Tensor:
-        """Count on from the context of each row, (batch, count), where padding has no position."""
+        """Return the next positions after the context of each row, (batch, count); padding has no position."""
         before = cache.rows.lengths[:, None]
         positions = before + torch.arange(count, device=before.device)
         if isinstance(attention_mask, Tensor):
             positions = positions - (attention_mask == 0).sum(1, keepdim=True)
         return positions.clamp(min=0)
 
-    # -- who sees whom ------------------------------------------------------------------------------------------------
+    # -- masks --------------------------------------------------------------------------------------------------------
 
     def _block_masks(self, cache: SlotCache, slots: int, padding: Tensor | None) -> dict[str, Any]:
-        """Return the masks of one block per row behind the context, by kind of layer."""
+        """Return the masks of one block per row after the context, by kind of layer."""
         config = self.layer_config
         masks: dict[str, Any] = {}
         for layer, kind in enumerate(self.config.layer_kinds):
@@ -271,7 +271,7 @@ class BlockDraftModel(DraftModel):
     def seen(self, lengths: Tensor, slots: int, column: Tensor, kind: str) -> Tensor:
         """Tell which columns of context and block each slot sees: (batch, slots, columns) bool."""
         slot = torch.arange(slots, device=column.device)[None, :, None]
-        place = column - lengths[:, None, None]  # (batch, 1, columns), from 0 on in the block
+        place = column - lengths[:, None, None]  # (batch, 1, columns); 0 is the root, negative is context
         seen = (place < slots).expand(-1, slots, -1)
         if kind == "full_attention":
             return seen
@@ -291,7 +291,7 @@ class BlockDraftModel(DraftModel):
         return self.config.num_guesses
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
-        """Guess a block behind each anchor at once; step k is guess k."""
+        """Draft a block after each anchor at once; step k is draft token k."""
         from .block_unrolling import by_position, unroll_blocks  # compiles kernels, which only training needs
         from .unrolling import Unrolled
 
@@ -307,9 +307,9 @@ class BlockDraftModel(DraftModel):
         return self.output_layers
 
     def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
-        """Return what logits take, (batch, blocks, guesses, width), of ``hidden`` (batch, blocks, slots, hidden).
+        """Turn ``hidden`` (batch, blocks, slots, hidden) into the head's inputs, (batch, blocks, draft tokens, width).
 
-        ``roots`` (batch, blocks) are places in ``input_ids`` (batch, length), which say what stands behind them.
+        ``roots`` (batch, blocks) are indices into ``input_ids`` (batch, length), which hold the true next tokens.
         """
         return hidden[:, :, hidden.shape[2] - self.config.num_guesses :]
 
@@ -319,7 +319,7 @@ class BlockDraftModel(DraftModel):
 
     @property
     def trained_confidence(self) -> Callable[[Tensor], Tensor] | None:
-        """Return what takes the logit of the confidence (...) from trained states, where the draft has one."""
+        """Return the function from trained states to the confidence's logit (...); None if there is no such head."""
         return None
 
     # -- drafting -----------------------------------------------------------------------------------------------------

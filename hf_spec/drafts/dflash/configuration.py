@@ -8,7 +8,7 @@ from ..blocks import BlockSpeculatorConfig
 
 
 class DFlashSpeculatorConfig(BlockSpeculatorConfig):
-    """Describe a DFlash draft (arXiv 2602.06036): a block draft whose slots guess each for itself."""
+    """The config of a DFlash draft (arXiv 2602.06036): a block draft whose slots predict independently."""
 
     method: ClassVar[str] = "DFlash"
     layer_model_types: ClassVar[tuple[str, ...]] = ("qwen3",)

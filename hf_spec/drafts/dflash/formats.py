@@ -1,10 +1,10 @@
 """DFlash drafts in files: of the speculators library and of z-lab.
 
 =============== ================================== ==================================================================
-format          how it is recognised               what its files leave unsaid
+format          how it is recognised               what its files do not say
 =============== ================================== ==================================================================
 ``speculators`` ``speculators_model_type`` dflash  nothing
-``dflash``      ``dflash_config`` in a flat config  embeddings and head are the target's; the root's slot guesses
+``dflash``      ``dflash_config`` in a flat config  embeddings and head are the target's; the root's slot predicts
                                                    nothing; windows of sliding layers end at each slot, both ways
 =============== ================================== ==================================================================
 """
@@ -22,7 +22,7 @@ from .configuration import DFlashSpeculatorConfig
 
 
 def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
-    heads = any(name.startswith("markov_head.") for name in names)  # of a DSpark draft
+    heads = any(name.startswith("markov_head.") for name in names)  # then it is a DSpark draft
     return isinstance(config.get("dflash_config"), dict) and not heads and not is_speculators(config)
 
 
@@ -40,7 +40,7 @@ def _read_zlab(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
 
 
 def write_zlab(draft: Any) -> Files:
-    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp, which lend the target's embeddings and head."""
+    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp, which share the target's embeddings and head."""
     config: DFlashSpeculatorConfig = draft.config
     slides = "sliding_attention" in config.layer_kinds
     unsaid = [

@@ -1,4 +1,4 @@
-"""DFlash drafts (arXiv 2602.06036): the plain block draft, whose guesses do not know of each other."""
+"""DFlash drafts (arXiv 2602.06036): the plain block draft, whose slots do not depend on each other's draft tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .formats import FORMATS, write_zlab
 
 
 class DFlashDraftModel(BlockDraftModel):
-    """Guess with a DFlash draft of any flags (see ``BlockSpeculatorConfig``)."""
+    """A DFlash draft with any flags (see ``BlockSpeculatorConfig``)."""
 
     config_class = DFlashSpeculatorConfig
     formats = FORMATS

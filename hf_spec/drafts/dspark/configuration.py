@@ -11,14 +11,14 @@ MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
 class DSparkSpeculatorConfig(BlockSpeculatorConfig):
-    """Describe a DSpark draft (arXiv 2607.05147): a block draft whose guesses know the guess before them.
+    """The config of a DSpark draft (arXiv 2607.05147): a block draft whose tokens depend on earlier ones.
 
     Args:
-        markov_rank: width of what a slot reads of the token before the one it guesses; 0 for no such head.
-        markov_head_type: what it makes of that token: ``"vanilla"``: a bias of the logits; ``"gated"``: one that the
-            slot's own state weighs; ``"rnn"``: one that knows all guesses before.
-        enable_confidence_head: the draft says how probable it is that its next guess will be accepted.
-        confidence_head_with_markov: that reads the token before as well, and not the slot's state alone.
+        markov_rank: width of the Markov head's embedding of the previous token; 0 for no such head.
+        markov_head_type: how that token changes the logits. ``"vanilla"``: by a bias; ``"gated"``: by a bias that the
+            slot's hidden state gates; ``"rnn"``: by a bias that depends on all draft tokens before.
+        enable_confidence_head: a head predicts the probability that the next draft token will be accepted.
+        confidence_head_with_markov: that head reads the previous token as well as the slot's hidden state.
     """
 
     method: ClassVar[str] = "DSpark"

@@ -1,10 +1,10 @@
 """DSpark drafts in files: of the speculators library and of DeepSpec, whose DFlash drafts are DSpark without heads.
 
 =============== ========================================== ===========================================================
-format          how it is recognised                       what its files leave unsaid
+format          how it is recognised                       what its files do not say
 =============== ========================================== ===========================================================
 ``speculators`` ``speculators_model_type`` dspark          nothing
-``deepspec``    ``block_size`` and ``target_layer_ids`` or  ids are outputs of layers; every slot guesses; keys of
+``deepspec``    ``block_size`` and ``target_layer_ids`` or  ids are outputs of layers; every slot predicts; keys of
                 ``markov_head.*`` in a flat config         heads that are off
 =============== ========================================== ===========================================================
 """
@@ -30,7 +30,7 @@ def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
 
 
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    raw = (raw.get("dflash_config") or {}) | raw  # of files that were repackaged for engines
+    raw = (raw.get("dflash_config") or {}) | raw  # in files that were repackaged for engines
     off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     return read_flat(
         DSparkSpeculatorConfig,

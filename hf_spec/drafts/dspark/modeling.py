@@ -1,11 +1,11 @@
-"""DSpark drafts (arXiv 2607.05147): a block draft, a Markov head over its slots, and one that says when to stop.
+"""DSpark drafts (arXiv 2607.05147): a block draft, a Markov head over its slots, and a confidence head.
 
-The slots of a block speak at once, so that none knows what the others guess. The Markov head makes up for that: when a
-guess is in, its embedding corrects what the next slot says::
+The slots of a block run in one forward, so none knows the draft tokens of the others. The Markov head compensates: the
+embedding of each draft token corrects the logits of the next slot::
 
     slots   h0            h1             h2
              │             │              │
-    root ─ correct ─ a ─ correct ─ b ── correct ─ c        behind another first guess a', slot 1 says something else
+    root ─ correct ─ a ─ correct ─ b ── correct ─ c        after another token a', slot 1 predicts something else
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .formats import FORMATS, write_deepspec
 
 
 class Reading(NamedTuple):
-    """What the Markov head makes of a token and the slot behind it, each (..., rank).
+    """The output of the Markov head for a token and the slot after it, each (..., rank).
 
-    ``token`` is the token's embedding, ``bias`` what ``markov_w2`` spreads over the draft vocabulary, ``state`` what
-    the next slot is given.
+    ``token`` is the token's embedding. ``markov_w2`` projects ``bias`` to the draft vocabulary. ``state`` is passed to
+    the next slot.
     """
 
     token: Tensor
@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 
 class MarkovHead(nn.Module):
-    """Read the token before a guess: an embedding of the target's vocabulary, and a bias over the draft's."""
+    """A correction by the previous token: an embedding of the target's vocabulary, and a bias over the draft's."""
 
     def __init__(self, config: DSparkSpeculatorConfig, draft_vocab_size: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Say how probable it is that a guess will be accepted, as a logit."""
+    """A predictor of acceptance: the logit of the probability that a draft token will be accepted."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkDraftModel(BlockDraftModel):
-    """Guess with a DSpark draft of any flags (see ``DSparkSpeculatorConfig``).
+    """A DSpark draft with any flags (see ``DSparkSpeculatorConfig``).
 
-    ``forward`` gives the logits before any correction; what ``read`` says corrects them, see ``correct``.
+    ``forward`` returns the logits before any correction; ``correct`` adds what ``read`` returns.
     """
 
     config_class = DSparkSpeculatorConfig
@@ -107,9 +107,9 @@ class DSparkDraftModel(BlockDraftModel):
     def read(
         self, tokens: Tensor, hidden: Tensor, state: Tensor | None = None
     ) -> tuple[Reading | None, Tensor | None]:
-        """Read ``tokens`` (...) before guesses of ``hidden`` (..., hidden): what the heads make of them.
+        """Run the heads on ``tokens`` (...) and the slots after them, ``hidden`` (..., hidden).
 
-        Returns what the Markov head says and the logit of the confidence (...); ``None`` of heads that are not there.
+        Returns the output of the Markov head and the logit of the confidence (...); ``None`` for a missing head.
         """
         reading = None if self.markov_head is None else self.markov_head(tokens, hidden, state)
         if self.confidence_head is None:
@@ -120,7 +120,7 @@ class DSparkDraftModel(BlockDraftModel):
         return reading, self.confidence_head(torch.cat([hidden, reading.token], dim=-1))
 
     def correct(self, logits: Tensor, reading: Reading | None) -> Tensor:
-        """Correct ``logits`` (..., draft vocabulary) by what the Markov head read."""
+        """Add the bias of the Markov head to ``logits`` (..., draft vocabulary)."""
         if self.markov_head is None or reading is None:
             return logits
         return logits + cast(Tensor, self.markov_head.markov_w2(reading.bias)).to(logits)
@@ -130,7 +130,7 @@ class DSparkDraftModel(BlockDraftModel):
         return super().trained_heads + ([] if self.markov_head is None else [self.markov_head.markov_w2])
 
     def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
-        """Return the states beside what the Markov head reads of the true tokens, and the confidence in each guess."""
+        """Return hidden state, Markov bias after the true token, and confidence, concatenated for each draft token."""
         guesses, states, state = self.config.num_guesses, [], None
         unused = hidden.shape[2] - guesses
         for slot in range(hidden.shape[2]):
@@ -143,7 +143,7 @@ class DSparkDraftModel(BlockDraftModel):
         return torch.stack(states[unused:], dim=2)
 
     def trained_logits(self, states: Tensor) -> Tensor:
-        """Correct the logits of the first part of ``states`` by the second."""
+        """Compute logits from the hidden states in ``states``, and add the Markov bias stored next to them."""
         size, rank = self.layer_config.hidden_size, self.config.markov_rank
         logits = self.logits(states[..., :size])
         if self.markov_head is None:
@@ -168,18 +168,18 @@ class DSparkDraftModel(BlockDraftModel):
 
 
 class MarkovGrowth(BlockGrowth):
-    """Correct what the slots say by the guesses on the way to each node."""
+    """The distributions of one block, corrected by the draft tokens on the path to each node."""
 
     def __init__(self, draft: DSparkDraftModel, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
         assert output.hidden_states is not None
         self._draft, self._request = draft, request
         unused = output.hidden_states.shape[1] - output.logits.shape[1]
-        self._logits = output.logits  # (batch, guesses, draft vocabulary)
-        self._hidden = output.hidden_states[:, unused:]  # (batch, guesses, hidden)
-        self._state: Tensor | None = None  # (batch, new, rank) of the Markov head behind the root, or the last nodes
+        self._logits = output.logits  # (batch, depths, draft vocabulary)
+        self._hidden = output.hidden_states[:, unused:]  # (batch, depths, hidden)
+        self._state: Tensor | None = None  # (batch, new, rank) of the Markov head after the root, or the last nodes
         state: Tensor | None = None
-        if unused:  # training steps through the slot that guesses nothing, too
+        if unused:  # training steps through the slot that predicts nothing, too
             reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
             state = None if reading is None else reading.state
         self._first = self._behind(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
@@ -189,7 +189,7 @@ class MarkovGrowth(BlockGrowth):
         return self._first
 
     def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        """Return the corrected log-probabilities behind new nodes."""
+        """Return the corrected log-probabilities after new nodes."""
         logits, hidden = (at_depth(one, tokens, depth) for one in (self._logits, self._hidden))
         state = self._state
         if state is not None and parents is None:
@@ -199,12 +199,12 @@ class MarkovGrowth(BlockGrowth):
         return self._behind(tokens, logits, hidden, state)
 
     def _behind(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
-        """Return the log-probabilities (batch, new, vocabulary) behind ``tokens`` (batch, new)."""
+        """Return the log-probabilities (batch, new, vocabulary) after ``tokens`` (batch, new)."""
         reading, confidence = self._draft.read(tokens, hidden, state)
         if reading is not None:
             self._state = reading.state
         if confidence is not None:
-            self._trust = confidence[:, 0].float().sigmoid()  # (batch,), asked of chains only
+            self._trust = confidence[:, 0].float().sigmoid()  # (batch,), read for chains only
         return guess_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
 
     @property
@@ -213,6 +213,6 @@ class MarkovGrowth(BlockGrowth):
 
 
 class DSparkDrafter(BlockDrafter):
-    """Keep the context of one call, and let every block say what follows it, corrected guess by guess."""
+    """The context of one call, from which every block drafts, corrected token by token."""
 
     growth = MarkovGrowth
