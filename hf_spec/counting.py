@@ -1,4 +1,4 @@
-"""Whole numbers and marks on a device, made once, because every operator costs a step the time to dispatch it."""
+"""Small integer and bool tensors on a device, cached: each operator costs a step the time to dispatch it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LEAST = 128  # numbers that are made at once
-FIRST = -2  # the smallest one
-UPLOADED = "_hf_spec_uploaded"  # the attribute of a tensor that remembers what it was made of
+LEAST = 128  # where the shortest cached range ends
+FIRST = -2  # where each begins: NO_PARENT is -1 and ABSENT is -2
+UPLOADED = "_hf_spec_uploaded"  # the attribute in which a tensor keeps the Python values it was made from
 
 
 def numbers(count: int, device: torch.device, start: int = 0) -> Tensor:
-    """Return ``start``, ``start`` + 1, ... as a view (count,) of a tensor that all share: it must not be written to.
+    """Return ``start``, ``start`` + 1, ... as a view (count,) of a shared tensor, which must not be written to.
 
-    ``start`` is -2 or more.
+    It is a cached ``torch.arange``. ``start`` is -2 or more.
     """
     if torch.compiler.is_compiling():
         return torch.arange(start, start + count, device=device)
@@ -26,7 +26,7 @@ def numbers(count: int, device: torch.device, start: int = 0) -> Tensor:
 
 
 def repeated(number: int, count: int, device: torch.device) -> Tensor:
-    """Return ``count`` times the same ``number``, -2 or more, as a view (count,) like that of ``numbers``."""
+    """Return ``number`` (-2 or more) ``count`` times, as a view (count,) that must not be written to."""
     if torch.compiler.is_compiling():
         return numbers(1, device, number).expand(count)
     return _repeated(number, count, device)
@@ -39,7 +39,10 @@ def _repeated(number: int, count: int, device: torch.device) -> Tensor:
 
 
 def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Put numbers, lists of them or lists of lists on ``device``; a GPU is not waited for, see also ``numbers_of``."""
+    """Put numbers, lists of them or lists of lists on ``device``, without waiting for a GPU.
+
+    The values stay readable on the CPU, see ``numbers_of``.
+    """
     here = torch.tensor(values, device="cpu")  # whatever torch's default is
     there = here.pin_memory().to(device, non_blocking=True) if _pins_memory(device.type) else here.to(device)
     setattr(there, UPLOADED, values)
@@ -48,7 +51,7 @@ def uploaded(values: Sequence[Any], device: torch.device) -> Tensor:
 
 @functools.cache
 def _pins_memory(kind: str) -> bool:
-    """Tell whether torch pins memory for devices of this ``kind``; with Apple's the CPU shares its own."""
+    """Tell whether torch pins memory for devices of this ``kind``; Apple's share their memory with the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != kind or kind == "mps":
         return False
@@ -60,7 +63,7 @@ def _pins_memory(kind: str) -> bool:
 
 
 def numbers_of(tensor: Tensor) -> list[Any]:
-    """Return what ``tensor`` holds; where ``uploaded`` has put it there, nobody has to ask the device.
+    """Return the values of ``tensor``, without asking the device if ``uploaded`` made it.
 
     Such a tensor must not have been written to.
     """
@@ -69,7 +72,7 @@ def numbers_of(tensor: Tensor) -> list[Any]:
 
 
 def alone(count: int, device: torch.device) -> Tensor:
-    """Return who sees itself alone among ``count`` nodes, (count, count) bool, which must not be written to."""
+    """Return the cached mask (count, count) bool in which each node sees itself alone; it must not be written to."""
     if torch.compiler.is_compiling():
         return torch.eye(count, dtype=torch.bool, device=device)
     return _alone(count, device)

@@ -1,4 +1,4 @@
-"""Processes that hold one model among them: the first decides what the others could see otherwise."""
+"""Tensor- and pipeline-parallel processes: the first one decides whatever could differ between them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Let one process decide for all that a model is spread over by tensor or pipeline parallelism.
+    """The processes that one model is split over by tensor or pipeline parallelism.
 
-    Every process runs the whole loop on the same text, and all must make the same forwards of the same widths, or they
-    wait for each other for ever. Clocks and random numbers are a process's own, so whatever depends on them is decided
-    by the first process, which tells the others. In a process by itself every method returns what it is given.
+    Every process runs the complete loop on the same tokens. All must make the same forwards of the same widths, or
+    they deadlock. Measured times and random numbers differ between processes. So the first process decides whatever
+    depends on them, and broadcasts it. In a single process every method returns its argument.
     """
 
     def __init__(self, model: PreTrainedModel | None = None) -> None:
@@ -31,7 +31,7 @@ class Ranks:
         return not self._groups
 
     def agree(self, value: T) -> T:
-        """Return the ``value`` of the first process, which must survive pickling and hold no tensor of a device."""
+        """Return the ``value`` of the first process; it must be picklable and hold no tensor on an accelerator."""
         for group in self._groups:
             box = [value]
             dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
@@ -39,7 +39,7 @@ class Ranks:
         return value
 
     def agree_on_proposal(self, proposal: Proposal) -> Proposal:
-        """Return the proposal of the first process: a drafter may look at a clock, or draw by itself."""
+        """Return the proposal of the first process: a drafter may depend on measured times, or sample."""
         if not self._groups:
             return proposal
         device = proposal.tokens.device
@@ -54,7 +54,7 @@ class Ranks:
         return Proposal(tokens, parents, max_depth, q, is_chain, shape, rest[0].bool() if rest else None)
 
     def _agree_on_tensor(self, own: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
-        """Return the float32 tensor of the first process, not through pickling: a distribution per node is large."""
+        """Return the first process's float32 tensor, without pickling it: one distribution per node is large."""
         fits = own is not None and own.shape == shape
         tensor = own.contiguous() if fits and own is not None else torch.empty(shape, device=device)
         for group in self._groups:
@@ -62,7 +62,7 @@ class Ranks:
         return tensor
 
     def share_random_numbers(self, device: torch.device) -> None:
-        """Let every process draw what the first one draws from here on, on the CPU and on ``device``."""
+        """Give every process the random state of the first one, on the CPU and on ``device``."""
         if not self._groups:
             return
         states = [torch.get_rng_state()]
@@ -76,9 +76,10 @@ class Ranks:
 
 
 def _groups(model: PreTrainedModel) -> list[Any]:
-    """List the process groups of the dimensions along which ``model`` is cut; one after the other they reach all.
+    """List the process groups of the mesh dimensions that ``model`` is split along.
 
-    Along the others, such as FSDP's, every process has a batch of its own.
+    A broadcast in one after the other reaches all processes. Along other dimensions, such as FSDP's, every process
+    has a batch of its own.
     """
     mesh: Any = getattr(model, "_device_mesh", None)
     if mesh is None:

@@ -1,4 +1,4 @@
-"""Processes that hold a copy of the model each: what they do together, in turns."""
+"""Data-parallel processes, each with its own copy of the model: what they do together."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class Processes:
-    """Be one of several processes, which do the same in turns, or the only one.
+    """One of several processes that do the same work on different data, or the only one.
 
-    A process whose work fails would leave the others waiting for its part. So they tell each other, and fail together.
+    A process that failed alone would leave the others waiting for its part. So errors are shared, and all fail.
     """
 
     def __init__(self, accelerator: Accelerator | PartialState | None) -> None:
@@ -26,7 +26,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this is the process that writes what all have worked out."""
+        """Tell whether this is the process that writes the results of all."""
         return self.number == 0
 
     def together(self, work: Callable[[], T]) -> list[T]:
@@ -51,11 +51,11 @@ class Processes:
         return [result for result, _ in everyone]
 
     def by_the_first(self, work: Callable[[], T]) -> T | None:
-        """Do ``work`` in the first process alone, and return its result in all. Errors: its own, in all."""
+        """Do ``work`` in the first process only, and return its result in all. Errors: its own, in all."""
         return self.together(lambda: work() if self.is_first else None)[0]
 
     def same(self, read: Callable[[], list[T]], key: Callable[[T], Any]) -> list[T]:
-        """Return what ``read`` gives here. Errors: a ValueError if another process reads what has other ``key``s."""
+        """Return the result of ``read``. Errors: a ValueError if its items have other ``key``s in another process."""
         found: list[T] = []
 
         def digest() -> str:
@@ -71,9 +71,9 @@ class Processes:
 
 
 def launched(device: str | None) -> tuple[PartialState | None, str | None]:
-    """Return the state of a process that accelerate or torchrun has launched beside others, and its device.
+    """Return the state and the device of a process that accelerate or torchrun has launched as one of several.
 
-    Of a process by itself: ``None``, and the ``device`` that was asked for.
+    A single process gets ``None`` and the ``device`` that was asked for.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None, device
@@ -85,9 +85,9 @@ def launched(device: str | None) -> tuple[PartialState | None, str | None]:
 
 
 def part() -> None:
-    """Leave the other processes in good order, once this one's work is done.
+    """Destroy the process group, once this process has done its work.
 
-    Threads of a gloo group that is still there race with the end of the interpreter, and abort it now and then.
+    The threads of a gloo group race with the end of the interpreter, and sometimes abort it.
     """
     import torch.distributed as group
 

@@ -1,4 +1,4 @@
-"""What PEFT changes of a target from outside: adapters for each row of a batch, tokens of its own in the prompt."""
+"""PEFT on a target: adapters that differ between the rows of a batch, and adapters that change the prompt."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import nn
 
 from .hooks import hooked
 
-# What PEFT's hooks give its layers for each row of a batch, where forwards have other rows:
+# Arguments that PEFT's hooks give its layers, one entry per row of the user's batch. Our forwards have other rows.
 NAMES = "adapter_names"  # of generate(adapter_names=[...])
-OFFSETS = "alora_offsets"  # of activated LoRA: how many of a row's last tokens are adapted, or None
+OFFSETS = "alora_offsets"  # of activated LoRA: how many last tokens of a row are adapted, or None
 TASKS = "task_ids"  # of Poly, (batch,)
 
 
 def given_by_row(hook: Any) -> str | None:
-    """Name what ``hook``, if it is one of PEFT, gives a layer for each row of a batch."""
+    """Name the argument per row that ``hook``, if it is PEFT's, gives a layer."""
     keywords = getattr(hook, "keywords", ())  # a functools.partial
     known = keywords or getattr(getattr(hook, "__code__", None), "co_freevars", ())
     return next((name for name in (NAMES, OFFSETS, TASKS) if name in known), None)
 
 
 def adapted_layers(model: nn.Module) -> list[nn.Module]:
-    """Find the layers that PEFT now adapts row by row, by its hooks on them; none in ordinary calls."""
-    if not hasattr(model, "peft_config"):  # PEFT leaves it on whatever it changes
+    """Find the layers that PEFT now adapts row by row, by its hooks on them; usually there are none."""
+    if not hasattr(model, "peft_config"):  # PEFT sets it on every model it changes
         return []
     return [module for module in model.modules() if any(map(given_by_row, module._forward_pre_hooks.values()))]
 
@@ -34,9 +34,10 @@ def adapted_layers(model: nn.Module) -> list[nn.Module]:
 def with_adapters(
     layers: list[nn.Module], rows_of: Callable[[int], Sequence[int]], are_steps: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Let the rows of the forwards of this context be adapted as the rows ``rows_of(their number)`` of PEFT's batch.
+    """Give each row in the forwards of this context the adapter of its row in the user's batch.
 
-    ``are_steps``: all their tokens come after the prompt, so that activated LoRA adapts all of them or none.
+    ``rows_of(n)`` maps the n rows of a forward to rows of that batch. ``are_steps``: all tokens come after the prompt,
+    so that activated LoRA adapts all of them or none.
     """
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:  # PEFT's own hook came first
@@ -54,6 +55,6 @@ def with_adapters(
 
 
 def adapter_of_inputs(model: Any) -> str | None:
-    """Name the kind of adapter that PEFT now lets prepare the inputs of ``model`` (prompt tuning, prefix tuning)."""
+    """Name the kind of PEFT adapter that now prepares the inputs of ``model`` (prompt tuning, prefix tuning)."""
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     return None if owner is model else f"{type(owner).__name__} {getattr(owner, 'peft_type', '')}".strip()

@@ -1,6 +1,6 @@
-"""What is known of single architectures of transformers, by model type: what they cannot do, and why.
+"""Architectures of transformers with limits: what they cannot do, by model type, and why.
 
-Everything else about an architecture is found out by asking its code, or by the self-check.
+Everything else about an architecture is learnt from its code, or from the self-check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from .masks import why_no_masks
 from .names import CACHES
 from .static import unsupported_static_layer
 
+# Model types that keep recurrent states in a cache of their own kind.
 OWN_STATES = ("minimax", "rwkv", "xlstm")
+# Unsupported model types and classes, and the reason.
 REFUSED = {
     "cpmant": "it reads its prompt again in every forward",
     "dory": "its loops read keys from the layers of the cache, past what a block is shown",
@@ -39,6 +41,7 @@ REFUSED_CLASSES = {
     "XLMWithLMHeadModel": "it keeps no key-value cache of transformers (its `cache` is a dictionary of its own)",
 }
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
+# Model types that are supported at batch size 1 only, and the reason.
 ONE_ROW = {
     "gpt_neo": "its causal mask counts columns from one place for the whole batch",
     "imagegpt": "its causal mask counts columns from one place for the whole batch",
@@ -50,7 +53,7 @@ ONE_ROW = {
 
 
 def arguments_of(model: nn.Module) -> Collection[str]:
-    """Name the arguments of the forward of ``model``, which others may have replaced."""
+    """Name the arguments of the forward of ``model``, also where somebody has replaced it."""
     if "forward" in vars(model):
         return inspect.signature(model.forward).parameters
     return _arguments_of(type(model).forward)
@@ -62,23 +65,23 @@ def _arguments_of(forward: Callable[..., Any]) -> Collection[str]:
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Name the argument that takes the cache in the forward of ``model``."""
+    """Name the cache argument of the forward of ``model``."""
     known = arguments_of(model)
     return next((name for name in CACHES if name in known), CACHES[0])
 
 
 def keeps_own_states(model: PreTrainedModel) -> bool:
-    """Tell whether ``model`` keeps recurrent states in a cache of its own kind, which it makes itself."""
+    """Tell whether ``model`` makes a cache of its own kind for its recurrent states."""
     return model.config.get_text_config(decoder=True).model_type in OWN_STATES
 
 
 def drops_cache(model: PreTrainedModel) -> bool:
-    """Tell whether ``model`` now reads without its cache, as transformers' activation checkpointing makes it."""
+    """Tell whether ``model`` now runs without its cache, because of transformers' activation checkpointing."""
     return model.training and model.is_activation_checkpointing
 
 
 def why_one_row(model: PreTrainedModel) -> str | None:
-    """Say why ``model`` can score guesses for a batch of one only, or return ``None`` if it can for more."""
+    """Say why ``model`` can score draft tokens at batch size 1 only, or return ``None`` if it has no such limit."""
     return ONE_ROW.get(model.config.get_text_config(decoder=True).model_type)
 
 

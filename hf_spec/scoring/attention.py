@@ -1,13 +1,13 @@
-"""Grouped-query attention over a block without repeated keys and values.
+"""Grouped-query attention over a block of draft tokens without repeated keys and values.
 
 Where a mask is given, transformers' sdpa attention copies the keys and values of a group once per query head. While a
-block is scored, the query heads of a group become further queries of their one key head instead::
+block is scored, the query heads of a group are instead *folded* into further queries of their one key head::
 
     query  (batch, key heads * group, nodes, width)   →   (batch, key heads, group * nodes, width)
     mask   (batch, 1, nodes, slots)                   →   (batch, 1, group * nodes, slots)
 
-Each query still meets the same keys in the same order, so that the result is the same. All layers of a forward are
-given one mask, which is prepared for the kernel once instead of in each of them.
+Each query still meets the same keys in the same order, so that the result is the same. All layers of a forward get the
+same mask, which is prepared for the kernel once per forward instead of once per layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _folding_in_graphs = False  # torch.compile cannot look into a context variable
 
 
 class _Masks:
-    """The masks of one forward as the kernel takes them: added to the scores, with a copy for each head of a group."""
+    """The masks of one forward as the kernel takes them: additive, and repeated for each query head of a group."""
 
     def __init__(self) -> None:
         self._prepared: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -37,7 +37,8 @@ class _Masks:
         found = self._prepared.get((id(mask), group, dtype))
         if found is None:
             added = mask.to(dtype).log_() if mask.dtype == torch.bool else mask  # 0 where seen, else -inf
-            found = mask, added.repeat(1, 1, group, 1) if group > 1 else added  # the mask, too: its id is taken
+            # The mask is kept, too: its id is the key, and must not be given to another tensor.
+            found = mask, added.repeat(1, 1, group, 1) if group > 1 else added
             self._prepared[id(mask), group, dtype] = found
         return found[1]
 
@@ -81,7 +82,7 @@ def _hook_attention() -> None:
         if not (_folding_in_graphs if in_graph else masks):
             passed = original(module, query, key, value, attention_mask, **kwargs)
             return passed
-        is_ordinary = query.shape[2] == 1 and not in_graph  # and so rounds as plain `generate` does
+        is_ordinary = query.shape[2] == 1 and not in_graph  # a plain step: it must round as plain `generate` does
         folds = not is_ordinary and _can_fold(module, query, key, value, attention_mask, kwargs)
         group = query.shape[1] // key.shape[1] if folds else 1
         if masks is not None and kwargs.get("position_bias") is None:
@@ -99,13 +100,13 @@ def _hook_attention() -> None:
 
 
 def unhook_attention() -> None:
-    """Give transformers back its own attention."""
+    """Restore transformers' own attention."""
     found = ALL_ATTENTION_FUNCTIONS["sdpa"]
     AttentionInterface.register("sdpa", getattr(found, "_hf_spec_original", found))
 
 
 def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: Any) -> bool:
-    """Tell whether the nodes of heads in groups share a mask, and nothing else enters the attention."""
+    """Tell whether all query heads of a group share one mask, and nothing but that mask changes the attention."""
     if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or others.get("dropout"):
         return False
     if any(others.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")):
@@ -115,7 +116,7 @@ def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """Attend with the query heads of a group as further queries: (batch, nodes, heads, width of values).
+    """Attend with the query heads of a group as further queries, and return (batch, nodes, heads, value width).
 
     ``mask`` is (batch, 1, group * nodes, slots).
     """

@@ -1,4 +1,4 @@
-"""Tensors of slots that grow, and how far each row of a batch has come in them."""
+"""Growing tensors of cache slots, and the length of each batch row in them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 from ..counting import numbers, repeated, uploaded
 
 GROWTH = 256  # slots added at least when a buffer is full
-AHEAD = 64  # columns behind the text that are numbered at once
-SMALL = 1 << 17  # bytes up to which it takes less time to copy a buffer than to find the place to write
+AHEAD = 64  # column numbers computed at once, for columns after the committed tokens
+SMALL = 1 << 17  # bytes up to which copying a buffer takes less time than an indexed write
 
 
 class Rows:
-    """Say how far each row has come: shared by all layers of a cache.
+    """The length of each batch row, shared by all layers of a cache.
 
-    ``lengths`` (batch,) counts the committed slots; ``cpu_lengths`` is the same on the CPU, so that no layer asks
-    the accelerator; ``shortest`` and ``longest`` are their extremes, and ``is_level`` tells that these are the same;
-    ``open`` counts the nodes of the open forest, the same in every row.
+    ``lengths`` (batch,) counts the committed slots. ``cpu_lengths`` is the same on the CPU, so that no layer asks the
+    accelerator. ``shortest`` and ``longest`` are their extremes; ``is_level``: all rows are equally long. ``open``
+    counts the nodes of the open forest, the same number in every row.
     """
 
     def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
@@ -28,14 +28,14 @@ class Rows:
         self.set(lengths, cpu_lengths)
 
     def set(self, lengths: Tensor | None, cpu_lengths: list[int], columns: Tensor | None = None) -> None:
-        """Let the rows have these lengths; the device need not be told that all are the same.
+        """Set the lengths of the rows; ``lengths`` may be ``None`` where all are the same.
 
-        ``columns`` (batch, n) are those behind the text, if they are known.
+        ``columns`` (batch, n) are the numbers of the columns after the committed ones, if they are known.
         """
         self._lengths, self.cpu_lengths = lengths, cpu_lengths
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
         self.is_level = self.shortest == self.longest
-        self.version = object()  # of the lengths
+        self.version = object()  # a new one for each change of the lengths
         self._columns = columns
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -47,9 +47,9 @@ class Rows:
         return self._lengths
 
     def advance(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
-        """Let row b get longer by ``counts[b]``; they are also ``on_device`` (batch,) if nobody has to put them there.
+        """Make row b longer by ``counts[b]``; ``on_device`` (batch,) are the same counts, if they are there already.
 
-        Nothing is uploaded either where they are all the same, and nothing is added where all rows are.
+        Equal counts need no upload. Rows that end equally long need no device operation at all.
         """
         if not any(counts):
             return
@@ -64,7 +64,7 @@ class Rows:
         self.set(columns[:, 0], cpu_lengths, columns)
 
     def columns(self, count: int) -> Tensor:
-        """Return the columns behind the text, (batch, ``count`` or more): worked out once per length."""
+        """Return the columns after the committed ones, (batch, ``count`` or more), computed once per length."""
         if self._columns is None or self._columns.shape[1] < count:
             count = max(AHEAD, count)
             if self.is_level:
@@ -79,7 +79,7 @@ class Rows:
         return self.columns(end)[:, self.open : end]
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return rows (batch, 1) and columns (batch, count) of the next nodes: worked out once for all layers."""
+        """Return rows (batch, 1) and columns (batch, count) of the next nodes, computed once for all layers."""
         place = self.open, count
         if place not in self._places:
             self._places[place] = numbers(len(self.cpu_lengths), self.device)[:, None], self.behind(count)
@@ -87,9 +87,9 @@ class Rows:
 
 
 class SlotBuffer:
-    """A tensor of ordinary layout that grows along dimension ``dim``, its slots, and can forget the oldest.
+    """A tensor that grows along dimension ``dim``, its slots, and can drop the oldest ones.
 
-    ``start`` is the column of its first slot.
+    Its layout is that of transformers. ``start`` is the column of its first slot.
     """
 
     def __init__(self, dim: int) -> None:
@@ -99,12 +99,12 @@ class SlotBuffer:
 
     @property
     def by_slot(self) -> Tensor:
-        """Return ``data`` seen as (batch, slots, ...)."""
+        """Return a view of ``data`` as (batch, slots, ...)."""
         assert self.data is not None
         return self.data.transpose(1, self.dim)
 
     def adopt(self, states: Tensor, start: int) -> None:
-        """Take over ``states`` that begin at column ``start``."""
+        """Use ``states``, which begin at column ``start``, as the data."""
         self.data, self.start = states, start
 
     def write(self, states: Tensor, rows: Rows, first: int) -> Tensor:
@@ -124,27 +124,27 @@ class SlotBuffer:
         return data.narrow(dim, first - start, end - first)
 
     def _append(self, data: Tensor, states: Tensor, first: int, end: int) -> Tensor:
-        """Hold the columns of ``data`` from ``first`` to ``end``, and ``states``, in a new buffer without room."""
+        """Put the columns of ``data`` from ``first`` to ``end``, and ``states``, into a new buffer that they fill."""
         if self.start != first or data.shape[self.dim] != end - first:
             data = data.narrow(self.dim, first - self.start, end - first)
         self.data, self.start = torch.cat((data, states), self.dim), first
         return self.data
 
     def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
-        """Hold columns up to ``end`` in a new buffer, and leave those before ``first`` behind."""
+        """Move to a new buffer with space for columns up to ``end``, and drop those before ``first``."""
         size = end - first + max(GROWTH, (end - first) // 2)
         if self.data is None:
             grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))
         else:
             gone = first - self.start
             kept = self.data.narrow(self.dim, gone, self.data.shape[self.dim] - gone)
-            behind = [0, 0] * (kept.ndim - 1 - self.dim)  # of the dimensions behind this one nothing is added
+            behind = [0, 0] * (kept.ndim - 1 - self.dim)  # the dimensions after this one are not padded
             grown = torch.nn.functional.pad(kept, [*behind, 0, size - kept.shape[self.dim]])
         self.data, self.start = grown, first
         return grown
 
     def columns(self, row: int, first: int, end: int) -> Tensor:
-        """Return the slots (slots, ...) of one row from column ``first`` on, or the first that is kept, to ``end``."""
+        """Return the slots (slots, ...) of one row from column ``first``, or the oldest one kept, up to ``end``."""
         return self.by_slot[row, max(0, first - self.start) : end - self.start]
 
     def move(self, row: Tensor, source: Tensor, target: Tensor) -> None:
@@ -159,19 +159,19 @@ class SlotBuffer:
         return row, column - self.start if self.start else column
 
     def clear(self, rows: Rows) -> None:
-        """Put zeros behind the committed slots: a nan there would reach queries that do not see it, as 0 * nan."""
+        """Zero the slots after the committed ones: a nan there would reach even queries that mask it, as 0 * nan."""
         if self.data is None:
             return
         for row, length in enumerate(rows.cpu_lengths):
             self.by_slot[row, length - self.start :].zero_()
 
     def join(self, other: SlotBuffer, rows: Rows, others: Rows) -> None:
-        """Take over what ``others`` have committed to ``other``, behind one's own ``rows``."""
+        """Append the rows ``others`` of ``other``, with what they have committed, after the own ``rows``."""
         sides = ((self, rows), (other, others))
         like = next((one.data for one, _ in sides if one.data is not None), None)
         if like is None:
             return
-        start = min(0 if one.data is None else one.start for one, _ in sides)  # without data, nothing was read yet
+        start = min(0 if one.data is None else one.start for one, _ in sides)  # no data: nothing was read yet
         batch, end = len(rows.cpu_lengths) + len(others.cpu_lengths), max(rows.longest, others.longest)
         shape = [batch, *like.shape[1:]]
         shape[self.dim] = end - start + GROWTH
@@ -183,6 +183,6 @@ class SlotBuffer:
         self.data, self.start = joined, start
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         if self.data is not None:
             self.data = self.data.index_select(0, rows.to(self.data.device))

@@ -1,16 +1,16 @@
-"""Keys and values in slots, a length per row, and an open forest of guesses behind them.
+"""A KV cache for trees: slots for keys and values, a length per batch row, and an open forest of draft tokens.
 
-A row's committed tokens fill slots 0 .. length-1 of its buffer. Guesses are written right behind, into the *open
-forest*; rejecting them costs nothing, because the length does not move, and accepting a path moves a few slots inside
-the forest. Rows advance by different amounts::
+A row's committed tokens fill slots 0 .. length-1 of its buffer. Draft tokens are written right after them, into the
+*open forest*. Rejecting them costs nothing, because the length does not change. Accepting a path moves a few slots
+inside the forest. Rows advance by different amounts::
 
     row 0   p p p t t t t │ 0 1 2 3 4          7 committed slots, a forest of 5 nodes
     row 1   - p p t t │ 0 1 2 3 4              5 committed slots (the first is left padding)
 
     commit node path (0, 2), (0,)  →   row 0: length 9, row 1: length 6, nothing open
 
-A slot's index is its *column*: the position in the padded text. Layers with a sliding window keep, and show, only the
-columns that some row can still see.
+A slot's index is its *column*: the position in the padded sequence. Layers with a sliding window keep, and return,
+only the columns that some row can still see.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .static import undo_static_reading
 
 
 class OwnStates:
-    """The recurrent states of a cache of a model's own kind, shown as those of a layer are.
+    """The recurrent states of a model's own kind of cache, with the attributes of one of transformers' layers.
 
-    They are the tensors (batch, ...) in its lists and dicts, or in itself if it is a list.
+    They are the tensors (batch, ...) in the cache's lists and dicts, or in the cache itself if it is a list.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -44,7 +44,7 @@ class OwnStates:
 
     @property
     def recurrent_states(self) -> OwnStates:
-        """Return this, which is to be read and written as a dict."""
+        """Return this object, which is read and written like a dict."""
         return self
 
     def __iter__(self) -> Iterator[int]:
@@ -74,28 +74,28 @@ def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class SlotCache(Cache):
-    """Stand in for transformers' ``DynamicCache`` while guesses are scored, and hand it back afterwards."""
+    """The cache that replaces transformers' ``DynamicCache`` while draft tokens are scored; ``release`` fills that."""
 
     def __init__(self, layers: list[Any], rows: Rows) -> None:
         super().__init__(layers=layers)
         self.layers: list[Any]  # each a ``Layer``
         self.rows = rows
         self._retired: dict[int, tuple[int, list[dict[str, Tensor]]]] = {}
-        self.batch = list(range(len(rows.cpu_lengths)))  # the places of these rows in the batch of the prefill
+        self.batch = list(range(len(rows.cpu_lengths)))  # the indices of these rows in the batch of the prefill
         windows = {layer.window for layer in layers if layer.keeps_slots}
         self.attends = bool(windows)  # whether any layer keeps slots, as opposed to a recurrent state alone
         # How many columns a query sees at most, itself included, if all layers agree on it.
         self.window: int | None = windows.pop() if len(windows) == 1 else None
-        self.touch: Callable[[int, int], None] | None = None  # is told the layer and the number of a state in use
+        self.touch: Callable[[int, int], None] | None = None  # called with layer and number of each state in use
         self.own_states: OwnStates | None = None
         self._own_cache: Any = None
 
     @classmethod
     def adopt(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int = 0) -> SlotCache:
-        """Take over what the prefill left in ``cache``, all of whose rows have the same length.
+        """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
-        It is a ``DynamicCache``, or of a kind of the model's own, which then goes on holding the states itself. Its
-        last ``open_nodes`` columns are the open forest, a chain.
+        It is a ``DynamicCache``, or of the model's own kind, which then goes on holding the states itself. Its last
+        ``open_nodes`` columns are the open forest, a chain.
         """
         length = _length(cache) - open_nodes
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
@@ -110,12 +110,12 @@ class SlotCache(Cache):
 
     @property
     def shown(self) -> Any:
-        """Return what the model is given as its cache: one of its own kind if it insists on that."""
+        """Return the cache that the model is given: one of its own kind if it needs that."""
         return self if self._own_cache is None else self._own_cache
 
     @property
     def is_linear(self) -> list[bool]:
-        """Tell which layers keep a state alone: transformers looks for the first other one to size its masks."""
+        """Tell which layers keep only a state: transformers sizes its masks by the first other one."""
         return [not layer.keeps_slots for layer in self.layers]
 
     @property
@@ -146,12 +146,12 @@ class SlotCache(Cache):
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make the first ``counts[b]`` nodes of ``path[b]`` part of row b, and drop the rest of the open forest.
+        """Commit the first ``counts[b]`` nodes of ``path[b]`` to row b, and drop the rest of the open forest.
 
         ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that
-        each path is 0, 1, 2, ..., so that nothing moves. The counts may also be ``on_device``, (batch,).
+        each path is 0, 1, 2, ..., so that nothing moves. ``on_device`` (batch,) are the same counts, if known there.
         """
-        self.rows.open = 0  # first: a forest whose nodes were moved in part is none
+        self.rows.open = 0  # first: after an error in the middle of the moves, the forest must not be used again
         if path.shape[1] and not in_place:
             row, target = self.rows.places(path.shape[1])
             source = self.rows.lengths[:, None] + path
@@ -160,13 +160,13 @@ class SlotCache(Cache):
         self.rows.advance(counts, on_device)
 
     def drop(self) -> None:
-        """Forget the open forest and clear its slots."""
+        """Drop the open forest and zero its slots."""
         self.rows.open = 0
         for buffer in self._buffers():
             buffer.clear(self.rows)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; ``keep_finished`` sets the others aside for ``release``."""
+        """Keep ``rows`` only; ``keep_finished`` saves the others for ``release``."""
         kept = numbers_of(rows)
         if keep_finished:
             for row in set(range(len(self.batch))) - set(kept):
@@ -179,11 +179,11 @@ class SlotCache(Cache):
 
     @property
     def joins(self) -> bool:
-        """Tell whether all that is kept lies in slots, so that rows of another cache can be taken over."""
+        """Tell whether rows of another cache can be appended: only where slots hold everything."""
         return self._own_cache is None and all(layer.joins for layer in self.layers)
 
     def join(self, other: SlotCache) -> None:
-        """Take over the rows of ``other``, a cache of the same model, behind one's own; open forests are dropped."""
+        """Append the rows of ``other``, a cache of the same model; open forests are dropped."""
         for layer, others in zip(self.layers, other.layers, strict=True):
             layer.join(others)
         lengths = torch.cat([self.rows.lengths, other.rows.lengths])
@@ -203,7 +203,7 @@ class SlotCache(Cache):
             slots.release(layer, rows, lengths)
 
     def align(self) -> Tensor:
-        """Move all rows to the right until they end in the same column; return how far each one went, (batch,)."""
+        """Shift all rows to the right until they end in the same column, and return the shifts (batch,)."""
         rows = self.rows
         shift = rows.longest - rows.lengths
         row = numbers(len(shift), rows.device)[:, None]
@@ -218,7 +218,7 @@ class SlotCache(Cache):
 
 
 def _length(cache: DynamicCache) -> int:
-    """Read the length from the layers that have seen tokens (those that share another's keys have not)."""
+    """Return the length of the layers that have seen tokens; those that share another layer's keys have not."""
     layers = getattr(cache, "layers", ())
     lengths = {layer.get_seq_length() for layer in layers if isinstance(layer, CacheLayerMixin)} - {0}
     if len(lengths) > 1:
@@ -235,9 +235,9 @@ def has_states(cache: object) -> bool:
 
 
 def undo_reading(cache: object) -> Callable[[], None]:
-    """Return what puts transformers' ``cache`` back as it is now, whatever is read in between.
+    """Return a function that restores transformers' ``cache`` to its state now, whatever is read in between.
 
-    A cache of a model's own kind, or a static one, is left as it is if the user has not handed it in.
+    A cache of a model's own kind is not restored, nor a static one that the user has not passed in.
     """
     if isinstance(cache, StaticCache) and getattr(cache, "_is_user_defined", False):
         return undo_static_reading(cache)
@@ -248,18 +248,18 @@ def undo_reading(cache: object) -> Callable[[], None]:
     def put_back() -> None:
         for undo_layer in undo_layers:
             undo_layer()
-        del cache.layers[count:]  # made for what was read
+        del cache.layers[count:]  # added by the reading
 
     return put_back
 
 
 def keeps_everything(cache: DynamicCache) -> bool:
-    """Tell whether every layer of ``cache`` keeps all it is given, and nothing else."""
+    """Tell whether every layer of ``cache`` keeps all keys and values that it is given, and nothing else."""
     return all(KINDS[type(layer)].keeps_all for layer in cache.layers)
 
 
 def unsupported_layer(cache: object) -> str | None:
-    """Say why slots cannot stand in for ``cache``, or return ``None`` if they can."""
+    """Say why slots cannot replace ``cache``, or return ``None`` if they can."""
     if type(cache) is not DynamicCache or cache.offloading:
         return f"a {type(cache).__name__}" + (" with offloading" if getattr(cache, "offloading", False) else "")
     return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in KINDS), None)

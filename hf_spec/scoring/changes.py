@@ -1,4 +1,4 @@
-"""What can change the forward of a model after something was found out about it, as far as it is cheap to ask."""
+"""What can change a model's forward and so invalidate findings about it, as far as it is cheap to detect."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .hooks import only_looks
 from .plain import precision
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_RARE = frozenset(("forward", "_compiled_call_impl", "_active_adapter"))  # attributes of modules that were changed
-_LABELS = ("id2label", "label2id")  # may be thousands, and no forward reads them
+_RARE = frozenset(("forward", "_compiled_call_impl", "_active_adapter"))  # only changed modules have these attributes
+_LABELS = ("id2label", "label2id")  # of configurations: may be thousands, and no forward reads them
 
 
 def way_of_forward(model: PreTrainedModel) -> Hashable:
-    """Return a key that differs where a forward of ``model`` may: by what it is made of, not by its numbers.
+    """Return a key of what the forward of ``model`` is made of, but for the values of its weights.
 
     It holds hooks, the types of modules and weights, PEFT's active adapters, the configurations, the precision, and
-    functions that stand in for others. It is asked in every call: a few operations for each module.
+    replaced functions. It is computed in every call, by a few operations for each module.
     """
     parts: list[Any] = [precision(model), adapter_of_inputs(model)]
     kinds: dict[Any, None] = {}
     configs: dict[int, Any] = {}
-    seen: dict[nn.Module, None] = {}  # torch's own walk builds names, and takes several times as long
+    seen: dict[nn.Module, None] = {}  # our own walk: torch's builds names, and takes several times as long
     left: list[nn.Module | None] = [model]
     while left:
         module = left.pop()
@@ -56,9 +56,9 @@ def way_of_forward(model: PreTrainedModel) -> Hashable:
 
 
 def foreign_hooks(model: nn.Module) -> list[str]:
-    """Name the forward hooks of others on ``model`` and its modules: the module, and the hook itself.
+    """Name the forward hooks of other packages on ``model`` and its modules, as "module: hook".
 
-    What this package or PEFT's adapters for each row put there does not count.
+    Those of this package, and of PEFT's adapters for each row, do not count.
     """
     return [
         f"{name or type(module).__name__}: {getattr(hook, '__qualname__', type(hook).__name__)}"
@@ -70,7 +70,7 @@ def foreign_hooks(model: nn.Module) -> list[str]:
 
 
 def _changes(own: dict[str, Any]) -> list[Hashable]:
-    """Return what was done to a single module, by its attributes."""
+    """Return how a single module was changed, by its attributes."""
     found: list[Hashable] = []
     for hooks in _HOOKS:
         if marks := _hooks(own[hooks].values()):
@@ -91,7 +91,7 @@ def _hooks(hooks: Iterable[Any]) -> list[Hashable]:
     for hook in list(hooks):  # another thread may add some
         if only_looks(hook):
             continue
-        by_row = given_by_row(hook)  # of PEFT, made anew for each call
+        by_row = given_by_row(hook)  # of PEFT, rebuilt for each call, so that its identity tells nothing
         if by_row is None:
             marks.append(_identity(hook))
         else:
@@ -100,7 +100,7 @@ def _hooks(hooks: Iterable[Any]) -> list[Hashable]:
 
 
 def _identity(one: Any) -> Hashable:
-    """Return what is equal to the same of ``one`` alone, also after that is gone, and does not keep it alive."""
+    """Return a mark that equals that of no other object, also once ``one`` is gone, and does not keep it alive."""
     try:
         mark = weakref.ref(one)
         hash(mark)
@@ -110,7 +110,7 @@ def _identity(one: Any) -> Hashable:
 
 
 def _frozen(value: Any) -> Hashable:
-    """Return the content of a configuration, or of a value in it, as something that can be looked up."""
+    """Return the content of a configuration, or of a value in it, as something hashable."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, PreTrainedConfig):
@@ -123,11 +123,11 @@ def _frozen(value: Any) -> Hashable:
 
 
 def _functions(model: PreTrainedModel) -> Iterator[Any]:
-    """Yield functions that are looked up by name or by torch in every forward, and may have been replaced."""
+    """Yield functions that transformers or torch look up in every forward, and that may have been replaced."""
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         function = functions.get(implementation)
-        yield getattr(function, "_hf_spec_original", function)  # ours is put around it by the first call
+        yield getattr(function, "_hf_spec_original", function)  # our first call wraps it: not a change
     module = nn.modules.module
     for hooks in (module._global_forward_pre_hooks, module._global_forward_hooks):
         yield from list(hooks.values())
