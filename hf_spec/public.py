@@ -1,4 +1,4 @@
-"""The public names of ``hf_spec``. Importing them teaches ``generate`` its keyword."""
+"""The public names of ``hf_spec``. Importing them adds the keyword ``speculator`` to ``generate``."""
 
 from __future__ import annotations
 

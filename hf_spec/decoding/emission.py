@@ -1,4 +1,4 @@
-"""Emit tokens: ask the verifier about each sequence by itself, or let all of them advance in lockstep."""
+"""Emission of tokens: each sequence is verified by itself, or all of them advance in lockstep."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .text import Text
 
 
 class Emitter:
-    """What turns the scores of a proposal into text.
+    """What turns the scores of a proposal into emitted tokens.
 
-    Sequences advance by different amounts, or ``in lockstep`` where a processor or criterion has to see every token of
-    the whole batch.
+    Sequences advance by different amounts, or in ``lockstep`` where a processor or criterion has to see every token of
+    the complete batch.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class Emitter:
             )
 
     def compile(self, compiler: Compiler, nodes: int) -> None:
-        """Verify sampled proposals of ``nodes`` nodes in a graph, if all of them are processed at once."""
+        """Verify sampled proposals of ``nodes`` nodes in a graph, if processors take all nodes at once."""
         if not self.lockstep and self.processors.vectorized:
             self.verifier.compile(compiler, nodes)
 
     def emit(self, proposal: Proposal, scores: Scores) -> StepResult | None:
-        """Emit what the target's distribution makes of ``proposal``: at least one token per row.
+        """Verify ``proposal`` and emit at least one token per sequence.
 
-        ``None``, and nothing is emitted: a draft token may have spoilt the scores. Score the roots alone then.
+        ``None``: nothing is emitted, as a draft token may have spoilt the scores. Score the roots alone then.
         """
         logits = scores.logits.to(proposal.tokens.device)
         return (self._in_lockstep if self.lockstep else self._by_itself)(proposal, logits, scores)
 
     @property
     def takes_samples(self) -> bool:
-        """Tell whether sampled draft tokens help: in lockstep the target's own samples decide."""
+        """Tell whether sampled draft tokens help; they do not in lockstep, where the target's own samples decide."""
         return not self.lockstep and self.verifier.takes_samples
 
     def _by_itself(self, proposal: Proposal, logits: Tensor, scores: Scores) -> StepResult | None:
@@ -74,7 +74,7 @@ class Emitter:
     def _in_lockstep(self, proposal: Proposal, logits: Tensor, scores: Scores) -> StepResult | None:
         """Emit token by token with exactly the calls, and the random draws, of plain ``generate``.
 
-        Goes on as long as every growing row's token was a draft token: the next call needs scores for all of them.
+        This goes on while the token of every growing sequence is a draft token: the next call needs scores for all.
         """
         if proposal.max_depth and not bool(_are_finite(proposal, logits).all()):
             return None
@@ -105,7 +105,7 @@ class Emitter:
         return StepResult(torch.stack(path, 1), emitted, kept, texts, accepted, proposed, deepest, proposal.is_chain)
 
     def _plain_scores(self, rows: list[int], logits: Tensor) -> Tensor:
-        """Call the user's processors on the whole batch, as plain ``generate`` does; finished rows score zeros."""
+        """Call the user's processors on the complete batch, as plain ``generate`` does; finished rows score zeros."""
         ids = self.text.padded()
         scores = logits.new_zeros((len(ids), logits.shape[-1]), dtype=torch.float32)
         scores[rows] = logits.float()

@@ -1,4 +1,4 @@
-"""What ``generate(..., return_dict_in_generate=True)`` returns, collected row by row."""
+"""The output of ``generate(..., return_dict_in_generate=True)``, collected sequence by sequence."""
 
 from __future__ import annotations
 
@@ -20,44 +20,43 @@ from ..scoring.features import streams_first
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What ``generate(..., return_dict_in_generate=True)`` returns, and ``speculation``: how the guessing went.
+    """The output of ``generate(..., return_dict_in_generate=True)``; ``speculation`` holds the call's statistics.
 
-    The cache is ``None`` where rows of a recurrent target end at different lengths: a state cannot be padded.
+    The cache is ``None`` where sequences of a recurrent target end at different lengths: a state cannot be padded.
     """
 
     speculation: SpeculationStats | None = None
 
 
-# What came of the last call of a model, and the number of that call. None: nothing was guessed in it.
+# Number and statistics of the last call of each model. None: the call drafted nothing.
 _last: WeakKeyDictionary[nn.Module, tuple[int, SpeculationStats | None]] = WeakKeyDictionary()
 _calls = itertools.count()
 
 
 def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
-    """Return how the guessing went in the last ``generate`` call of ``model`` that asked for guesses; None: in none.
+    """Return the statistics of the last ``generate`` call of ``model`` with a speculator; None if there was none.
 
-    For callers that are given no output of ``generate``, such as those of a pipeline. A default speculator that could
-    not serve the last call leaves None, too. Some models let a model inside them generate (BLIP-2): then its last call
-    counts.
+    For callers that see no output of ``generate``, such as those of a pipeline. None, too, if a default speculator
+    could not serve the last call. Some models let an inner model generate (BLIP-2): then its last call counts.
     """
     found = [known for module in base_model(model).modules() if (known := _last.get(module)) is not None]
     return max(found, key=lambda known: known[0])[1] if found else None
 
 
 def remember_speculation(model: PreTrainedModel, stats: SpeculationStats) -> None:
-    """Keep ``stats`` as those of the last call of ``model``."""
+    """Store ``stats`` as those of the last call of ``model``."""
     _last[model] = next(_calls), stats
 
 
 def forget_speculation(model: PreTrainedModel) -> None:
-    """Note that nothing was guessed in the last call of ``model``."""
+    """Note that the last call of ``model`` drafted nothing."""
     _last[base_model(model)] = next(_calls), None
 
 
 class Record:
-    """Collect scores, logits and hidden states of emitted tokens in the layout of plain ``generate``.
+    """Scores, logits and hidden states of emitted tokens, in the layout of plain ``generate``.
 
-    Rows emit at different times, so each row keeps its own list; a row that ends early is filled up with zeros.
+    Sequences emit at different times, so each keeps a list of its own. One that ends early is padded with zeros.
     """
 
     def __init__(self, generation_config: GenerationConfig, batch_size: int) -> None:
@@ -84,7 +83,7 @@ class Record:
         states: tuple[Tensor, ...],
         scores_at: Callable[[Tensor], Tensor],
     ) -> None:
-        """Add what ``rows`` emitted after the first ``kept[b]`` nodes of ``path`` (rows, m)."""
+        """Add the tokens that ``rows`` emitted after the first ``kept[b]`` nodes of ``path`` (rows, m)."""
         if not (self._scores or self._logits or self.hidden_states):
             return
         for step in range(max(kept)):
@@ -101,7 +100,7 @@ class Record:
         node: Tensor,
         scores: Tensor | None,
     ) -> None:
-        """Add a token of each ``emitting`` row, which follows ``node`` (rows,); ``scores`` are (rows, vocabulary)."""
+        """Add the token after ``node`` (rows,) of each ``emitting`` row; ``scores`` are (rows, vocabulary)."""
         index = torch.arange(len(rows), device=logits.device)
         if self._scores and scores is not None:
             self._keep("scores", rows, emitting, scores)
@@ -116,7 +115,7 @@ class Record:
             self._rows[name][rows[i]].append(values[i].clone())
 
     def scores_so_far(self) -> tuple[Tensor, ...] | None:
-        """Return what a stopping criterion may look at: ``None`` where scores were not asked for."""
+        """Return the scores that a stopping criterion may read; ``None`` where none were asked for."""
         if not self._scores:
             return None
         self._stacked += self._columns("scores", len(self._stacked))
@@ -133,7 +132,7 @@ class Record:
         }
 
     def _columns(self, name: str, first: int = 0) -> tuple[Tensor, ...]:
-        """Stack the rows per emitted token from the ``first`` one on: (batch, ...) each."""
+        """Stack the rows for each emitted token from number ``first`` on: (batch, ...) each."""
         rows = self._rows[name]
         longest = max(rows, key=len)
         return tuple(

@@ -1,4 +1,4 @@
-"""What is refused before anything runs: the cause, and what to do instead."""
+"""Calls that are refused before anything runs; each error names the cause and what to do instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..scoring.names import CACHES, cache_among
 from ..settings import SpeculationConfig
 from .text import Text
 
-OTHER_WAYS = (  # of decoding, by what asks transformers for them
+OTHER_WAYS = (  # options that ask transformers for another decoding method
     "penalty_alpha",
     "dola_layers",
     "prompt_lookup_num_tokens",
@@ -27,12 +27,12 @@ OTHER_WAYS = (  # of decoding, by what asks transformers for them
 
 
 class Refusal(ValueError):
-    """Say why a call cannot be decoded speculatively; nothing of it has run yet."""
+    """The reason why a call cannot be decoded speculatively; nothing of it has run yet."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Make every ValueError inside a ``Refusal``."""
+    """Turn every ValueError inside into a ``Refusal``."""
     try:
         yield
     except Refusal:
@@ -48,7 +48,7 @@ def refuse_call(
     config: SpeculationConfig,
     text: Text,
 ) -> None:
-    """Raise a ValueError if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
+    """Raise a ``Refusal`` if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
     _refuse_options(model, generation_config, model_kwargs)
     _refuse_target(model, model_kwargs, config, len(text.lengths))
     if text.stops.max_length is not None:
@@ -88,8 +88,8 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
 
 
 def refuse_cache(implementation: str | None) -> None:
-    """Raise a ValueError unless ``cache_implementation`` asks for a cache that can take guesses back."""
-    # The last one stands in old files and means the default.
+    """Raise a ``Refusal`` unless ``cache_implementation`` asks for a cache that can roll back draft tokens."""
+    # "hybrid" occurs in old configuration files and means the default.
     if implementation not in (None, "dynamic", "static", "hybrid"):
         raise _refusal(
             f"cache_implementation={implementation!r}: only the dynamic and the static cache can take rejected "
@@ -157,7 +157,7 @@ def _refuse_short_cache(cache: object, columns: int) -> None:
 
 
 def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[str, Any], ids: int) -> int:
-    """Count the positions of the prompt, in ``ids``, embeddings or a cache: the attention mask has them all."""
+    """Count the prompt's positions, in ``ids``, embeddings or a cache: the attention mask covers them all."""
     mask = model_kwargs.get("attention_mask")
     return int(getattr(generation_config, "_mask_length", ids) if mask is None else mask.shape[1])
 
@@ -165,7 +165,7 @@ def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[st
 def _refuse_growing_rope(
     model: PreTrainedModel, model_kwargs: dict[str, Any], prompt_length: int, max_length: int
 ) -> None:
-    # Cached keys would keep the old rotary frequencies while new ones get others.
+    # Cached keys keep the old rotary frequencies, and new keys would get others.
     config, mask = model.config.get_text_config(decoder=True), model_kwargs.get("attention_mask")
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # of all layers, or of each type of layer
@@ -175,7 +175,7 @@ def _refuse_growing_rope(
         limit = config.max_position_embeddings if rope_type == "dynamic" else rope["original_max_position_embeddings"]
         shortest = prompt_length if mask is None else int(mask.sum(1).min())
         if max_length <= limit or (rope_type == "longrope" and shortest > limit):
-            continue  # short to the end, or long from the start whichever rows are done first: the frequencies stay
+            continue  # short to the end, or long from the start whichever row ends first: the frequencies stay
         cure = f"ask for at most {limit - prompt_length} new tokens"
         if prompt_length >= limit:
             cure = "generate without `speculator`"

@@ -1,4 +1,4 @@
-"""The growing text of a batch: rows of different lengths, where each one ends, and who is told about it."""
+"""The token ids of a batch while it grows: sequences of different lengths, where each one ends, and the streamer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..verify.stopping import Stops
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-GROWTH = 256  # columns added at least when the buffer is full
+GROWTH = 256  # columns that are added at least when the buffer is full
 
 
 class Text:
-    """Hold prompt and emitted tokens of every row, and stop rows where plain ``generate`` would.
+    """Prompt and emitted tokens of every sequence, which stop where plain ``generate`` would stop them.
 
-    ``rows`` are the rows that still grow, ``lengths`` those of all rows. A row that is done is padded; where plain
-    ``generate`` knows no end-of-sequence token it is not, and grows on until all are done.
+    ``rows`` are the batch rows that still grow. ``lengths`` are the lengths of all rows. A finished row is padded.
+    Without an end-of-sequence token plain ``generate`` pads nothing, so rows grow until all are finished.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Text:
         self.rows = list(range(input_ids.shape[0]))
         self.stops = stops
         self._ids = input_ids
-        # Tokens of each row that are known on the CPU only, and the column of the first one.
+        # Tokens of each row that are on the CPU only so far, and the column of the first one.
         self._pending: list[list[int]] = [[] for _ in self.rows]
         self._starts = list(self.lengths)
         self._unfinished = set(self.rows)
@@ -43,7 +43,7 @@ class Text:
 
     @property
     def ids(self) -> Tensor:
-        """Return the text of the growing rows, (rows, capacity); what lies beyond a row's length means nothing."""
+        """Return the token ids of the growing rows, (rows, capacity); those after a row's length mean nothing."""
         self._write()
         if len(self.rows) == len(self._ids):
             return self._ids
@@ -56,12 +56,12 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Return the length of the longest row: the others are padded to it."""
+        """Return the length of the longest row; the others are padded to it."""
         return max(self.lengths)
 
     @property
     def shown(self) -> int:
-        """Return how many columns the user knows of: what the streamer was given, or what all growing rows have."""
+        """Return how many columns the streamer was given, or without one how many all growing rows have."""
         return self._streamed if self._streamer is not None else self._reached
 
     @property
@@ -69,7 +69,7 @@ class Text:
         return min(self.row_lengths, default=self.length)
 
     def room(self, rows: Sequence[int]) -> list[int]:
-        """Return how many guesses can become text in each of ``rows``, where one more token follows the last guess."""
+        """Return how many draft tokens each of ``rows`` can accept, with one more token after the last of them."""
         if (end := self.stops.max_length) is None:
             return [1 << 30] * len(rows)
         return [max(0, end - 1 - length) for length in map(self.lengths.__getitem__, rows)]
@@ -85,9 +85,9 @@ class Text:
             self._streamer.put(self._ids.cpu())
 
     def extend(self, emitted: Sequence[Sequence[int]]) -> list[int]:
-        """Append ``emitted[b]`` to each growing row and return how many tokens fit: what lies behind its end does not.
+        """Append ``emitted[b]`` to each growing row, and return how many tokens are kept: none after the row's end.
 
-        They are kept as numbers; the device gets them when somebody looks at the text there.
+        They stay on the CPU, and are copied to the device when ``ids`` is read.
         """
         before = self.row_lengths
         for row, new in zip(self.rows, emitted, strict=True):
@@ -109,12 +109,12 @@ class Text:
         return kept
 
     def _write(self) -> None:
-        """Put the tokens that are known on the CPU only where the text is, in one transfer."""
+        """Copy the tokens that are on the CPU only to the device, in one transfer."""
         width = max(map(len, self._pending))
         if width == 0:
             return
         self._make_room(max(map(sum, zip(self._starts, map(len, self._pending), strict=True))) + 1)
-        spare = self._ids.shape[1] - 1  # behind all text: a column for what only fills up
+        spare = self._ids.shape[1] - 1  # a column after all text, which takes the padding of ``tokens``
         tokens, columns = [], []
         for start, new in zip(self._starts, self._pending, strict=True):
             missing = width - len(new)
@@ -125,7 +125,7 @@ class Text:
         self._pending = [[] for _ in self._pending]
 
     def extend_together(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> None:
-        """Append one token to every row of the batch (batch,) and ask the criteria the plain way."""
+        """Append one token to every row of the batch (batch,), and call the criteria as plain ``generate`` does."""
         length = self.length
         self._make_room(length + 1)
         if self.stops.pads:
@@ -147,12 +147,12 @@ class Text:
             self._ids = torch.cat([self._ids, self._ids.new_zeros((len(self._ids), size))], dim=1)
 
     def _stream(self) -> None:
-        """Tell the streamer every column that all rows have reached."""
+        """Give the streamer every new column that all growing rows have reached."""
         if self._streamer is None or self._streamed >= self._reached:
             return
         new = self.padded()[:, self._streamed : self._reached].cpu()  # in one transfer
         for column in new.unbind(1):
-            self._streamed += 1  # first: a streamer that raises has seen it
+            self._streamed += 1  # before the call: a streamer that raises has seen the column
             self._streamer.put(column)
 
     def finish(self) -> Tensor:
@@ -162,7 +162,7 @@ class Text:
         return self.padded()
 
     def padded(self) -> Tensor:
-        """Return all rows, padded behind their end: (batch, length of the longest row)."""
+        """Return all rows, padded after their end: (batch, length of the longest row)."""
         self._write()
         ids = self._ids[:, : self.length].clone()
         ends = uploaded(self.lengths, ids.device)
@@ -170,7 +170,7 @@ class Text:
         return ids.masked_fill_(behind, self._pad)
 
     def unpadded(self, prompt_mask: Tensor) -> list[list[int]]:
-        """Return prompt and output of every row as lists, without what pads them; ``prompt_mask`` (batch, prompt)."""
+        """Return prompt and output of every row as lists, without padding; ``prompt_mask`` (batch, prompt)."""
         start = self.prompt_length
         both = torch.cat([prompt_mask.to(self._ids), self._ids[:, : self.length]], dim=1).tolist()  # in one transfer
         rows = ((row[:start], row[start:], end) for row, end in zip(both, self.lengths, strict=True))

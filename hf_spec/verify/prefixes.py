@@ -1,7 +1,7 @@
-"""Built-in processors of the prefix at many prefixes at once, of whatever lengths, without asking the device anything.
+"""Built-in per-sequence processors, vectorized over prefixes of any lengths, without a device synchronization.
 
-transformers' own calls take prefixes of one length. Each function here does what the call of one class does, row by
-row the same; classes that are not in ``VECTORIZED`` are called as they are, once for each length.
+transformers' own calls take prefixes of one length. Each function here gives the same result per row as the call of
+one class. Classes that are not in ``VECTORIZED`` are called as they are, once for each length.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..sampling import widest_float
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Hold ``tokens`` (prefixes, longest) right-padded, of which ``lengths`` (prefixes,) count.
+    """Prefixes of different lengths: ``tokens`` (prefixes, longest), right-padded, and ``lengths`` (prefixes,).
 
-    ``rows`` (prefixes,) are their places in the batch that ``generate`` was called with. The lengths are not outside
-    ``shortest`` and ``longest``.
+    ``rows`` (prefixes,) are their positions in the batch that ``generate`` was called with. All lengths lie between
+    ``shortest`` and ``longest``, which are known without asking the device.
     """
 
     tokens: Tensor
@@ -39,7 +39,7 @@ class Prefixes:
         return numbers(self.tokens.shape[1], self.tokens.device)
 
     def ends(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return the last ``count`` tokens of each prefix (prefixes, count), and whether it has as many."""
+        """Return the last ``count`` tokens of each prefix (prefixes, count), and whether it has that many."""
         column = (self.lengths[:, None] - count + numbers(count, self.tokens.device)).clamp(min=0)
         return self.tokens.gather(1, column), self.lengths >= count
 
@@ -89,10 +89,10 @@ def _decay(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
         return scores
     tokens = one.eos_token_id.to(scores.device)
     past = (prefixes.lengths - one.regulation_start).clamp(min=0).to(widest_float(scores.device))
-    factor: Tensor = (torch.pow(one.regulation_factor, past) - 1).to(scores.dtype)  # 0 where it has not begun
+    factor: Tensor = (torch.pow(one.regulation_factor, past) - 1).to(scores.dtype)  # 0 where the decay has not begun
     ends = scores[:, tokens]
     penalty = (ends.abs() * factor[:, None]).masked_fill(~ends.isfinite(), 0.0)
-    decayed: Tensor = scores.index_copy(1, tokens.flatten(), ends + penalty)  # an end may be listed twice
+    decayed: Tensor = scores.index_copy(1, tokens.flatten(), ends + penalty)  # index_add would add twice
     return decayed
 
 
@@ -103,7 +103,7 @@ def _repetition(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
         hidden = hidden | (prefixes.columns < ignored.to(scores.device)[prefixes.rows, None])
     elif ignored:
         hidden = hidden | (prefixes.columns < ignored)
-    tokens = prefixes.tokens.clamp(max=vocabulary).masked_fill(hidden, vocabulary)  # a spare column behind the others
+    tokens = prefixes.tokens.clamp(max=vocabulary).masked_fill(hidden, vocabulary)  # padding: a spare last column
     wide = torch.nn.functional.pad(scores, (0, 1))
     found = wide.gather(1, tokens)
     found = torch.where(found < 0, found * one.penalty, found / one.penalty)

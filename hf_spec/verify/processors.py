@@ -1,14 +1,14 @@
-"""The user's logits processors, asked at the nodes of a proposal instead of once per token.
+"""The user's logits processors, called at the nodes of a proposal instead of once per token.
 
-Plain ``generate`` shows a processor the whole batch, once per emitted token. A verified block has many nodes, most of
-which are rejected, so processors are told apart by what their result depends on:
+Plain ``generate`` calls a processor once per emitted token, with the complete batch. A verified block has many nodes,
+most of which are rejected. So processors are sorted by what their result depends on:
 
-1. *stateless*: on the logits alone. All nodes of all rows in one call.
-2. *per sequence*: on the sequence's own prefix too, its length included. Every node with the prefix it would have if
-   it were emitted: at all nodes at once what ``prefixes.py`` knows, other prefixes of one length in one call.
-3. *lockstep*: everything else, what the user wrote above all (``prefix_allowed_tokens_fn`` too). It may count calls,
-   keep a state or look at the other rows, so it gets the contract of plain ``generate``, and rows advance together.
-   But rows that have ended score zeros, where plain ``generate`` goes on scoring what is behind their end.
+1. *stateless*: the logits alone. All nodes of all sequences are processed in one call.
+2. *per sequence*: the sequence's own prefix too, its length included. Every node gets the prefix that it would have if
+   it were emitted. Classes in ``prefixes.py`` take all nodes at once, others all prefixes of one length in a call.
+3. *lockstep*: everything else, above all what users write (``prefix_allowed_tokens_fn`` too). Such a processor may
+   count calls, keep a state or read other sequences. So it is called as plain ``generate`` calls it, and all sequences
+   advance together. One difference remains: finished rows score zeros, and plain ``generate`` goes on scoring them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ PER_SEQUENCE: frozenset[type] = frozenset(
     }
 )
 
-# The other built-in ones stay in lockstep:
-#   SynthIDTextWatermark, UnbatchedClassifierFreeGuidance, DiaEOSDelayPattern: keep a state from call to call
-#   EncoderNoRepeatNGram, EncoderRepetitionPenalty: bound to the rows of the batch by their place in it
+# The other built-in processors need lockstep:
+#   SynthIDTextWatermark, UnbatchedClassifierFreeGuidance, DiaEOSDelayPattern: keep a state between calls
+#   EncoderNoRepeatNGram, EncoderRepetitionPenalty: depend on the position of a row in the batch
 #   ClassifierFreeGuidance, DiaClassifierFreeGuidance, DiaEOSChannelFilter: mix rows
-#   WhisperNoSpeechDetection, WhisperTimeStamp: belong to an encoder-decoder's own loop, which resets them from outside
+#   WhisperNoSpeechDetection, WhisperTimeStamp: belong to the loop of an encoder-decoder, which resets them
 
 _PURE = "_hf_spec_pure"
 
@@ -75,10 +75,12 @@ _PURE = "_hf_spec_pure"
 def pure(processor: P) -> P:
     """Declare that a custom processor is a pure function of each row's own prefix and logits, and return it.
 
-    It may then be called with any number of rows, in any order, several times or never for one prefix, and rows need
-    not wait for each other. The same goes for a ``prefix_allowed_tokens_fn``, whose list of tokens must then follow
-    from the row's number and its prefix alone. Use it on an instance or a function, or as a decorator on a class;
-    subclasses have to declare it again. What takes no attributes, such as a bound method, is returned in a wrapper.
+    It may then be called with any number of rows, in any order, and several times or never for one prefix. So
+    sequences need not wait for each other. A ``prefix_allowed_tokens_fn`` can be declared, too: its tokens must then
+    depend on the row's number and its prefix alone.
+
+    Use it on an instance or a function, or as a decorator on a class. Subclasses have to declare it again. An object
+    that takes no attributes, such as a bound method, is returned in a wrapper.
     """
     try:
         setattr(processor, _PURE, True)
@@ -90,7 +92,7 @@ def pure(processor: P) -> P:
 class Processors:
     """The user's ``LogitsProcessorList``, sorted into stateless, per-sequence and lockstep ones.
 
-    ``rows`` are those of the batch, if they are known. Errors: a ValueError for a processor made for another number.
+    ``rows`` is the batch size, if it is known. Errors: a ValueError for a processor made for another batch size.
     """
 
     def __init__(self, processors: LogitsProcessorList, rows: int | None = None) -> None:
@@ -106,15 +108,15 @@ class Processors:
         self.lockstep: bool = not all(type(one) in STATELESS or _is_per_sequence(one) for one in processors)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Call the whole list the plain way: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
+        """Call the complete list as ``generate`` does: (batch, length), (batch, vocab) -> (batch, vocab) float32."""
         return _call(self._all, input_ids, scores.to(dtype=torch.float32, copy=True))
 
     def warp(self, scores: Tensor) -> Tensor:
-        """Apply the stateless processors alone to float32 ``scores`` (rows, vocab), which are left as they are."""
+        """Apply the stateless processors alone to float32 ``scores`` (rows, vocab), which are not changed in place."""
         return _warped(self._warpers, scores)
 
     def at_once(self, scores: Tensor, prefixes: Prefixes) -> Tensor:
-        """Process float32 ``scores`` (prefixes, vocab), each behind its own prefix, where ``vectorized`` is set."""
+        """Process float32 ``scores`` (prefixes, vocab), each after its own prefix, where ``vectorized`` is set."""
         for one in self._all:
             if type(one) in STATELESS:
                 scores = _warped([in_less_time(one)], scores)
@@ -123,11 +125,11 @@ class Processors:
         return scores
 
     def draft_distribution(self, only_best: bool = False) -> Callable[[Tensor], Tensor]:
-        """Return the map from draft logits to float32 log-probabilities that guesses follow, both (..., vocab).
+        """Return the map from draft logits to float32 log-probabilities of draft tokens, both (..., vocab).
 
-        The stateless processors are applied once; the others would need the prefix of every guess, and leaving them
-        out changes how often a guess is accepted but not what is accepted. ``only_best``: nobody looks at more than
-        the best token, so that any scores in the same order will do.
+        Only stateless processors are applied. The others would need the prefix of every draft token; without them the
+        acceptance rate changes, but not the output. ``only_best``: only the best token is used, so any scores in the
+        same order will do.
         """
 
         if only_best and not self._warpers:
@@ -140,10 +142,10 @@ class Processors:
         return distribution
 
     def scores_at(self, logits: Tensor, tokens: Tensor, lengths: list[int], rows: list[int]) -> Tensor:
-        """Process float32 ``logits`` (pairs, vocab), each after a prefix of its own. Not for a list in lockstep.
+        """Process float32 ``logits`` (pairs, vocab), each after its own prefix. Not for a list in lockstep.
 
-        ``tokens`` (pairs, longest) are the right-padded prefixes, of which ``lengths`` count; ``rows`` are the places
-        of the pairs in the batch that ``generate`` was called with, for the processors that know them.
+        ``tokens`` (pairs, longest) are the right-padded prefixes and ``lengths`` their lengths. ``rows`` are the
+        positions of the pairs in the batch of ``generate``, for processors that depend on them.
         """
         if self.stateless:
             return self.warp(logits)
@@ -157,7 +159,7 @@ class Processors:
             processed = _call(bound, tokens[index, :length], logits[index])
             if processed.shape != (len(pairs), logits.shape[-1]):
                 raise ValueError(self._misshapen(processed.shape, len(pairs), logits.shape[-1]))
-            scores[index] = processed.float()  # theirs may be of any type
+            scores[index] = processed.float()  # a user's processor may return any dtype
         return scores
 
     def _misshapen(self, shape: torch.Size, rows: int, vocabulary: int) -> str:
@@ -169,8 +171,8 @@ class Processors:
 
 
 def _warped(stateless: Collection[Any], scores: Tensor) -> Tensor:
-    """Call ``stateless`` processors, without the look that transformers' list takes at each one's signature."""
-    nothing = scores.new_empty((scores.shape[0], 0), dtype=torch.long)  # of the text
+    """Call ``stateless`` processors without inspecting each one's signature, as transformers' list does."""
+    nothing = scores.new_empty((scores.shape[0], 0), dtype=torch.long)  # stateless processors read no text
     for one in stateless:
         scores = one(nothing, scores)
     return scores
@@ -192,7 +194,7 @@ def _check_rows(processors: LogitsProcessorList, rows: int) -> None:
 
 
 def _ignored_by_row(processor: Any) -> Tensor | None:
-    """Return how much of each row's prompt a repetition penalty leaves out, if that is not the same for all."""
+    """Return how much of each row's prompt a repetition penalty ignores, if rows differ in it."""
     is_penalty = type(processor) is logits_process.RepetitionPenaltyLogitsProcessor
     ignored = processor.prompt_ignore_length if is_penalty else None
     return ignored if isinstance(ignored, Tensor) else None
@@ -200,7 +202,7 @@ def _ignored_by_row(processor: Any) -> Tensor | None:
 
 def _is_per_sequence(processor: Any) -> bool:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
-        one_text = processor._num_beams == 1  # it looks at all beams of a row together
+        one_text = processor._num_beams == 1  # with beams it reads all beams of a sequence together
         return one_text and is_declared_pure(processor._prefix_allowed_tokens_fn)  # the function is the user's
     return type(processor) in PER_SEQUENCE or is_declared_pure(processor)
 
@@ -211,7 +213,7 @@ def is_declared_pure(one: Any) -> bool:
 
 
 def _bind(processor: Any, rows: list[int]) -> Any:
-    """Return ``processor`` as it has to be called for some ``rows`` of the batch it was made for."""
+    """Restrict ``processor`` to some ``rows`` of the batch that it was made for."""
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         allowed = functools.partial(_allowed, processor._prefix_allowed_tokens_fn, rows)
         return logits_process.PrefixConstrainedLogitsProcessor(allowed, 1)

@@ -1,4 +1,4 @@
-"""Processed scores after the nodes of a proposal, computed where they are asked for."""
+"""Processed scores after the nodes of a proposal, computed only where they are needed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from .stopping import Stops
 
 
 class NodeScores:
-    """The processed scores after the nodes of a proposal, computed where they are asked for.
+    """The processed scores after the nodes of a proposal, computed only where they are needed.
 
     ``logits`` (batch, nodes, vocab) are the target's, raw. ``text`` (batch, capacity) ends with the root of each row
-    at ``lengths[b] - 1``; stateless processors do not need it. ``rows`` are the places of these rows in the batch that
-    ``generate`` was called with. ``stops`` end a row: after a draft token that does, no processor is asked. Not for a
-    list in lockstep.
+    at ``lengths[b] - 1``; stateless processors do not need it. ``rows`` are the positions of these rows in the batch
+    that ``generate`` was called with. ``stops``: after a draft token that ends the sequence no processor is called.
+    Not for a list in lockstep.
+
+    Callers use ``best_tokens`` for greedy decoding, ``at_root`` for a plain step, ``at_all_nodes`` for rules that need
+    every distribution, and ``at`` where the way through the tree is found node by node.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class NodeScores:
         return self._score(row, node)
 
     def at_root(self) -> Tensor:
-        """Return the scores after the roots, (batch, vocab): float32, but for logits that are left as they are."""
+        """Return the scores after the roots, (batch, vocab): float32, or the raw logits if there is no processor."""
         logits = self.logits[:, 0]
         if self._processors.is_empty:
             return logits
@@ -63,7 +66,7 @@ class NodeScores:
 
     def best_tokens(self) -> Tensor:
         """Return the token with the highest score at every node, (batch, nodes)."""
-        if self._processors.is_empty:  # spare the copies
+        if self._processors.is_empty:  # saves the float32 copy
             return self._largest[1]
         return likeliest(self._at_all_nodes if self._processors.vectorized else self.at_all_nodes())
 
@@ -81,16 +84,16 @@ class NodeScores:
     def at_all_nodes(self) -> Tensor:
         """Return the scores at all nodes: (batch, nodes, vocab) float32.
 
-        Nodes that are ABSENT, or that the target cannot reach because a token on their path has probability zero or
-        ends the row, hold zeros or what processors make of them: one that is not built in never sees a prefix that
-        could not have become text and gone on.
+        Some nodes cannot be reached: ABSENT ones, and those with a token on their path that has probability zero or
+        ends the sequence. They hold zeros or what processors make of them. A processor that is not built in never sees
+        a prefix that the target could not have emitted and continued.
         """
         if self._processors.vectorized:
             return self._scores_after_ends
         present = self._proposal.present
         scores = torch.zeros_like(self.logits, dtype=torch.float32)  # (batch, nodes, vocab)
         reachable = torch.zeros_like(present)
-        for end in sorted(set(self._ends[present].tolist())):  # a parent's prefix is one shorter: its scores are there
+        for end in sorted(set(self._ends[present].tolist())):  # parents first: their prefix is shorter
             batch, node = (present & (self._ends == end)).nonzero(as_tuple=True)
             possible = self._is_possible(scores, reachable, batch, node)
             batch, node = batch[possible], node[possible]
@@ -109,7 +112,7 @@ class NodeScores:
         nodes, depth = scores.shape[1], self._proposal.max_depth
         text, spill = self._text_so_far, max(self._lengths) + depth
         text = torch.nn.functional.pad(text, (0, spill + 1 - text.shape[1]))
-        drafted = self._proposal.ancestors & (numbers(nodes, text.device) > 0)  # the root stands in the text
+        drafted = self._proposal.ancestors & (numbers(nodes, text.device) > 0)  # the root is in the text
         column = torch.where(drafted, self._ends[:, None] - 1, spill)
         draft_tokens = self._proposal.tokens[:, None].expand(-1, nodes, -1)
         tokens = text[:, None].expand(-1, nodes, -1).scatter(2, column, draft_tokens)[:, :, :spill]
@@ -122,12 +125,12 @@ class NodeScores:
         scores, stops = self._at_all_nodes, self._stops
         if stops is None or self._processors.stateless:
             return scores
-        if stops.reads_text and bool((scores.amax(-1) == -torch.inf).any()):  # a look at the texts takes long
+        if stops.reads_text and bool((scores.amax(-1) == -torch.inf).any()):  # only then: reading the texts is slow
             return scores.masked_fill(self._ended[:, :, None], 0.0)
         return scores.masked_fill(self._after(self._are_last)[:, :, None], 0.0) if stops.last_tokens else scores
 
     def _prefixes(self, tokens: Tensor, lengths: Tensor, depth: int) -> Prefixes:
-        """Take ``tokens`` (batch * nodes, n) for the prefixes of nodes that are at most ``depth`` deep."""
+        """Build the prefixes of nodes that are at most ``depth`` deep from ``tokens`` (batch * nodes, n)."""
         shortest, longest, nodes = min(self._lengths), max(self._lengths) + depth, len(lengths) // len(self._rows)
         rows = self._rows_on_device.repeat_interleave(nodes)
         return Prefixes(tokens, lengths, rows, shortest, longest)
@@ -152,12 +155,12 @@ class NodeScores:
 
     @functools.cached_property
     def _ends(self) -> Tensor:
-        """Measure the prefix of each node, itself included: (batch, nodes)."""
+        """Return the length of each node's prefix, the node included: (batch, nodes)."""
         return self._text_lengths[:, None] + self._proposal.depth
 
     @functools.cached_property
     def _ended(self) -> Tensor:
-        """Tell which nodes are draft tokens that end their row, or come after one: (batch, nodes) bool."""
+        """Tell which nodes are draft tokens that end their sequence, or come after one: (batch, nodes) bool."""
         ends, stops = self._are_last, self._stops
         if stops is not None and stops.reads_text:
             batch, node = (self._proposal.present & (self._proposal.depth > 0)).nonzero(as_tuple=True)
@@ -167,23 +170,23 @@ class NodeScores:
 
     @property
     def _are_last(self) -> Tensor:
-        """Tell which draft tokens end their row: (batch, nodes) bool."""
+        """Tell which draft tokens end their sequence: (batch, nodes) bool."""
         tokens = self._proposal.tokens
         if self._stops is None:
             return torch.zeros_like(tokens, dtype=torch.bool)
         ends = self._stops.are_last(tokens)
-        ends[:, 0] = False  # the root is emitted, and its row goes on
+        ends[:, 0] = False  # the root is emitted already, and its sequence goes on
         return ends
 
     def _after(self, ends: Tensor) -> Tensor:
         return (self._proposal.ancestors & ends[:, None]).any(-1)
 
     def _is_possible(self, scores: Tensor, reachable: Tensor, batch: Tensor, node: Tensor) -> Tensor:
-        """Tell which pairs (batch, node) have a reachable parent that gives them a chance: (pairs,) bool."""
+        """Tell which pairs (batch, node) have a reachable parent that gives them a probability: (pairs,) bool."""
         parent = self._proposal.parents[batch, node]
-        distribution = scores[batch, parent]  # (pairs, vocab); the root has no parent and reads whatever stands at -1
+        distribution = scores[batch, parent]  # (pairs, vocab); a root's parent is -1: what is read there is not used
         own = distribution.gather(1, self._proposal.tokens[batch, node][:, None])[:, 0]
-        # A row of -inf alone gives nan here, which is not 0: greedy decoding goes on with token 0 there.
+        # Scores that are all -inf give nan here, which is not 0: greedy decoding goes on with token 0 there.
         chance = torch.exp(own - distribution.amax(1))
         return (parent < 0) | (reachable[batch, parent] & (chance != 0))
 
@@ -208,7 +211,7 @@ class NodeScores:
         proposal, longest = self._proposal, max(self._lengths)
         spill = longest + proposal.max_depth
         drafted = proposal.ancestors[batch, node]  # (pairs, nodes)
-        drafted[:, 0] = False  # the root stands in the text, or nowhere if the prompt is empty
+        drafted[:, 0] = False  # the root is in the text, or nowhere if the prompt is empty
         column = (self._ends[batch] - 1).masked_fill(~drafted, spill)
         tokens = self._text.new_zeros((len(batch), spill + 1))
         tokens[:, :longest] = self._text[batch, :longest]

@@ -1,4 +1,4 @@
-"""When a row is finished: the user's stopping criteria, asked at every token of a block."""
+"""When a sequence is finished: the user's stopping criteria, checked at every token of a block."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, Max
 
 
 class Stops:
-    """Ask the user's ``StoppingCriteriaList`` at every emitted token.
+    """The user's ``StoppingCriteriaList``, checked at every emitted token.
 
-    ``lockstep``: a criterion is not one of those known here, so it may count calls or look at scores and other rows;
-    the list must then be called once per token with the whole batch, as plain ``generate`` does. ``pads``: finished
-    rows are padded; otherwise they go on being generated until all are finished, and ``waits`` tells that this may be
-    later than their own end. ``max_length``: no row gets longer. ``last_tokens`` end a row. Criteria that may look at
-    a clock, or at what only this process sees, are decided by the first of ``ranks``.
+    - ``lockstep``: a criterion is not built in, so it may count calls or read scores and other sequences. The list is
+      then called once per token with the complete batch, as plain ``generate`` does.
+    - ``pads``: finished sequences are padded. Otherwise they are generated until all are finished.
+    - ``waits``: without padding, a sequence may thus run beyond its own end.
+    - ``max_length``: no sequence gets longer.
+    - ``last_tokens``: each of them ends a sequence.
+
+    Criteria that depend on time, or on what only one process sees, are decided by the first of ``ranks``.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks | None = None) -> None:
@@ -37,22 +40,21 @@ class Stops:
         self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
         eos = [one.eos_token_id.flatten().tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
         self.last_tokens = frozenset(chain.from_iterable(eos))
-        self._last: Tensor | None = None  # the same on the device, from the first question on
+        self._last: Tensor | None = None  # ``last_tokens`` on the device, from the first call of ``are_last`` on
         limits = [one.max_length for one in criteria if type(one) is MaxLengthCriteria]
         self.max_length: int | None = min(limits, default=None)
         self._reminded = False
 
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
-        """Call the whole list as plain ``generate`` does: (batch, length) -> batch times bool."""
+        """Call the complete list as plain ``generate`` does: (batch, length) -> batch times bool."""
         finished: list[bool] = self._all(input_ids, scores).tolist()
         return self._ranks.agree(finished)
 
     def first_stop(self, text: Tensor, before: Sequence[int], emitted: Sequence[Sequence[int]]) -> list[int | None]:
         """Find where each row of ``text`` (batch, capacity) ends, if it does. Not for a list in lockstep.
 
-        Row b had ``before[b]`` tokens, and ``emitted[b]`` follow them in ``text``. Return the length of its first
-        prefix, longer than before, after which plain ``generate`` calls it finished. Maximum time is asked once, for
-        the whole block.
+        Row b had ``before[b]`` tokens, and ``emitted[b]`` follow them in ``text``. Return the length of its shortest
+        prefix, longer than before, that plain ``generate`` calls finished. The time limit is checked once per block.
         """
         ends: list[int | None] = [None] * len(before)
         for one in self._all:
@@ -77,7 +79,7 @@ class Stops:
         return ends
 
     def are_last(self, tokens: Tensor) -> Tensor:
-        """Tell which ``tokens``, of any shape and always on one device, end a row."""
+        """Tell which ``tokens``, of any shape and always on the same device, end a sequence."""
         if self._last is None:
             self._last = torch.tensor(sorted(self.last_tokens), dtype=torch.long, device=tokens.device)
         return torch.isin(tokens, self._last)
@@ -89,7 +91,7 @@ class Stops:
         return list(map(any, zip(*(_first_stop_string(one, text, before, one_token) for one in strings), strict=True)))
 
     def _remind(self, criterion: MaxLengthCriteria, length: int) -> None:
-        """Let the ``criterion`` warn, as in plain ``generate``, if a ``length`` is more than the model is made for."""
+        """Let ``criterion`` warn, as in plain ``generate``, if ``length`` is more than the model is made for."""
         length, most = min(length, criterion.max_length - 1), criterion.max_position_embeddings
         if most is not None and length > most and not self._reminded:
             criterion(torch.zeros((1, length), dtype=torch.long), None)
@@ -101,8 +103,8 @@ def _first_stop_string(
 ) -> list[int]:
     """Count the emitted tokens up to the first one that completes a stop string, 0 where none does.
 
-    The criterion looks at the last ``maximum_token_len`` tokens only, so all prefixes that have as many are asked in
-    one call, and shorter ones by length.
+    The criterion reads the last ``maximum_token_len`` tokens only. So all prefixes with at least as many are checked
+    in one call, and shorter ones in one call per length.
     """
     windows: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for row, (old, new) in enumerate(zip(before, emitted, strict=True)):

@@ -1,7 +1,7 @@
-"""Built-in memoryless processors in less time, where a CPU would spend it.
+"""Faster versions of built-in stateless processors on the CPU.
 
-transformers' top-p sorts the whole vocabulary for each row, and a block has a row for each node. What is kept are the
-likeliest tokens, so that it is enough to sort a few of them, and to know the mass of all.
+transformers' top-p sorts the complete vocabulary for each row, and a block has a row for each node. Top-p keeps the
+most probable tokens, so it is enough to sort a few of them and to know the mass of all.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
-LARGE = 1 << 13  # words, from which on sorting takes longer
-FEW, MANY = 256, 4096  # likeliest tokens that are sorted first, and then for the rows of which more are kept
-MARGIN = 2e-6  # what sums of float32 probabilities may be wrong by
+LARGE = 1 << 13  # vocabulary size from which on sorting takes longer
+FEW, MANY = 256, 4096  # most probable tokens that are sorted first, and then for rows that keep more than that
+MARGIN = 2e-6  # largest error of sums of float32 probabilities
 
 
 def in_less_time(processor: LogitsProcessor, nearly: bool = False) -> LogitsProcessor:
-    """Return what does the same as ``processor``, bit for bit; itself if nothing here does.
+    """Return a faster processor with the same result as ``processor``, bit for bit; itself if there is none here.
 
-    ``nearly`` the same is enough for guesses, which follow whatever distribution a draft is given.
+    ``nearly``: the result may differ slightly. That is enough for draft tokens: whatever distribution they are sampled
+    from, verification uses the same one.
     """
     return TopP(processor, nearly) if type(processor) is logits_process.TopPLogitsWarper else processor
 
 
 @dataclass(frozen=True)
 class TopP(LogitsProcessor):
-    """Do as transformers' ``warper``, which is asked about those rows alone where rounding or equals would decide.
+    """A faster version of transformers' ``warper``, which is called only for rows where rounding or ties would decide.
 
-    ``nearly``: it is not asked, and all equals are kept.
+    ``nearly``: it is not called, and all ties are kept.
     """
 
     warper: logits_process.TopPLogitsWarper
@@ -42,7 +43,7 @@ class TopP(LogitsProcessor):
         if scores.device.type != "cpu" or scores.shape[-1] < LARGE or (in_graph and not self.nearly):
             plain: Tensor = self.warper(input_ids, scores)
             return plain
-        if in_graph:  # whose shapes depend on no scores
+        if in_graph:  # shapes in a graph must not depend on the scores
             last, _ = self._last_kept(scores, MANY)
             return scores.masked_fill(scores < last, self.warper.filter_value)
         return self._process(input_ids, scores, FEW)
@@ -58,9 +59,9 @@ class TopP(LogitsProcessor):
         return processed
 
     def _last_kept(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the score of the last token that is kept, (rows, 1), and whether it is that for sure, (rows,).
+        """Return the score of the last token that is kept, (rows, 1), and whether that is certain, (rows,).
 
-        A token is kept if those before it have less than ``top_p`` together.
+        A token is kept if the more probable ones have less than ``top_p`` together.
         """
         best, token = scores.topk(count := min(count, scores.shape[-1]))  # (rows, count)
         share = scores.softmax(-1).gather(-1, token).double()
