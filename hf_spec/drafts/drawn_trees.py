@@ -1,18 +1,19 @@
-"""Trees of guesses that are drawn and still go where the draft is surest: ``tree="dynamic"`` when sampling.
+"""Sampled trees that grow where the draft is most confident: ``tree="dynamic"`` when sampling.
 
-A drawn tree must not lose a guess once it is drawn: what was dropped for its value would be missing from the text. So
-how many children a node gets is decided before they are drawn, from the draft's distribution there and from all that
-was drawn before. Then traversal verification keeps the target's distribution: how probably it accepts something in a
-subtree depends on the guess at its top and not on the shape below, so that no shape tells about later siblings.
+A sampled draft token must never be dropped: dropping it because of its value would bias the output. So the number of
+children of a node is decided before they are sampled. It depends on the draft's distribution there, and on what was
+sampled before. Then traversal verification keeps the target's distribution. The probability that it accepts something
+in a subtree depends on the draft token at the top, and not on the shape below. So no shape informs about later
+siblings.
 
-How many is planned level by level. The *promise* of a guess is how probably the target comes to it and accepts it. A
-guess that was drawn from q is accepted as often as p and q overlap, far more often than q itself would say::
+The numbers are planned level by level. The *promise* of a draft token is the probability that the target reaches and
+accepts it. A token sampled from q is accepted as often as p and q overlap, far more often than q(token) suggests::
 
-    drawn so far    the ─┬─ cat  promise 0.7     imagined below    cat ─┬─ 1st 0.42 ─── 1st 0.24
+    sampled so far  the ─┬─ cat  promise 0.7     expected below    cat ─┬─ 1st 0.42 ─── 1st 0.24
                          └─ dog  promise 0.1                            └─ 2nd 0.07
                                                                    dog ─── 1st 0.05
 
-    with three guesses left "cat" gets two children now, "dog" none, and the third waits for what these two are
+    with three draft tokens left, "cat" gets two children now and "dog" none; the third waits for what these two are
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ from ..proposal import ABSENT, NO_PARENT, Proposal
 from ..sampling import draw_distinct
 from .forest import Forest, Step
 
-# How probably a drawn sibling is the one that is accepted, if its parent is: BASE + OWN q(it) for the first one,
-# BASE (1 - q(first)) + OWN q(it) for the others, and on AVERAGE where those before it are rejected. Measured with the
-# EAGLE-3 draft of the demo family at temperature 1. They decide how good a tree is; the text has the target's
-# distribution whatever stands here.
+# Probability that a sampled sibling is the accepted one, given that its parent is: BASE + OWN q(it) for the first one,
+# BASE (1 - q(first)) + OWN q(it) for the others. AVERAGE is that of each sibling, given that the ones before it are
+# rejected. Measured with the EAGLE-3 draft of the demo family at temperature 1. These numbers decide how good a tree
+# is; the output follows the target's distribution whatever they are.
 BASE = (0.400, 0.108, 0.059, 0.037)
 OWN = (0.600, 0.295, 0.273, 0.255)
 AVERAGE = (0.56, 0.23, 0.16, 0.13)
 
 
 class Level(NamedTuple):
-    """What is known of one level of drawn trees before any of them is drawn.
+    """The static part of one level of sampled trees, known before any of them is sampled.
 
-    ``width`` nodes are looked behind, and each gets at most ``children``. Below each of them a tree is imagined; a
-    guess in it is worth ``least`` + ``more`` * sum(q^2) of its node's promise, both (imagined,). The children come
-    first.
+    ``width`` nodes are expanded, and each gets at most ``children``. An average tree is expected below each of them.
+    The expected promise of a draft token in it is the node's promise times ``least`` + ``more`` * sum(q^2), both
+    (expected tokens,). The node's own children come first.
     """
 
     width: int
@@ -56,12 +57,12 @@ class Level(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is known of drawn trees of at most ``nodes`` guesses before any of them is drawn.
+    """The static part of sampled trees of at most ``nodes`` draft tokens, known before any of them is sampled.
 
-    A child's promise is its parent's, ``base`` (siblings,) times, and what ``mix`` (siblings, siblings) makes of the
-    probabilities of all siblings. Of the nodes looked behind the first one is the root, and any other one a guess:
-    ``first`` (nodes looked behind - 1,) is the number of the first guess of its level among all guesses. Guesses stand
-    behind the nodes ``above`` (guesses,), numbered as they are looked behind.
+    A child's promise is its parent's promise * (``base`` + q @ ``mix``), where q are the probabilities of its siblings
+    and itself; ``base`` is (siblings,), ``mix`` (siblings, siblings). Candidates are numbered across levels, and so
+    are expanded nodes, the root first. ``first`` (expanded nodes - 1,): for each expanded node but the root, the
+    number of the first candidate of its level. ``above`` (candidates,): the parent of each, as an expanded node.
     """
 
     nodes: int
@@ -74,17 +75,17 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torch.device) -> Plan:
-    """Plan trees of at most ``nodes`` guesses and ``limit`` levels, with ``top_k`` nodes looked behind per level.
+    """Plan trees of at most ``nodes`` draft tokens and ``limit`` levels, with ``top_k`` expanded nodes per level.
 
-    Once for all trees of a kind, because every upload makes an accelerator wait.
+    Cached for all trees of a kind, because every upload stalls an accelerator.
     """
     siblings = min(top_k, vocabulary, len(BASE))
-    # What is drawn from q has itself a probability of sum(q^2) on average; it decides about all siblings.
+    # A token sampled from q has sum(q^2) for q(token) on average. Later siblings share what the first one leaves.
     later = _in_turn((0.0, *AVERAGE[1:siblings]))[1:]
     least = [BASE[0], *((1 - BASE[0]) * share for share in later)]
     more = [OWN[0], *(-OWN[0] * share for share in later)]
     put, levels, width = functools.partial(torch.tensor, device=device), [], 1
-    weigh = functools.partial(put, dtype=torch.float32)  # as distributions are, whatever torch's default is
+    weigh = functools.partial(put, dtype=torch.float32)  # the dtype of distributions, whatever torch's default is
     first: list[int] = []
     above: list[int] = []
     for depth in range(limit):
@@ -92,7 +93,7 @@ def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torc
         children = below.count(1.0)
         parts = ([table[child] * share for child, share in zip(rank, below, strict=True)] for table in (least, more))
         levels.append(Level(width, children, *map(weigh, parts)))
-        begin = len(first) + 1 - width  # of the level's nodes among all that are looked behind
+        begin = len(first) + 1 - width  # the number of the level's first node among all expanded ones
         above += [begin + node for node in range(width) for _ in range(children)]
         width = min(top_k, width * children, nodes)
         first += [len(above) - levels[-1].width * children] * (width if depth + 1 < limit else 0)
@@ -102,19 +103,19 @@ def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torc
 
 
 def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: Iterator[Tensor]) -> Proposal:
-    """Draw the guesses of a tree as ``plan`` says.
+    """Sample the draft tokens of a tree by ``plan``.
 
-    ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``; ``noise`` is what levels are drawn
-    with, see ``draw_distinct``.
+    ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``. ``noise`` holds the random numbers of
+    each level, see ``draw_distinct``.
     """
     forest, grown = Forest(step), _Grown([], [], [], [])
     log_probs = log_probs[:, None]
-    promise = log_probs.new_ones((len(root), 1))  # of the nodes looked behind, (batch, n)
-    left = repeated(plan.nodes, len(root), root.device)[:, None]  # guesses that may still be drawn
+    promise = log_probs.new_ones((len(root), 1))  # of the level's expanded nodes, (batch, n)
+    left = repeated(plan.nodes, len(root), root.device)[:, None]  # draft tokens that may still be sampled, (batch, 1)
     for level, below in itertools.zip_longest(plan.levels, plan.levels[1:]):
         q = log_probs.exp()
         drawn = draw_distinct(log_probs, level.children, next(noise))  # (batch, n, children)
-        own = promise[:, :, None] * q.gather(2, drawn)  # 0 where there is nothing to draw, or no node
+        own = promise[:, :, None] * q.gather(2, drawn)  # 0 where q has no further token, or where the node is absent
         taken = _wanted(promise, q, left, level) & (own > 0)
         grown.add(q, drawn.flatten(1), taken.flatten(1))
         if below is None:
@@ -128,12 +129,12 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
 
 
 class _Grown(NamedTuple):
-    """Hold the guesses of a batch, level by level, of which only those ``taken`` are in the tree."""
+    """The candidates of a batch, level by level, of which only those ``taken`` are in the tree."""
 
-    q: list[Tensor]  # (batch, n, vocabulary) what the children of a level's nodes were drawn from
+    q: list[Tensor]  # (batch, n, vocabulary) what the children of a level's nodes were sampled from
     drawn: list[Tensor]  # (batch, n * children)
     taken: list[Tensor]  # (batch, n * children)
-    picked: list[Tensor]  # (batch, n) which guesses of a level were looked behind
+    picked: list[Tensor]  # (batch, n) which candidates of a level were expanded
 
     def add(self, q: Tensor, drawn: Tensor, taken: Tensor) -> None:
         """Add a level."""
@@ -142,11 +143,11 @@ class _Grown(NamedTuple):
         self.taken.append(taken)
 
     def tree(self, root: Tensor, plan: Plan) -> Proposal:
-        """Return the tree, with another number of guesses in every row."""
+        """Build the tree; rows may have different numbers of draft tokens."""
         q, drawn, taken = (torch.cat(part, dim=1) for part in (self.q, self.drawn, self.taken))
-        spill = numbers(1, root.device, plan.nodes + 1)  # one place more than a tree has, for what is in none
-        places = torch.where(taken, taken.cumsum(1), spill)  # (batch, guesses)
-        node = repeated(0, len(root), root.device)[:, None]  # (batch, nodes looked behind), the root first
+        spill = numbers(1, root.device, plan.nodes + 1)  # the last column, which is cut off: for all that is not taken
+        places = torch.where(taken, taken.cumsum(1), spill)  # (batch, candidates)
+        node = repeated(0, len(root), root.device)[:, None]  # (batch, expanded nodes), the root first
         if self.picked:
             node = torch.cat([node, places.gather(1, torch.cat(self.picked, dim=1) + plan.first)], dim=1)
         tokens = root[:, None].repeat(1, plan.nodes + 2).scatter_(1, places, drawn)
@@ -157,10 +158,10 @@ class _Grown(NamedTuple):
 
 
 def _wanted(promise: Tensor, q: Tensor, left: Tensor, level: Level) -> Tensor:
-    """Say which children (batch, n, children) a level gets where ``left`` (batch, 1) guesses may be drawn.
+    """Decide which children (batch, n, children) a level gets, with ``left`` (batch, 1) draft tokens remaining.
 
-    Of all guesses in the trees imagined below the nodes the best ones fill up what is left; those among them that are
-    children of the level's own nodes are to be drawn now. ``promise`` (batch, n) is that of the nodes.
+    The best ``left`` tokens of the trees expected below the nodes are selected. Those among them that are children of
+    the level's own nodes are sampled now. ``promise`` (batch, n) is that of the nodes.
     """
     sure = (q[:, :, None] @ q[..., None])[..., 0]  # (batch, n, 1), sum(q^2)
     worth = torch.addcmul(level.least, sure, level.more) * promise[:, :, None]  # (batch, n, imagined)
@@ -170,10 +171,10 @@ def _wanted(promise: Tensor, q: Tensor, left: Tensor, level: Level) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float], ...]:
-    """List the best ``nodes`` guesses of an average tree, at most ``depth`` deep.
+    """List the best ``nodes`` draft tokens of an average tree, at most ``depth`` deep.
 
-    Of each: the rank among its siblings of the child of the root that it stands behind, or is, and how much of that
-    child's promise is left there; 1 for the child itself. The children of the root come first.
+    Each is a pair. The first is the rank of its ancestor (or itself) among the root's children; the second is the
+    fraction of that child's promise that remains here, 1 for the child itself. The children of the root come first.
     """
     share = _in_turn(AVERAGE[:siblings])
     best: list[tuple[float, tuple[int, ...]]] = [(-share[0], (0,))]
@@ -189,15 +190,15 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
 
 
 def _after(promise: Tensor, own: Tensor, plan: Plan) -> Tensor:
-    """Promise children (batch, n, children) when it is known which ones were drawn.
+    """Compute the promises (batch, n, children) of children that have been sampled.
 
-    ``own`` (batch, n, children) is how probable they were, times the ``promise`` (batch, n) of their parents.
+    ``own`` (batch, n, children) are their probabilities under q, times the ``promise`` (batch, n) of their parents.
     """
     count = own.shape[-1]
     return torch.addcmul(own @ plan.mix[:count, :count], promise[:, :, None], plan.base[:count])
 
 
 def _in_turn(accepted: Sequence[float]) -> list[float]:
-    """Turn how probably each sibling is accepted in its turn into how probably it is the one."""
+    """Turn the probability that each sibling is accepted once it is its turn into that of being the accepted one."""
     passed = itertools.accumulate((1 - one for one in accepted), operator.mul, initial=1.0)
     return [one * before for one, before in zip(accepted, passed, strict=False)]

@@ -1,4 +1,4 @@
-"""What the configs of drafts share that read several hidden states of their target: EAGLE-3, DFlash and their kin."""
+"""What configs of drafts share that read several hidden states of the target: EAGLE-3, DFlash and similar ones."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from transformers import PreTrainedConfig
 from ..configuration import SpeculatorConfig, another_target
 from ..settings import is_int
 
-# How configs call the number of residual streams that run side by side (hyper-connections, AltUp).
+# Names in configs for the number of parallel residual streams (hyper-connections, AltUp).
 STREAMS = ("hc_mult", "hc_count", "altup_num_inputs")
-# What is read of targets with so few layers that the default would name one twice; 0 is the input of the first layer.
+# Layer ids for targets with so few layers that the default would repeat one; 0 is the input of the first layer.
 SHALLOW = {1: [0, 1], 2: [0, 1, 2], 3: [1, 2, 3]}
 
 
 class FeatureSpeculatorConfig(SpeculatorConfig):
-    """Describe a draft that reads several hidden states of its target and may guess fewer tokens than it has.
+    """The config of a draft that reads several hidden states of its target, and may have a reduced vocabulary.
 
-    Which ones says the field that ``layer_ids_field`` names, or its default ``[2, n // 2, n - 3]`` if that is None:
-    id i is ``hidden_states[i]``, the residual stream after i layers; the number of layers means the last one *before*
-    the final norm. The default needs 7 layers; for a target of fewer, ``for_target`` names others.
+    The field that ``layer_ids_field`` names lists them; ``None`` is the default ``[2, n // 2, n - 3]``. Id i is
+    ``hidden_states[i]``, the residual stream after i layers; the number of layers means the last one *before* the
+    final norm. The default needs 7 layers; for a target of fewer, ``for_target`` names others.
 
     Args:
-        draft_vocab_size: tokens the draft can guess; ``None`` for the whole vocabulary of the target.
+        draft_vocab_size: tokens the draft can propose; ``None`` for the target's full vocabulary.
         target_hidden_size: width of the target's features; ``None`` if it is the draft's.
     """
 
-    method: ClassVar[str] = ""  # the name of the kind for people
+    method: ClassVar[str] = ""  # the displayed name of the method
     layer_ids_field: ClassVar[str] = ""
     flags: ClassVar[tuple[str, ...]] = ()  # fields that are True or False
 
@@ -37,7 +37,7 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
     @classmethod
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
         count = target.get_text_config().num_hidden_layers
-        if flags.get(cls.layer_ids_field) is None:  # named, so that a target of other layers is not read by the rule
+        if flags.get(cls.layer_ids_field) is None:  # saved, so that the default is not applied to another target
             flags[cls.layer_ids_field] = usual_layers(count)
         return super().for_target(target, layers, **flags)
 
@@ -58,7 +58,7 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
         return int(self.target_hidden_size or self.layers.hidden_size)
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
-        """Return the ids that are read of a target with so many layers."""
+        """Return the ids that are read from a target with so many layers."""
         if self.layer_ids is None:
             return (2, num_target_layers // 2, num_target_layers - 3)
         return tuple(self.layer_ids)
@@ -118,7 +118,7 @@ class FeatureSpeculatorConfig(SpeculatorConfig):
 
 
 def usual_layers(count: int) -> list[int]:
-    """Return the layers that are read of a target with ``count`` ones if nothing else is said."""
+    """Return the ids read by default from a target with ``count`` layers."""
     return [2, count // 2, count - 3] if count >= 7 else SHALLOW.get(count, [1, count // 2, count - 1])
 
 

@@ -1,4 +1,4 @@
-"""How a kind of draft says which files it reads and writes, and what flat configs and their tensors have in common."""
+"""Formats of draft files: how kinds of drafts declare them, and what flat configs and their tensors share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from transformers import AutoConfig
 
 from ..configuration import GEMMA, SpeculatorConfig
 
-# What files hold that no draft needs: tables computed anew, and the target's ends, which speculators trains against.
+# The tensors from which the shape of Gemma 4's layers is read.
 GEMMA_TENSORS = (
     *("layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight"),
     "layers.0.mlp.gate_proj.weight",
 )
 ZIP = b"PK\x03\x04"
 MOST_NAMES, SPARE_BYTES = 8, 1 << 26  # a tensor may have so many names, and small files more
+# Tensors that no draft needs: recomputed tables, and the target's norm and head, which speculators trains against.
 LEFT_OVER = re.compile(r".*\binv_freq$|verifier_(lm_head|norm)\.weight$")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Hold a draft as its files say it: the config's JSON and the tensors under their names in the file."""
+    """A draft as in its files: the config's JSON, and the tensors under their names in the file."""
 
     path: str
     config: dict[str, Any]
@@ -36,12 +37,12 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Format:
-    """Say how the files of some project are recognised and read.
+    """The way files of some project are recognised and read.
 
-    ``recognises(config, names)`` is asked with the config's JSON and the names of the tensors; ``read(config,
-    tensors)``, which may change both, returns the config and the weights of our model. ``owner`` is the project that
-    made the format. ``weight_files`` are names of files that hold weights in this format alone. ``inside_target`` says
-    how the draft's tensors begin where it is kept in its target's checkpoint.
+    ``recognises(config, names)`` is given the config's JSON and the names of the tensors. ``read(config, tensors)``
+    may change both; it returns the config and the weights of our model. ``owner`` is the project that made the format.
+    ``weight_files`` are file names used for weights in this format only. ``inside_target`` are the prefixes of the
+    draft's tensors where it is stored in its target's checkpoint.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Files:
-    """Hold what a layout puts into files: ``tensors`` into ``weights``, and ``config``, if any, into config.json."""
+    """What a layout writes: ``tensors`` into the file ``weights``, and ``config``, if any, into config.json."""
 
     tensors: dict[str, Tensor]
     weights: str = "model.safetensors"
@@ -62,9 +63,9 @@ class Files:
 
 
 def check_pickled(file: str | os.PathLike[str]) -> None:
-    """Raise an OSError if a file that ``torch.save`` wrote would grow when it is read: parts compressed or twice."""
+    """Raise an OSError if a file of ``torch.save`` has compressed or overlapping parts, which would grow when read."""
     with open(file, "rb") as opened:
-        if opened.read(4) != ZIP:  # as torch tells them; older files hold their numbers as they are
+        if opened.read(4) != ZIP:  # as torch tells the formats apart; older files are not zip archives and cannot grow
             return
     try:
         with zipfile.ZipFile(file) as archive:
@@ -80,9 +81,9 @@ def check_pickled(file: str | os.PathLike[str]) -> None:
 
 
 def check_held(file: str | os.PathLike[str], tensors: dict[str, Tensor]) -> None:
-    """Raise an OSError for ``tensors`` without values of their own, or that describe far more values than they hold.
+    """Raise an OSError for ``tensors`` without values of their own, or whose shapes are far larger than their storage.
 
-    Several names may stand for one tensor, as of tied weights; a tensor that repeats one value is no weight.
+    Several names may share one tensor, as tied weights do. A tensor that repeats one value is no weight.
     """
     if odd := [name for name, one in tensors.items() if one.layout != torch.strided or one.is_meta]:
         raise OSError(f"{file}: {odd[0]!r} is a sparse tensor or has no values; save plain tensors, as safetensors")
@@ -119,12 +120,12 @@ def needed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def shared_with_target(tensors: Collection[str]) -> list[str]:
-    """List what the files leave to the target."""
+    """List which of embeddings and head the files lack, and the target provides."""
     return [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in tensors]
 
 
 def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Describe the decoder layers of a flat config, trusting the tensors where both speak: configs are often wrong."""
+    """Build the config of the decoder layers. Tensors win over the flat config ``raw``, which is often wrong."""
     if str(raw.get("model_type")).startswith("gemma4"):
         return _flat_gemma_layers(raw, tensors)
     kind = "qwen3" if "layers.0.self_attn.q_norm.weight" in tensors else "llama"
@@ -146,7 +147,7 @@ def flat_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def _flat_gemma_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Describe Gemma 4's layers in a draft of DeepSpec, whose config has the shapes of its target's two kinds."""
+    """Build the config of Gemma 4's layers in a DeepSpec draft; ``raw`` has the shapes of the target's two kinds."""
     if missing := [name for name in GEMMA_TENSORS if name not in tensors]:
         raise ValueError(f"it says {raw['model_type']!r} and has no {missing[0]}: it holds no layers of Gemma 4")
     head_norm, query, key, gate = (tensors[name] for name in GEMMA_TENSORS)
@@ -173,7 +174,7 @@ def _flat_gemma_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
 
 
 def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:
-    """Complete ``d2t`` and ``t2d`` from each other, drop them for all ``total`` tokens; return the draft's number."""
+    """Complete ``d2t`` and ``t2d`` from each other, or drop them if all ``total`` tokens are kept; return the size."""
     if "d2t" not in tensors and "t2d" in tensors:
         ids = tensors["t2d"].nonzero()[:, 0]
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -192,7 +193,7 @@ def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:
 
 
 def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
-    """List what is in the way of the speculators library, version 0.9.0, to read a draft of a kind that it knows."""
+    """List why the speculators library, version 0.9.0, cannot read a draft of a kind that it knows."""
     if layout != SPECULATORS.name:
         return ["does not read this layout; convert to speculators"]
     if missing := " and ".join(config.shared_with_target or ()):
@@ -201,5 +202,5 @@ def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
 
 
 def applying(obstacles: list[tuple[bool, str]]) -> list[str]:
-    """Return the sentences about what is in an engine's way that apply."""
+    """Return the sentences of those ``obstacles`` that apply."""
     return [sentence for applies, sentence in obstacles if applies]

@@ -1,4 +1,4 @@
-"""The nodes that a draft was asked to look behind while a proposal grows."""
+"""The tree nodes that a draft has expanded while a proposal grows."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from torch import Tensor
 
 from ..counting import alone
 
-# (tokens, depth, parents, ancestors) of the nodes of one level, (batch, new) tokens and their number of guesses up to
-# the root, to their log-probabilities, (batch, new, vocabulary). Parents (batch, new) are places in the level before,
-# None behind the root and in chains. Ancestors (batch, new, forest) are among all nodes so far, None in chains.
+# A draft's forward over the nodes of one level: (tokens, depth, parents, ancestors) -> log-probabilities after them,
+# (batch, new, vocabulary). Tokens are (batch, new); depth counts the draft tokens on their path. Parents (batch, new)
+# are indices into the level before, None in the first level and in chains. Ancestors (batch, new, nodes so far) bool
+# are None in chains.
 Step = Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass
 class Forest:
-    """The nodes that a draft was asked to look behind, one level of them after the other."""
+    """The nodes that a draft has expanded, one level after the other."""
 
     step: Step
     depth: int = 0  # of the last level
-    ancestors: Tensor | None = None  # (batch, nodes of the last level, forest) bool
+    ancestors: Tensor | None = None  # (batch, nodes of the last level, all nodes) bool
 
     def look_behind(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """Add a level of nodes (batch, new) and return their log-probabilities (batch, new, vocabulary).
+        """Expand a level of nodes (batch, new), and return the log-probabilities after them (batch, new, vocabulary).
 
-        ``parents`` (batch, new) are places in the level before, None for the first one.
+        ``parents`` (batch, new) are indices into the level before, None for the first one.
         """
         batch, new = tokens.shape
         ancestors = alone(new, tokens.device).expand(batch, new, new)

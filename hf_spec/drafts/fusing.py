@@ -1,8 +1,7 @@
 """Layers of EAGLE-3 (arXiv 2503.01840): one or a few decoder layers over the target's own hidden states.
 
-A position reads its token and, beside it, one hidden state: at the first step the target's features of the position
-before, later the draft's own output. The first layer attends over both, side by side; the residual carries only the
-hidden state::
+A position reads its token and one hidden state: at the first step the target's features of the position before, later
+the draft's own output. The first layer attends over their concatenation; the residual carries only the hidden state::
 
     features ─ fc ─┐                  ┌─ hidden_norm ─┐
                    ├─ hidden ─────────┤               ├─ attention ─ (+ hidden) ─ mlp ─ ... ─ norm ─ lm_head
@@ -36,7 +35,7 @@ EAGLE3_FLAGS = (
 
 
 class FusingSpeculatorConfig(FeatureSpeculatorConfig):
-    """Describe a draft of EAGLE-3's layers with the flags of the speculators library, all of them saved.
+    """The config of a draft of EAGLE-3's layers, with the flags of the speculators library, all of them saved.
 
     Args:
         eagle_aux_hidden_state_layer_ids: which ``hidden_states[i]`` of the target are read, i.e. the residual stream
@@ -62,7 +61,7 @@ class FusingSpeculatorConfig(FeatureSpeculatorConfig):
     embed_requires_grad: bool = False
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Write beside the fields how many features there are if not three: vLLM's llama drafts look for it there."""
+        """Write the number of features as well, if it is not three: vLLM's llama drafts read it there."""
         config = super().to_diff_dict()
         layers = config.get("transformer_layer_config", {})
         layers.pop("num_aux_hidden_states", None)
@@ -85,7 +84,7 @@ class FusingSpeculatorConfig(FeatureSpeculatorConfig):
 
 
 class FusingDraftModel(DraftModel):
-    """Be a draft of EAGLE-3's layers, of any flags (see ``FusingSpeculatorConfig``)."""
+    """A draft of EAGLE-3's layers with any flags (see ``FusingSpeculatorConfig``)."""
 
     config: FusingSpeculatorConfig
     _no_split_modules = [  # noqa: RUF012
@@ -121,11 +120,11 @@ class FusingDraftModel(DraftModel):
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> DraftOutput:
-        """Take one step: read ``input_ids`` (batch, length) beside either kind of hidden state.
+        """Run one step on ``input_ids`` (batch, length) together with either kind of hidden state.
 
-        ``features`` (batch, length, features x target width) at the first step, ``features[:, i]`` of the position
-        before ``input_ids[:, i]``; ``hidden_states`` (batch, length, hidden), an earlier output, at later ones.
-        ``logits_to_keep`` > 0: only the last logits. The rest: see ``DraftModel.decode``.
+        The first step takes ``features`` (batch, length, features x target width); ``features[:, i]`` are of the
+        position before ``input_ids[:, i]``. Later steps take ``hidden_states`` (batch, length, hidden), an earlier
+        output. ``logits_to_keep`` > 0: only the last logits. The rest: see ``DraftModel.decode``.
         """
         hidden = only_one(features, hidden_states)
         hidden = hidden if features is None else self.fuse(features)
@@ -136,7 +135,7 @@ class FusingDraftModel(DraftModel):
         return DraftOutput(logits, normed if self.config.norm_output else hidden, past_key_values)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Shrink the target's ``features`` (batch, length, features x width) to (batch, length, hidden)."""
+        """Project the target's ``features`` (batch, length, features x width) to (batch, length, hidden)."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:

@@ -1,4 +1,4 @@
-"""Drafts of EAGLE-3's layers in files: what the formats of all kinds of them have in common."""
+"""Drafts of EAGLE-3's layers in files: what the formats of all kinds have in common."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Read = tuple[FusingSpeculatorConfig, dict[str, Tensor]]
 def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
     """Return which ``hidden_states[i]`` of the target a draft reads; None where its format leaves it to the reader.
 
-    The only place where conventions meet. A top-level ``eagle_aux_hidden_state_layer_ids`` (speculators, vLLM) counts
-    layers that have run, and so is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge, ModelOpt,
-    SGLang) names the layer whose output is read, which is ``hidden_states[i + 1]``. EAGLE's own files name none.
+    Only this function converts between the conventions. A top-level ``eagle_aux_hidden_state_layer_ids`` (speculators,
+    vLLM) counts layers that have run: it is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge,
+    ModelOpt, SGLang) names the layer whose output is read: ``hidden_states[i + 1]``. EAGLE's own files name none.
     """
     name, behind = "eagle_aux_hidden_state_layer_ids", 0
     if (ids := config.get(name)) is None:
@@ -40,7 +40,7 @@ def read_speculators(kind: type[FusingSpeculatorConfig], raw: dict[str, Any], te
     if isinstance(raw.get("speculators_config"), dict):
         raw["speculators_config"]["algorithm"] = kind.speculators_model_type
     rope = raw["transformer_layer_config"].get("rope_parameters")
-    if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library takes this one for all
+    if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library uses this one for all layers
         raw["transformer_layer_config"]["rope_parameters"] = rope["sliding_attention"]
     return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], needed(tensors))
 
@@ -48,20 +48,20 @@ def read_speculators(kind: type[FusingSpeculatorConfig], raw: dict[str, Any], te
 def completed(
     kind: type[FusingSpeculatorConfig], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
 ) -> Read:
-    """Take what a config does not say from the ``tensors``, and build the config of ``kind``."""
+    """Take what a config lacks from the ``tensors``, and build the config of ``kind``."""
     ids = aux_layer_ids(raw)
     raw["shared_with_target"] = shared_with_target(tensors)
     raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
     raw["eagle_aux_hidden_state_layer_ids"] = ids and sorted(ids)
     known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
     config = kind(**{name: value for name, value in raw.items() if name in known})
-    # Foreign files may list ids in any order and mean it. Construction refuses that, since vLLM would sort them.
+    # Other projects' files may list ids in any order, on purpose. The constructor refuses that: vLLM would sort them.
     config.eagle_aux_hidden_state_layer_ids = ids
     return config, tensors
 
 
 def sort_features(draft: FusingDraftModel) -> None:
-    """Let the draft read the same hidden states in ascending order, in place; features are then concatenated so."""
+    """Sort the hidden states that the draft reads, in place, and permute the weights that read them accordingly."""
     ids, width = draft.config.eagle_aux_hidden_state_layer_ids, draft.config.feature_size
     if ids is None or ids == sorted(ids):
         return

@@ -1,7 +1,7 @@
-"""The layers of Gemma 4 in drafts, as DeepSpec makes them: full attention of one shape, with nothing between layers.
+"""The layers of Gemma 4 in drafts, as DeepSpec makes them: full attention of one shape, nothing shared by layers.
 
-What sets Gemma's targets apart besides (experts, embeddings for every layer, keys that layers share) they do not have.
-Embeddings are scaled and logits capped in ``DraftModel``.
+They have no experts, no per-layer embeddings and no shared keys, unlike Gemma's targets. Embeddings are scaled and
+logits capped in ``DraftModel``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KIND = "full_attention"
 
 
 class Gemma4Rotary(Gemma4TextRotaryEmbedding):
-    """Turn positions as the full attention of Gemma 4 does, the only one of a draft."""
+    """The rotary embedding of Gemma 4's full attention, the only kind that drafts have."""
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (batch, length, head size) of ``position_ids`` (batch, length)."""
         return cast(tuple[Tensor, Tensor], super().forward(hidden, position_ids, KIND))
 
     def fill(self) -> None:
-        """Work out the frequencies, which are in no file."""
+        """Compute the frequencies, which are in no file."""
         config: Any = self.config
         frequencies, _ = self.rope_init_fns[KIND](config.per_layer_config[KIND], layer_type=KIND)
         for name in ("inv_freq", "original_inv_freq"):
@@ -39,23 +39,23 @@ class Gemma4Rotary(Gemma4TextRotaryEmbedding):
 
 
 class Gemma4DraftLayer(Gemma4TextDecoderLayer):
-    """Be a layer of a draft, whose layers share nothing; some versions leave keys for others all the same."""
+    """A layer of a draft; its layers share no keys, but some versions of transformers need a dict for them."""
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override, unused-ignore]
-        """Return what follows ``hidden`` (batch, length, hidden)."""
+        """Run the layer on ``hidden`` (batch, length, hidden)."""
         hidden = super().forward(hidden, shared_kv_states={}, **kwargs)
         return hidden
 
 
 class Gemma4FusingLayer(FusingLayer, Gemma4TextDecoderLayer):
-    """Be the first layer of an EAGLE-3 draft made of Gemma 4 layers, which norm what they add."""
+    """The first layer of an EAGLE-3 draft made of Gemma 4 layers, which norm what they add."""
 
     def forward(self, hidden: Tensor, embeds: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override, unused-ignore]
-        """Return what follows ``hidden`` beside ``embeds``, (batch, length, hidden) each."""
+        """Run the layer on ``hidden`` and ``embeds``, (batch, length, hidden) each."""
         return super().forward(hidden, embeds, shared_kv_states={}, **kwargs)  # layers of drafts share nothing
 
     def behind_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Add what attention read to the ``residual``, and what the MLP makes of both."""
+        """Add the attention output to the ``residual``, then the MLP's output."""
         hidden = residual + self.post_attention_layernorm(attended)
         made = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
         return cast(Tensor, (hidden + made) * self.layer_scalar)

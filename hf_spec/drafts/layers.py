@@ -1,4 +1,4 @@
-"""Which classes of transformers the decoder layers of drafts are made of, by the ``model_type`` of their config."""
+"""The classes of transformers that drafts' decoder layers are made of, by the ``model_type`` of their config."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .fusing_layers import LlamaFusingLayer, Qwen3FusingLayer
 
 
 class RMSNorm(nn.RMSNorm):
-    """Norm as the layers of transformers do: on CUDA one kernel of torch instead of six."""
+    """The RMS norm of transformers' layers, as one kernel of torch on CUDA instead of six."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Norm ``hidden`` (..., width); under autocast in the weights' float32, as torch has no kernel for both."""
+        """Norm ``hidden`` (..., width) in the weights' dtype: under autocast, torch has no kernel for two dtypes."""
         return super().forward(hidden.to(self.weight.dtype))
 
 
 def with_torch_norms(module: nn.Module) -> None:
-    """Let torch's norm, with the same weights, stand in for transformers' inside ``module`` that compute the same."""
+    """Replace norms of transformers in ``module`` by torch's, which share the weights and compute the same."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if isinstance(child, (LlamaRMSNorm, Qwen3RMSNorm)):
@@ -31,7 +31,7 @@ def with_torch_norms(module: nn.Module) -> None:
 
 
 class LayerClasses(NamedTuple):
-    """Hold what builds a layer, one that reads two things side by side (EAGLE-3), a norm and the rotary embedding."""
+    """The classes of a decoder layer, EAGLE-3's first layer (``fusing``), a norm and the rotary embedding."""
 
     layer: Any
     fusing: Any
@@ -39,7 +39,7 @@ class LayerClasses(NamedTuple):
     rotary: Any
 
 
-CLASSES = {  # whose layers have one rope for all
+CLASSES = {  # of architectures with one rope for all layers
     "llama": LayerClasses(LlamaDecoderLayer, LlamaFusingLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": LayerClasses(Qwen3DecoderLayer, Qwen3FusingLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
@@ -48,7 +48,7 @@ CLASSES = {  # whose layers have one rope for all
 def classes_of(model_type: str) -> LayerClasses:
     """Return the classes for decoder layers of ``model_type``."""
     if model_type == GEMMA:
-        from . import gemma4  # whose module in transformers is large, and few drafts need it
+        from . import gemma4  # its module in transformers is large, and few drafts need it
 
         return LayerClasses(
             gemma4.Gemma4DraftLayer, gemma4.Gemma4FusingLayer, gemma4.Gemma4RMSNorm, gemma4.Gemma4Rotary

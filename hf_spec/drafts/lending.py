@@ -1,4 +1,4 @@
-"""What a target lends its draft: embeddings, or an output layer, that a draft without its own computes with."""
+"""Weights that a target lends its draft: embeddings or an output layer, for a draft without its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..configuration import SpeculatorConfig
 
 
 class Lent(dict[str, Tensor | None]):
-    """What a target lends: no weights of a draft, so that none is registered; copied along, but never pickled.
+    """The lent weights. They are not registered as the draft's own; a deep copy shares them, a pickle holds none.
 
-    It says so itself. What wraps a draft, as an adapter of PEFT does, passes on methods such as ``__deepcopy__``, and
-    the copy would lack the wrapper.
+    The methods for this are here and not on the draft. A wrapper of a draft, such as a PEFT adapter, forwards methods
+    like ``__deepcopy__``, and the copy would lack the wrapper.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lent:
@@ -26,7 +26,7 @@ class Lent(dict[str, Tensor | None]):
 def lendable(module: nn.Module | None, name: str, config: SpeculatorConfig) -> Tensor:
     """Return the weight of a target's ``module``. Errors: a ValueError that says why a draft cannot borrow it."""
     weight = getattr(module, "weight", None)
-    # Quantized modules show integers, or a method (torch.ao) in the place of a tensor.
+    # In quantized modules ``weight`` is integers, or a method (torch.ao) instead of a tensor.
     if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
         raise ValueError(f"the target's {name} is absent, offloaded or quantized: load it in memory and unquantized")
     if weight.shape[1] != config.layers.hidden_size:

@@ -8,13 +8,13 @@ from ...configuration import SpeculatorConfig
 
 
 class EagleSpeculatorConfig(SpeculatorConfig):
-    """Describe an EAGLE-1 or EAGLE-2 draft (arXiv 2401.15077, 2406.16858), which share their weights.
+    """The config of an EAGLE-1 or EAGLE-2 draft (arXiv 2401.15077, 2406.16858); both have the same weights.
 
-    It reads the target's last hidden state after the final norm and guesses with the target's own head. Of the engines
-    only hf_spec reads this ``speculators_model_type``.
+    It reads the target's last hidden state after the final norm and predicts with the target's own head. Only hf_spec
+    reads this ``speculators_model_type``.
 
     Args:
-        fc_bias: the layer that joins embedding and feature has a bias.
+        fc_bias: the layer that fuses embedding and feature has a bias.
     """
 
     speculators_model_type: str = "eagle"

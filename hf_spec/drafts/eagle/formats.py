@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 drafts in the files of SafeAILab, and who serves them."""
+"""EAGLE-1 and EAGLE-2 drafts in the files of SafeAILab, and which engines serve them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .configuration import EagleSpeculatorConfig
 
 
 def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[EagleSpeculatorConfig, dict[str, Tensor]]:
-    """Read a flat config, which does not say that features follow the final norm and the head is the target's."""
+    """Read a flat config, which does not say that features are after the final norm and the head is the target's."""
     tensors = needed(tensors)
     config = EagleSpeculatorConfig(
         transformer_layer_config=flat_layers(raw, tensors),
@@ -33,7 +33,7 @@ FORMATS = (
 
 
 def in_the_way(checkpoint: Checkpoint, layout: str) -> dict[str, list[str]]:
-    """List what is in each engine's way to serve the files of ``checkpoint``, nothing if it reads them as meant."""
+    """List by engine why it cannot serve the files of ``checkpoint``; empty if it reads them as meant."""
     bias = "fc.bias" in checkpoint.tensors and not checkpoint.config.get("eagle_fc_bias")
     vllm = ["drops the bias of fc; set eagle_fc_bias: true in config.json"] if bias else []
     if layout == "speculators":
@@ -42,5 +42,5 @@ def in_the_way(checkpoint: Checkpoint, layout: str) -> dict[str, list[str]]:
 
 
 def unserved() -> dict[str, list[str]]:
-    """List what each engine cannot serve of such a draft, whatever layout it is converted to."""
+    """List by engine why it cannot serve such a draft in any layout."""
     return {engine: ["reads EAGLE-1 drafts in the layout of SafeAILab only"] for engine in ("vLLM", "SGLang")}

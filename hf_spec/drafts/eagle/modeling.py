@@ -1,8 +1,8 @@
 """EAGLE-1 and EAGLE-2 drafts (arXiv 2401.15077, 2406.16858): decoder layers over the target's last hidden state.
 
-A position reads its token and the hidden state of the position before it, the target's at the first step and the
-draft's own guess at it later. The guess goes through the target's own head: there is no final norm to add. The two
-differ in the tree that is drafted, not in the weights.
+A position reads its token and the hidden state of the position before it: the target's at the first step, the draft's
+own prediction of it later. The prediction goes directly through the target's head, without a final norm. The two
+methods differ in the tree that is drafted, not in the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class EagleDraftModel(DraftModel):
-    """Guess with an EAGLE-1 or EAGLE-2 draft."""
+    """An EAGLE-1 or EAGLE-2 draft."""
 
     config_class = EagleSpeculatorConfig
     ends_chains = True

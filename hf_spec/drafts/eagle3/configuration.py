@@ -10,7 +10,7 @@ __all__ = ["EAGLE3_FLAGS", "Eagle3SpeculatorConfig"]
 
 
 class Eagle3SpeculatorConfig(FusingSpeculatorConfig):
-    """Describe an EAGLE-3 draft (arXiv 2503.01840), which is fed its own output.
+    """The config of an EAGLE-3 draft (arXiv 2503.01840), which is fed its own output.
 
     For its fields see ``FusingSpeculatorConfig``.
     """

@@ -1,4 +1,4 @@
-"""Who serves an EAGLE-3 draft, and what is in the way: vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter."""
+"""Which engines serve an EAGLE-3 draft, and why not: vLLM 0.33, SGLang 0.5.23, llama.cpp's 2026 converter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def is_gemma(config: Eagle3SpeculatorConfig) -> bool:
 
 
 def in_the_way(config: Eagle3SpeculatorConfig, checkpoint: Checkpoint, layout: str) -> dict[str, list[str]]:
-    """List what is in each engine's way to serve the files of ``checkpoint``, nothing if it reads them as meant."""
+    """List by engine why it cannot serve the files of ``checkpoint``; empty if it reads them as meant."""
     return {
         "vLLM": applying(_vllm(checkpoint, layout, config)),
         "SGLang": applying(_sglang(checkpoint, layout, config)),
@@ -30,7 +30,7 @@ def in_the_way(config: Eagle3SpeculatorConfig, checkpoint: Checkpoint, layout: s
 
 
 def unserved(config: Eagle3SpeculatorConfig) -> dict[str, list[str]]:
-    """List what each engine cannot serve of such a draft, whatever layout it is converted to."""
+    """List by engine why it cannot serve such a draft in any layout."""
     trained = config.embed_requires_grad and config.feature_size == config.layers.hidden_size
     return {
         "vLLM": applying(_beyond_vllm(config)),
@@ -40,7 +40,7 @@ def unserved(config: Eagle3SpeculatorConfig) -> dict[str, list[str]]:
 
 
 def beyond_flat(config: Eagle3SpeculatorConfig) -> list[str]:
-    """List what no reader of a flat layout knows."""
+    """List what no reader of a flat layout supports."""
     layers, ids = config.layers, config.eagle_aux_hidden_state_layer_ids or [1]
     return applying(
         [
@@ -62,7 +62,7 @@ def beyond_flat(config: Eagle3SpeculatorConfig) -> list[str]:
 
 
 def beyond_eagle3(config: Eagle3SpeculatorConfig) -> list[str]:
-    """List what readers of SafeAILab's layout do not know."""
+    """List what readers of SafeAILab's layout do not support."""
     ids = config.eagle_aux_hidden_state_layer_ids
     flags = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]
     found = beyond_flat(config) + [f"does not know {name}" for name in flags]
@@ -150,5 +150,5 @@ def _misread_norm_output(checkpoint: Checkpoint, layout: str) -> bool:
 
 
 def _default_ids(ids: list[int] | None) -> bool:
-    """Tell whether ``ids`` are what readers assume for some number of layers of the target."""
+    """Tell whether ``ids`` are the default for some number n of target layers: [2, n // 2, n - 3]."""
     return ids is None or (len(ids) == 3 and ids == [2, (ids[2] + 3) // 2, ids[2]])

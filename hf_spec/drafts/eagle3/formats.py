@@ -1,16 +1,16 @@
 """EAGLE-3 drafts in files: of the speculators library, SafeAILab, SpecForge, DeepSpec and ModelOpt.
 
 =============== ================================================  ==========================================
-format          how it is recognised                              what its files leave unsaid
+format          how it is recognised                              what its files do not say
 =============== ================================================  ==========================================
 ``speculators`` ``speculators_model_type`` eagle3                 nothing
 ``specforge``   ``LlamaForCausalLMEagle3`` and ``midlayer.*``     ``norm_output`` is the norm before the head
 ``eagle3``      other ``midlayer.*`` (SafeAILab's own)            the layers read, rope base, layer count
-``deepspec``    ``target_layer_ids``, otherwise as the next       nothing; ids are outputs of layers
+``deepspec``    ``target_layer_ids``, otherwise as ``modelopt``   nothing; ids are outputs of layers
 ``modelopt``    ``layers.0.hidden_norm`` in a flat config         no ``t2d``
 =============== ================================================  ==========================================
 
-Numbers of layers, biases, norms and vocabularies are taken from the tensors, since configs in circulation are wrong.
+Numbers of layers, biases, norms and vocabularies are taken from the tensors: some published configs are wrong.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def write_sglang(draft: Any) -> Files:
     if (ids := config.eagle_aux_hidden_state_layer_ids) is not None:
         more["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in ids]
     if "lm_head" in (config.shared_with_target or ()):
-        more["draft_vocab_size"] = None  # SGLang lends the target's output layer only then
+        more["draft_vocab_size"] = None  # only then SGLang uses the target's output layer
     return _written(draft, more)
 
 
@@ -141,11 +141,11 @@ def _written(draft: Any, more: dict[str, Any]) -> Files:
         "torch_dtype": str(draft.dtype).removeprefix("torch."),
         "tie_word_embeddings": False,
         "bias": False,
-        "rope_theta": rope["rope_theta"],  # readers older than rope_parameters
+        "rope_theta": rope["rope_theta"],  # for readers older than rope_parameters
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
     }
     if config.target_hidden_size is not None:
         raw["target_hidden_size"] = config.target_hidden_size
     if ids is not None:
-        raw["eagle_aux_hidden_state_layer_ids"] = ids  # vLLM
+        raw["eagle_aux_hidden_state_layer_ids"] = ids  # for vLLM
     return Files(tensors, config=raw | more)

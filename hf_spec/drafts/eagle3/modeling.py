@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts (arXiv 2503.01840): fed their own output, they guess one token further at every step."""
+"""EAGLE-3 drafts (arXiv 2503.01840): autoregressive, each step is fed the output of the one before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Eagle3DraftModel(FusingDraftModel):
-    """Guess with an EAGLE-3 draft of any flags (see ``Eagle3SpeculatorConfig``)."""
+    """An EAGLE-3 draft with any flags (see ``Eagle3SpeculatorConfig``)."""
 
     config_class = Eagle3SpeculatorConfig
     ends_chains = True
