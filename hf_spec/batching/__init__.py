@@ -1,1 +1,1 @@
-"""Guesses for the requests of transformers' continuous batching, which come and go at any moment."""
+"""Speculative decoding in transformers' continuous batching, where requests come and go at any moment."""

@@ -1,4 +1,4 @@
-"""The drafters of requests that come and go: those that can be are asked together, as one batch."""
+"""The drafters of requests that come and go; those that can be joined draft together, as one batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..proposal import ABSENT, Proposal
 
 @dataclass(eq=False)
 class Guess:
-    """What is guessed behind the text of one request: ``tokens`` and ``parents`` of the nodes, the root first.
+    """The proposal for one request: ``tokens`` and ``parents`` of the nodes, the root first.
 
-    ``q`` (nodes with children, vocabulary) is the distribution that they were drawn from, as in a ``Proposal``, and
-    ``chosen`` marks the nodes that were not.
+    ``q`` (nodes with children, vocabulary) is the distribution that draft tokens were sampled from, as in a
+    ``Proposal``. ``chosen`` marks the deterministic ones among them.
     """
 
     tokens: list[int]
@@ -31,7 +31,7 @@ class Guess:
 
     @property
     def size(self) -> int:
-        """Count the guesses."""
+        """Count the draft tokens."""
         return sum(parent >= 0 for parent in self.parents)
 
     @property
@@ -45,17 +45,17 @@ class Guess:
         return max(depths)
 
     def first(self, count: int) -> Guess:
-        """Keep the first ``count`` nodes: parents stand before their children, so they are a tree again."""
+        """Keep the first ``count`` nodes; they are a tree again, because parents come before their children."""
         chosen = None if self.chosen is None else self.chosen[:count]
         return Guess(self.tokens[:count], self.parents[:count], self.is_chain, self.q, chosen)
 
 
 @dataclass(eq=False)
 class Row:
-    """What is known of one request. ``request`` is the engine's own object, and so is new when it starts anew.
+    """The state of one request. ``request`` is the engine's own object; a request that restarts gets a new one.
 
-    ``features`` are those of the part of the prompt that was read, (1, tokens, widths) each; ``unread`` tokens became
-    text in as many ``steps``, and no drafter was told yet; ``guess`` waits to be scored.
+    ``features`` are those of the part of the prompt that was read, (1, tokens, widths) each. ``unread`` tokens were
+    emitted in ``steps`` steps, and no drafter was given them yet. ``guess`` is the proposal that is to be scored next.
     """
 
     name: str
@@ -63,24 +63,24 @@ class Row:
     stats: SpeculationStats
     features: list[Tensor] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
-    unread_features: list[Tensor] = field(default_factory=list)  # (tokens, widths) each, beside ``unread``
+    unread_features: list[Tensor] = field(default_factory=list)  # (tokens, widths) each, of ``unread``
     steps: int = 0
     guess: Guess | None = None
 
     def tell(self, tokens: list[int], features: Tensor | None) -> None:
-        """Keep what became text in a step until a drafter is asked again; ``features`` are (tokens, widths)."""
+        """Keep the tokens that a step emitted for the next drafting; ``features`` are (tokens, widths)."""
         self.unread += tokens
         self.steps += 1
         if features is not None:
             self.unread_features.append(features)
 
     def asked(self, guess: Guess) -> None:
-        """Note that the drafter knows what became text, and guesses so."""
+        """Note that the drafter has read all emitted tokens, and store what it proposes."""
         self.unread, self.unread_features, self.steps, self.guess = [], [], 0, guess
 
 
 class Drafters:
-    """Start a drafter for each request, and join those that can be joined."""
+    """The drafters of all requests, one for each or joined into one for several."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class Drafters:
 
     @property
     def rows(self) -> list[Row]:
-        """List the requests that a drafter keeps something of."""
+        """List the requests that a drafter holds state for."""
         return [row for _, rows in self._groups for row in rows]
 
     def propose(
@@ -98,11 +98,11 @@ class Drafters:
         start: Callable[[Row], Drafter],
         ask: Callable[[Drafter, list[Row], AcceptedTokens, int], Proposal],
     ) -> bool:
-        """Let ``rows``, which all have something unread, guess at most ``limit`` deep; tell whether one caught up.
+        """Draft at most ``limit`` deep for ``rows``, which all have unread tokens; tell whether one had a backlog.
 
-        ``start`` makes the drafter of a row that has none, and ``ask`` lets one draft. A drafter reads what is new in
-        all of its rows at once. Where one of them was not in the last batch, for there was no room, the others wait
-        for it, and guess nothing this time.
+        ``start`` makes the drafter of a row that has none, and ``ask`` lets a drafter propose. A drafter reads the new
+        tokens of all its rows at once. If one of them was not in the last batch, for lack of space, it has no new
+        tokens. Then the others wait for it and draft nothing this time.
         """
         known = set(self.rows)
         new = [row for row in rows if row not in known]
@@ -126,7 +126,7 @@ class Drafters:
         self._groups.append((drafter, [row]))
 
     def keep(self, staying: Collection[Row]) -> None:
-        """Go on with the requests ``staying`` only."""
+        """Drop all requests but ``staying`` from the drafters."""
         left = []
         for drafter, rows in self._groups:
             going_on = [i for i, row in enumerate(rows) if row in staying]
@@ -138,7 +138,7 @@ class Drafters:
 
 
 def accepted_of(rows: Sequence[Row], device: torch.device) -> AcceptedTokens:
-    """Put side by side what ``rows`` have not told their drafter, the shorter ones filled up on the right."""
+    """Batch the unread tokens of ``rows``, the shorter ones padded on the right."""
     unread = [row.unread for row in rows]
     counts = list(map(len, unread))
     counted = [[count, *new, *[0] * (max(counts) - count)] for count, new in zip(counts, unread, strict=True)]
@@ -151,7 +151,7 @@ def accepted_of(rows: Sequence[Row], device: torch.device) -> AcceptedTokens:
 
 
 def guesses_of(proposal: Proposal) -> list[Guess]:
-    """Take a proposal apart, row by row; nodes that are ABSENT at the end are left out."""
+    """Split a proposal into its rows; ABSENT nodes at the end are dropped."""
     both = torch.stack([proposal.tokens, proposal.parents], dim=1).tolist()  # in one transfer
     guesses = []
     for row, (tokens, parents) in enumerate(both):
@@ -163,7 +163,7 @@ def guesses_of(proposal: Proposal) -> list[Guess]:
 
 
 def proposal_of(guesses: Sequence[Guess], device: torch.device) -> Proposal:
-    """Put guesses side by side, the smaller ones filled up with ABSENT nodes."""
+    """Batch the proposals of single requests, the smaller ones padded with ABSENT nodes."""
     width = max(len(guess.tokens) for guess in guesses)
     both = torch.tensor(
         [
@@ -182,7 +182,7 @@ def proposal_of(guesses: Sequence[Guess], device: torch.device) -> Proposal:
 
 
 def _stacked_chosen(guesses: Sequence[Guess], width: int, device: torch.device) -> Tensor | None:
-    """Tell which guesses were chosen beside drawn ones, (rows, nodes) bool; ``None`` where none was."""
+    """Mark deterministic draft tokens among sampled ones, (rows, nodes) bool; ``None`` if there are none."""
     if all(guess.chosen is None for guess in guesses):
         return None
     rows = [guess.chosen or [False] * width for guess in guesses]
@@ -190,7 +190,7 @@ def _stacked_chosen(guesses: Sequence[Guess], width: int, device: torch.device) 
 
 
 def _stacked_q(guesses: Sequence[Guess], width: int) -> Tensor | None:
-    """Return the distributions of all rows, (rows, nodes with children, vocabulary); zeros where nothing was drawn."""
+    """Return the distributions of all rows, (rows, nodes with children, vocabulary); zeros where none was sampled."""
     drawn = [guess.q for guess in guesses if guess.q is not None]
     if not drawn:
         return None

@@ -1,15 +1,15 @@
-"""What is known of the insides of transformers' continuous batching: where guesses enter it and leave it.
+"""Subclasses of the parts of transformers' continuous batching: where draft tokens enter its engine and leave it.
 
-transformers makes the parts of its engine itself and has no registry for them. So what it made becomes ours: an object
-of the same state whose class overrides a method or two. One step of the engine, and what is ours in it::
+transformers makes the parts of its engine itself and has no registry for them. So the class of each finished object is
+replaced by a subclass that overrides a method or two. One step of the engine, and what is added to it::
 
-    prepare_next_batch   scheduler: which requests, how many of their tokens        guesses that find no room are cut
-    _generation_step     one forward over the packed tokens of all requests         scores every guess, and verifies
-    update_batch         tokens to requests, finished ones out, results delivered   the guesses that became text first,
-                                                                                    then new guesses
+    prepare_next_batch   scheduler: which requests, how many of their tokens        draft tokens without space are cut
+    _generation_step     one forward over the packed tokens of all requests         scores and verifies draft tokens
+    update_batch         tokens to requests, finished ones out, results delivered   emits accepted draft tokens first,
+                                                                                    then drafts new ones
 
-A request's next tokens are its last one and the guesses behind it. Those rejected are in the paged cache already, but
-behind the place (``position_offset``) at which the next tokens are written, and so are written over.
+The next input of a request is its last token and the draft tokens after it. The paged cache then holds rejected ones,
+too. They lie after the position (``position_offset``) at which the next tokens are written, so they are overwritten.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ T = TypeVar("T")
 
 @dataclass
 class RequestOutput(GenerationOutput):
-    """What transformers returns of one request, and ``speculation``: how the guessing went."""
+    """The output of one request, and ``speculation``: its statistics."""
 
     speculation: SpeculationStats | None = None
 
 
 class SpeculativeManager(ContinuousBatchingManager):
-    """Be transformers' manager of continuous batching, which guesses; ``speculation`` says how it goes.
+    """transformers' manager of continuous batching with speculative decoding, which ``speculation`` does.
 
-    ``made_for`` is the generation config of the call that it was made for. ``is_chosen``: the call did not say how
-    large the cache is.
+    ``made_for`` is the generation config of the call that it was made for. ``is_chosen``: the call did not set the
+    size of the cache.
     """
 
     speculation: Speculation
@@ -75,7 +75,7 @@ class SpeculativeManager(ContinuousBatchingManager):
         settings: GenerationConfig,
         is_chosen: bool = False,
     ) -> SpeculativeManager:
-        """Make a manager that transformers has made by ``settings``, and that has not begun, one that guesses."""
+        """Turn a manager that transformers made with ``settings`` and did not start into a speculative one."""
         ours = _become(cls, manager)
         ours.speculation, ours.made_for, ours.is_chosen = speculation, settings.to_dict(), is_chosen
         ours.output_router = _become(_Router, manager.output_router)
@@ -94,19 +94,19 @@ class SpeculativeManager(ContinuousBatchingManager):
         return made
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """Stop as transformers does, and let go what requests that did not end have left in drafts and errors."""
+        """Stop as transformers does, and release what unfinished requests have left in drafts and errors."""
         super().stop(*args, **kwargs)
-        if self.is_running():  # it was not waited for
+        if self.is_running():  # the caller did not wait for the end
             return
         self.speculation.keep({})
         error: BaseException | None = self.background_thread_status.fatal_error
-        while error is not None:  # its frames know the paged cache, and the engine knows the error
+        while error is not None:  # the engine keeps the error, and its frames would keep the paged cache
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
 
 
 class _Router(OutputRouter):
-    """Deliver results together with their statistics."""
+    """Delivery of results together with their statistics."""
 
     speculation: Speculation
 
@@ -124,13 +124,13 @@ class _Router(OutputRouter):
 
 
 class _Scheduling(Scheduler):
-    """Never divide the last token of a request and the guesses behind it between batches: cut the guesses."""
+    """A scheduler that drops draft tokens without space: they must be in one batch with their request's last token."""
 
     def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
         tokens: list[int] = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
         decodes = state.status == RequestStatus.DECODING and len(tokens) > 1
         if decodes and not self.cache.can_store_request_tokens(state, len(tokens), dry_run=True):
-            state.tokens_to_process = tokens = tokens[:1]  # others need the blocks more than guesses do
+            state.tokens_to_process = tokens = tokens[:1]  # other requests need the blocks more than draft tokens
         return tokens
 
     def _schedule_request(
@@ -161,17 +161,17 @@ _OURS: dict[type[Scheduler], type[Scheduler]] = {
 
 
 class _Ring(SlidingAttentionCacheAllocator):
-    """Keep some keys more than a window has, so that those which rejected guesses push out are not missed.
+    """A ring of more keys than a window has: rejected draft tokens then overwrite no key that is still needed.
 
-    A key at position n lies in slot n modulo ``sliding_window``, which is the length of the ring here; ``window`` is
-    how many positions a query sees, itself included.
+    A key at position n lies in slot n modulo ``sliding_window``, which is the length of the ring here. ``window`` is
+    the number of positions that a query sees, itself included.
     """
 
     window: int
 
     @classmethod
     def take_over(cls, allocator: SlidingAttentionCacheAllocator, spare: int) -> None:
-        """Let the rings of an allocator that has no requests yet have ``spare`` slots more."""
+        """Give the rings of an allocator that has no requests yet ``spare`` more slots."""
         ours = _become(cls, allocator)
         ours.window, ours.sliding_window = ours.sliding_window, ours.sliding_window + spare
 
@@ -185,19 +185,19 @@ class _Ring(SlidingAttentionCacheAllocator):
 
 
 class _Processor(ContinuousBatchProcessor):
-    """Score the guesses of all requests in the batch, and let them guess again."""
+    """A batch processor that verifies the draft tokens of all requests in the batch, and drafts new ones."""
 
     speculation: Speculation
     _scored: list[Scored]
-    _emitted: list[Emitted] | None  # None where a guess has spoilt the scores
+    _emitted: list[Emitted] | None  # None if a draft token has spoilt the scores
 
     @property
     def _io(self) -> ContinuousBatchingIOs:
-        return cast(ContinuousBatchingIOs, self.inputs_and_outputs)  # the other kind is switched off
+        return cast(ContinuousBatchingIOs, self.inputs_and_outputs)  # the async kind is switched off
 
     def prepare_next_batch(self) -> bool:
         ready: bool = super().prepare_next_batch()
-        self.speculation.keep(self.scheduler.active_requests)  # the others ended, were cancelled or start anew
+        self.speculation.keep(self.scheduler.active_requests)  # the others ended, were cancelled or restart
         return ready
 
     @torch.no_grad()
@@ -217,7 +217,7 @@ class _Processor(ContinuousBatchProcessor):
             self._hand_over(emitted)
 
     def _verify(self, model: nn.Module) -> Tensor | None:
-        """Choose what each request of the batch emits; return the features of all packed tokens."""
+        """Score and verify what each request of the batch proposed; return the features of all packed tokens."""
         futures, speculation = self._io.requests_in_batch, self.speculation
         self._scored = [self._what_is_scored(future) for future in futures if future.has_new_token]
         rows = [one.row for one in self._scored]
@@ -228,7 +228,7 @@ class _Processor(ContinuousBatchProcessor):
         return features
 
     def _take_back_guesses(self) -> None:
-        """Prepare the batch anew without guesses, one of which has spoilt the scores of all that is packed with it."""
+        """Prepare the batch again without draft tokens, one of which has spoilt the scores of all packed tokens."""
         io = self._io
         packed = io.input_ids[: io.num_q_tokens].tolist()
         for future in io.requests_in_batch:
@@ -242,21 +242,21 @@ class _Processor(ContinuousBatchProcessor):
 
     @property
     def _places(self) -> list[range]:
-        """Tell where in the packed tokens the nodes stand that are scored: the last ones of their request."""
+        """Return where in the packed tokens the scored nodes are: they are the last tokens of their request."""
         futures = self._io.requests_in_batch
         ends = itertools.accumulate(future.query_length for future in futures)
         scoring = [end for future, end in zip(futures, ends, strict=True) if future.has_new_token]
         return [range(end - len(one.guess.tokens), end) for end, one in zip(scoring, self._scored, strict=True)]
 
     def _what_is_scored(self, future: FutureRequestState) -> Scored:
-        """Tell how much of a request's guess the scheduler has found room for."""
+        """Return the part of a request's proposal that the scheduler has put into the batch."""
         state = future.state
         row = self.speculation.row(state.request_id, state)
         guess = ROOT if row.guess is None else row.guess.first(future.query_length)
         return Scored(row, guess, _room(state), state._eos_token_ids)
 
     def _forward(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Return logits (rows, nodes, vocabulary), the shorter rows filled up with their last node, and the features
+        """Return logits (rows, nodes, vocabulary), the shorter rows padded with their last node, and the features
         of all packed tokens, (1, tokens, widths)."""
         io, features, places = self._io, self.speculation.features, self._places
         kwargs: Any = io.get_model_kwargs()
@@ -277,7 +277,7 @@ class _Processor(ContinuousBatchProcessor):
         return logits.view(-1, width, logits.shape[-1]), features.joined(outputs, caught)
 
     def _lay_out_trees(self, kwargs: Any) -> None:
-        """Give the nodes of trees the positions they would have as text, and hide other branches from them."""
+        """Give the nodes of trees the positions of their depth, and mask out other branches."""
         trees = {one.row.name: one.guess for one in self._scored if not one.guess.is_chain}
         for allocator in self.cache.cache_allocators.values() if trees else ():
             masks = kwargs["attention_mask"]
@@ -296,7 +296,7 @@ class _Processor(ContinuousBatchProcessor):
                 query, key = query + count, key + keys
 
     def _move_keys(self, emitted: list[Emitted]) -> None:
-        """Put the keys and values of accepted paths where those of text are."""
+        """Move the keys and values of accepted paths to where those of emitted tokens belong."""
         moves = [
             (one.row, len(one.guess.tokens), new.path)
             for one, new in zip(self._scored, emitted, strict=True)
@@ -316,7 +316,7 @@ class _Processor(ContinuousBatchProcessor):
                     states.index_copy_(0, target, states.index_select(0, source))
 
     def _keep_features_of_prompts(self, features: Tensor | None) -> None:
-        """Keep what was read of prompts, which may come in several parts, until a drafter wants it."""
+        """Keep the features of prompts, which may be read in several parts, until a drafter needs them."""
         end = 0
         for future in self._io.requests_in_batch:
             end += future.query_length
@@ -326,12 +326,12 @@ class _Processor(ContinuousBatchProcessor):
                 row.features.append(features[:, end - future.query_length : end])
 
     def _warp(self, states: Sequence[RequestState], logits: Tensor) -> Tensor:
-        """Apply the engine's processors to ``logits`` (rows, ..., vocabulary), those of each request to its row."""
+        """Apply the engine's processors to ``logits`` (rows, ..., vocabulary), with each request's own settings."""
         processors = self.logit_processor
         if not processors.do_processing:
             return logits
         greedy = [state.logit_processor_kwargs.get("top_k") == 1 for state in states]
-        if any(greedy):  # the first of the best tokens, as plain decoding has it, and nothing is sorted
+        if any(greedy):  # the first of equally good tokens, as plain decoding takes it, and nothing is sorted
             best = torch.full_like(logits, -torch.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
             others = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
             if others:
@@ -346,7 +346,7 @@ class _Processor(ContinuousBatchProcessor):
         return processors(cast(torch.LongTensor, no_ids), flat, each).view(logits.shape)
 
     def _hand_over(self, emitted: list[Emitted]) -> None:
-        """Put the last token of each request where transformers looks for its one."""
+        """Put the last token of each request where transformers expects the only one."""
         output_ids = self._io.output_ids
         last = [new.tokens[-1] for new in emitted]
         output_ids[0, : len(last)] = torch.tensor(last, dtype=output_ids.dtype, device=output_ids.device)
@@ -369,7 +369,7 @@ class _Processor(ContinuousBatchProcessor):
                 row.request.tokens_to_process = list(row.guess.tokens)
 
     def _make_text(self, future: FutureRequestState, scored: Scored, emitted: Emitted) -> None:
-        """Give a request all its new tokens but the last, which transformers gives it, and take rejected ones back."""
+        """Give a request all new tokens but the last, which transformers adds itself, and roll back rejected ones."""
         state, kept = future.state, len(emitted.tokens)
         if (guesses := len(scored.guess.tokens) - 1) > 0:
             state.position_offset -= guesses + 1
@@ -380,18 +380,18 @@ class _Processor(ContinuousBatchProcessor):
             state.update_and_check_completion(token, likelihood)
 
     def _pass_features_to_forks(self) -> None:
-        """Let the further answers to a prompt begin with what was read of it for the first one."""
+        """Let further answers to the same prompt start from the features that were read for the first one."""
         for name, state in self.scheduler.active_requests.items():
             parent, fork, _ = name.rpartition("__child#")
             if fork and state.generated_len() == 0:
                 self.speculation.fork(parent, name, state)
 
 
-ROOT = Guess([0], [-1], is_chain=True)  # of a request that guessed nothing; its token is not looked at
+ROOT = Guess([0], [-1], is_chain=True)  # of a request without draft tokens; its token is not used
 
 
 def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
-    """Tell what each node of a tree sees of ``history`` keys of text and of the nodes: (nodes, keys) bool."""
+    """Tell which of ``history`` earlier keys and of the nodes' keys each node of a tree sees: (nodes, keys) bool."""
     nodes, depth = proposal.ancestors[0], proposal.depth[0]
     before = torch.ones((len(depth), history), dtype=torch.bool, device=depth.device)
     seen = torch.cat([before, nodes], dim=1)
@@ -402,7 +402,7 @@ def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
 
 
 def _room(state: RequestState) -> int:
-    """Count the guesses that can become text, where one more token follows the last one."""
+    """Count the draft tokens that can be emitted, if one more token follows the last one."""
     return max(0, state._new_tokens_limit - state.generated_len() - 1)
 
 
@@ -410,13 +410,13 @@ def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor |
     """Return the features (tokens, widths) at the nodes of ``path``."""
     if features is None:
         return None
-    if path[-1] == len(path) - 1:  # of a chain
-        return features[0, places[0] : places[0] + len(path)].clone()  # the others need not be kept
+    if path[-1] == len(path) - 1:  # a chain, or the first nodes of a tree
+        return features[0, places[0] : places[0] + len(path)].clone()  # a view would keep all features alive
     return features[0, uploaded([places[node] for node in path], features.device)]
 
 
 def _become(ours: type[T], made: Any) -> T:
-    """Let an object that transformers made be of our class, a subclass of its own."""
+    """Change the class of an object that transformers made to ``ours``, a subclass of its own class."""
     assert issubclass(ours, type(made))
     made.__class__ = ours
     return cast(T, made)

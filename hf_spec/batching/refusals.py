@@ -1,4 +1,4 @@
-"""What continuous batching with guesses does not do: refused before anything runs, or switched off, by name."""
+"""What speculative continuous batching does not support: refused before anything runs, or switched off by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
 
-# What the user may ask for in a ContinuousBatchingConfig, what it becomes, and why.
+# Fields of a ContinuousBatchingConfig that users may set, the value that they get, and why.
 SWITCHED_OFF: dict[str, tuple[Any, str]] = {
     "use_async_batching": (False, "the next batch is known only when the guesses of this one are verified"),
     "use_cuda_graph": ((False, False), "a captured graph leaves no room for verification"),
@@ -26,8 +26,9 @@ SWITCHED_OFF: dict[str, tuple[Any, str]] = {
     "cpu_offload_space": (0.0, "a request that is put aside would come back with its guesses as text"),
 }
 
-# Keys and values of several widths, or attention beside transformers' interface: found by comparing plain
-# ``generate_batch`` with ``generate`` on tiny models of all architectures. So are models with latent keys (MLA).
+# Model types that transformers' engine decodes wrongly: their keys and values have several widths, or their attention
+# bypasses transformers' interface. Found by comparing plain ``generate_batch`` with ``generate`` on tiny models of all
+# architectures. Models with latent keys (MLA) are wrong, too.
 MISREAD = frozenset(
     """diffllama doge gemma4 gemma4_text gemma4_unified gemma4_unified_text hrm_text jetmoe mimo_v2_flash moshi
     nemotron paligemma""".split()
@@ -37,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 
 def refuse_batch(model: Any, generation_config: GenerationConfig, config: SpeculationConfig) -> None:
-    """Raise a Refusal if this model, these options or this kind of guess cannot be batched continuously."""
+    """Raise a Refusal if this model, these options or this kind of proposal cannot be batched continuously."""
     if (reason := why_not_batched(model)) is not None:
         raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
@@ -57,15 +58,15 @@ def refuse_batch(model: Any, generation_config: GenerationConfig, config: Specul
 
 
 def processors_of(model: Any, generation_config: GenerationConfig) -> LogitsProcessorList:
-    """Return the processors that plain ``generate`` makes of the options; some need the ends of texts as tensors."""
+    """Return the processors that plain ``generate`` makes of the options; some need special tokens as tensors."""
     prepared = copy.deepcopy(generation_config)
     model._prepare_special_tokens(prepared, True, device=input_device(model))
-    processors: LogitsProcessorList = model._get_logits_processor(prepared, input_ids_seq_length=1)  # 0 is for embeds
+    processors: LogitsProcessorList = model._get_logits_processor(prepared, input_ids_seq_length=1)  # 0: embeddings
     return processors
 
 
 def refuse_dropped(generation_config: GenerationConfig) -> None:
-    """Raise a Refusal for what the engine would not look at, with a speculator or without."""
+    """Raise a Refusal for options that the engine ignores, with a speculator or without."""
     for name in ("stop_strings", "max_time"):
         if getattr(generation_config, name, None):
             raise _refusal(
@@ -75,7 +76,7 @@ def refuse_dropped(generation_config: GenerationConfig) -> None:
 
 
 def why_not_batched(model: Any) -> str | None:
-    """Say why transformers' continuous batching, or we in it, cannot take ``model``; None if it can."""
+    """Say why continuous batching, plain or speculative, does not support ``model``; None if it does."""
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder or not hasattr(model, "init_continuous_batching"):
         return f"{name} is no decoder-only language model"
@@ -92,7 +93,7 @@ def why_not_batched(model: Any) -> str | None:
 
 
 def switch_off(config: ContinuousBatchingConfig, asked: ContinuousBatchingConfig | None, reads_features: bool) -> None:
-    """Change a resolved ``config`` to what goes with guesses; a warning names what the user ``asked`` for in vain."""
+    """Switch off what speculation excludes in a resolved ``config``; warn of options that the user ``asked`` for."""
     for name, (value, reason) in SWITCHED_OFF.items():
         wanted = getattr(asked, name, None)
         if wanted not in (None, False, 0, (False, False)):
