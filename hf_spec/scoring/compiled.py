@@ -1,8 +1,8 @@
-"""Score over slots of fixed shape, with the model compiled where plain ``generate`` would compile it.
+"""Score over a static cache, with the model compiled where plain ``generate`` would compile it.
 
-A graph is made for each combination of seats (1, 2, 4, ...), nodes (1, those of a whole proposal, else a power of two)
-and slots (powers of two). Masks, positions and the places of new nodes are made outside and handed in, so that none of
-them makes another graph.
+A graph is compiled for each combination of seats (1, 2, 4, ...), nodes (1, those of a complete proposal, else a power
+of two) and slots (powers of two). *Seats* are the rows of a forward, see ``static.py``. Masks, positions and the slots
+of new nodes are computed outside and passed in, so that none of them causes a recompilation.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from .static import StaticSlotCache, StaticSlots
 
 logger = logging.get_logger(__name__)
 
-# A block without compilation differs from itself with masks made outside by rounding only: a share of the spread.
+# Largest difference between eager forwards with masks made outside and inside that may be due to rounding, as a share
+# of the logits' spread.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
-_not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # and why
+_not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # models that run eagerly, and why
 _masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 class StaticRunner(ModelRunner):
-    """Score guesses behind a text in a ``StaticCache``, one forward of fixed shape between two commits.
+    """A runner over a ``StaticCache``: one forward of fixed shape between two commits.
 
-    ``widest`` is the number of nodes of a whole proposal, if all are alike.
+    ``widest`` is the number of nodes of a complete proposal, if that is always the same.
     """
 
     slots: StaticSlots
@@ -54,19 +55,19 @@ class StaticRunner(ModelRunner):
         super().__init__(model, feature_layers, hidden_states)
         self.compiled: CompiledForward | None = None  # from the prefill on, if the model is to be compiled
         self._widest = widest or 1
-        self._numbers: list[int] = []  # of the rows that go on, in the batch
+        self._numbers: list[int] = []  # indices in the batch of the rows that go on
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
-        """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
+        """Read the prompt by transformers' own prefill and score its last token; the features cover all of it."""
         if self.model._valid_auto_compile_criteria(model_kwargs, generation_config):
             self.compiled = CompiledForward(self.model, generation_config.compile_config, self.features.watched)
-        with self._turn():  # what is compiled meanwhile would tell this prompt's hooks of its own positions
+        with self._turn():  # a forward compiled meanwhile in another thread would run this prompt's hooks
             return super().prefill(input_ids, generation_config, model_kwargs)
 
     def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        """Return False: a prompt is read as plain ``generate`` reads it over a static cache."""
+        """Return False: over a static cache a prompt is read as plain ``generate`` reads it."""
         return False
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
@@ -81,7 +82,7 @@ class StaticRunner(ModelRunner):
     # -- seats --------------------------------------------------------------------------------------------------------
 
     def _sit(self, rows: list[int]) -> None:
-        """Let the rows in the seats ``rows`` go on, in as few seats as there must be."""
+        """Keep the rows in the seats ``rows``, in as few seats as they need."""
         slots, here = self.slots, len(self.slots.cache.rows.cpu_lengths)
         seats = power_of_two(len(rows))
         if seats != here:
@@ -90,7 +91,7 @@ class StaticRunner(ModelRunner):
         slots.sit(rows)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
         kept = numbers_of(rows)
         if keep_finished:
             self._save(set(range(len(self._numbers))) - set(kept))
@@ -106,7 +107,7 @@ class StaticRunner(ModelRunner):
 
     @property
     def compilation(self) -> tuple[int, float]:
-        """Return how many graphs were compiled since the prefill, and in how many seconds."""
+        """Return how many graphs were compiled since the prefill, and the seconds that took."""
         return (0, 0.0) if self.compiled is None else (self.compiled.graphs.made, self.compiled.graphs.seconds)
 
     def _save(self, rows: Iterable[int]) -> None:
@@ -114,15 +115,15 @@ class StaticRunner(ModelRunner):
             self.slots.cache.save(self.slots.seats[i], self._numbers[i])
 
     def release(self, committed: int) -> Cache | None:
-        """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
+        """Return transformers' cache with the prompt and at most ``committed`` tokens of every row."""
         self._save(range(len(self._numbers)))
         return super().release(committed)
 
     def abandon(self, committed: int) -> None:
-        """Give transformers' cache back in the middle of a call, with what all rows have committed of their text.
+        """Restore transformers' cache in the middle of a call, up to the length that all rows have committed.
 
-        Where a row is ahead of others, its windows may have lost what stood in front: then the cache is given back as
-        it was before the prompt.
+        The sliding windows of a row that is ahead of others may have lost older columns. Then the cache is restored to
+        its state before the prompt.
         """
         if len(set(self.slots.lengths)) > 1 and any(layer.window for layer in self.slots.cache.slot_layers):
             self.take_back_prompt()
@@ -132,7 +133,7 @@ class StaticRunner(ModelRunner):
     # -- the forest ---------------------------------------------------------------------------------------------------
 
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
-        """Score ``tokens`` (rows, nodes) behind the text, in a forward that other rows and nodes fill up."""
+        """Score ``tokens`` (rows, nodes) after the committed ones, in a forward padded to a fixed shape."""
         count = tokens.shape[1]
         width = self._widest if 1 < count <= self._widest else power_of_two(count)
         self.slots.cache.make_room(width)
@@ -157,14 +158,14 @@ class StaticRunner(ModelRunner):
 
 
 class CompiledForward:
-    """Call a model compiled, as plain ``generate`` does, over masks that were made outside."""
+    """A model's forward, compiled as plain ``generate`` does it, with masks made outside the graph."""
 
     def __init__(self, model: Any, config: CompileConfig | None, watched: Sequence[int] = ()) -> None:
         self._model, self._compiled = model, compiled_model(model, config, watched)
         self.graphs = Graphs()
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
-        """Return the outputs of a forward; without compilation, after one warning, if there is no way to compile."""
+        """Return the outputs of a forward; it runs eagerly, after one warning, if it cannot be compiled."""
         inputs = {**inputs, "return_dict": True}
         masks = {**inputs, "attention_mask": self._mask(inputs)}
         if reason := self._why_masks_differ(inputs, masks):
@@ -180,7 +181,7 @@ class CompiledForward:
             return self._compiled(**inputs)
 
     def _mask(self, inputs: dict[str, Any]) -> Any:
-        """Let the model make its masks: one (seats, 1, nodes, slots), or one for each type of layer."""
+        """Let the model make its masks: one (seats, 1, nodes, slots), or a dict with one per layer type."""
         model, tokens = self._model, inputs["input_ids"]
         make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
         mask = make(
@@ -196,9 +197,9 @@ class CompiledForward:
         return mask.contiguous()
 
     def _why_masks_differ(self, inputs: dict[str, Any], masks: dict[str, Any]) -> str | None:
-        """Say why the model cannot be given its masks, or return ``None`` if it can; tried once, in a real forward.
+        """Say why the model cannot take masks made outside, or return ``None`` if it can; tried once, in a real step.
 
-        The forward may be repeated: it writes the same keys and values to the same places.
+        The forward may be repeated: it writes the same keys and values to the same slots.
         """
         implementation = self._model.config.get_text_config(decoder=True)._attn_implementation
         tried = _masks_tried.setdefault(self._model, set())
@@ -227,7 +228,7 @@ class CompiledForward:
 
 
 def _filled(tokens: Tensor, ancestors: Tensor | None, width: int) -> tuple[Tensor, Tensor | None]:
-    """Add nodes, children of nobody, to ``tokens`` (rows, nodes) until there are ``width``."""
+    """Pad ``tokens`` (rows, nodes) to ``width`` nodes; the added ones see themselves alone."""
     count = tokens.shape[1]
     missing = width - count
     if not missing:

@@ -1,4 +1,4 @@
-"""Choose how a model is run over guesses: by the cache it keeps and by how it reads several tokens at a time."""
+"""Choose the runner that scores draft tokens, by the model's cache and by how it reads several tokens at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .runner import ModelRunner
 from .trials import tried_once
 
 PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
-# Largest difference that is put down to rounding, as a share of the logits' spread.
+# Largest difference that may be due to rounding, as a share of the logits' spread.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 
 
@@ -30,10 +30,10 @@ def runner_for(
     one_chain: bool,
     widest: int | None = None,
 ) -> ModelRunner:
-    """Choose how guesses are scored behind a text in ``cache``.
+    """Choose the runner that scores draft tokens after a sequence in ``cache``.
 
     ``one_chain`` promises that each row gets one chain, in one forward, between two commits. ``widest`` is the number
-    of nodes of a whole proposal, if all are alike.
+    of nodes of a complete proposal, if that is always the same.
     """
     if keeps_own_states(model):
         if not one_chain:
@@ -52,9 +52,9 @@ def runner_for(
 
 @tried_once
 def reads_blocks(model: PreTrainedModel) -> bool:
-    """Tell whether ``model`` goes on from its state with several tokens as with one at a time; measured once.
+    """Tell whether ``model`` continues from its state with several tokens as with one at a time; measured once.
 
-    Mamba, FalconMamba, Jamba and Zamba forget the state; Zamba2 and Nemotron-H bound the time step in blocks only.
+    Mamba, FalconMamba, Jamba and Zamba drop the state then; Zamba2 and Nemotron-H clamp the time step in blocks only.
     """
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     ids = (torch.arange(2 * PROBE, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary

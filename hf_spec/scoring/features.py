@@ -1,4 +1,4 @@
-"""The hidden states of a model that a draft reads: which ones transformers is asked for, and which ones are caught."""
+"""The hidden states of a target that a draft reads: some are captured by hooks, others asked of transformers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .hooks import hooked
 
 
 class Features:
-    """Read the hidden states of ``model`` at ``layers``, which are named as transformers does.
+    """The hidden states of ``model`` at ``layers``, numbered as transformers' ``hidden_states``.
 
-    ``hidden_states[i]`` is what layer i is given. The number of layers itself names what the last layer gives, before
-    the final norm, and -1 the same after it: transformers has one of these two at most.
+    ``hidden_states[i]`` is the input of layer i. The number of layers itself means the output of the last layer before
+    the final norm, and -1 the same after it: transformers has at most one of these two.
 
-    States are caught by hooks at these layers alone: transformers' own ones stay at all layers for good, and took a
-    tenth of a small target's forward. Where it is not known which modules give what it calls hidden states, it is
-    asked for some, and for ``every`` one where that is wanted: ``asked`` are the arguments of a forward that do so.
+    States are captured by hooks at these layers only. Transformers' own hooks stay at all layers permanently, and took
+    a tenth of a small target's forward. Transformers is asked where its modules are not known, or where ``every``
+    state is wanted: ``asked`` are the arguments of a forward for that.
 
-    Errors: a ValueError for layers that the model has not.
+    Errors: a ValueError for layers that the model does not have.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = (), every: bool = False) -> None:
@@ -36,12 +36,12 @@ class Features:
                 f"hidden states from 0 to {self._count}, or -1 for those behind the last norm"
             )
         self.every = every
-        catches = bool(self.layers) and not every and not is_compiled(model)  # whose graphs may not hold our hooks
+        catches = bool(self.layers) and not every and not is_compiled(model)  # a user's graphs may lack our hooks
         stack = _stack(model, self._count) if catches else []
-        self._read: dict[nn.Module, int] = {stack[i]: i for i in self.layers if 0 <= i < len(stack)}  # where given
+        self._read: dict[nn.Module, int] = {stack[i]: i for i in self.layers if 0 <= i < len(stack)}  # by their inputs
         others = every or [i for i in self.layers if 0 <= i < self._count and i not in self._read.values()]
         self.asked: dict[str, Any] = {"output_hidden_states": others} if others else {}
-        self._watched: dict[nn.Module, int] = {}  # what gives states that have to be caught, and the layers' names
+        self._watched: dict[nn.Module, int] = {}  # modules whose output is captured, and that output's number
         if self._count in self.layers:
             self._watched[_last_layer(model, self._count)] = self._count
         if -1 in self.layers:
@@ -49,12 +49,12 @@ class Features:
 
     @property
     def watched(self) -> list[int]:
-        """Name the layers whose states are caught by hooks."""
+        """List the layers whose states are captured by hooks."""
         return [*self._read.values(), *self._watched.values()]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[int, Tensor]]:
-        """Catch states in the forwards of this context, by the layer's name."""
+        """Capture states in the forwards of this context, by layer number."""
         caught: dict[int, Tensor] = {}
 
         def read(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -67,21 +67,21 @@ class Features:
             yield caught
 
     def states(self, outputs: Any, caught: dict[int, Tensor]) -> list[Tensor]:
-        """Return the hidden states of each of ``layers``, (batch, length, width), from a forward that was watched."""
+        """Return the hidden states of each of ``layers``, (batch, length, width), from a forward in ``watching``."""
         return [caught[layer] if layer in caught else outputs.hidden_states[layer] for layer in self.layers]
 
     def joined(self, outputs: Any, caught: dict[int, Tensor]) -> Tensor | None:
-        """Return the same side by side, (batch, length, sum of widths), on one device; ``None`` without layers."""
+        """Concatenate the same, (batch, length, sum of widths), on one device; ``None`` without layers."""
         states = self.states(outputs, caught)
         return torch.cat([state.to(states[0].device) for state in states], dim=-1) if states else None
 
     def all_hidden(self, outputs: Any) -> tuple[Tensor, ...]:
-        """Return all hidden states, (batch, length, ...) each, if they were asked for; see ``streams_first``."""
+        """Return every hidden state, (batch, length, ...), if they were asked for; see ``streams_first``."""
         return tuple(map(_rows_first, outputs.hidden_states)) if self.every else ()
 
 
 def _rows_first(states: Tensor) -> Tensor:
-    return states.movedim(0, 2) if states.ndim == 4 else states  # several residual streams stand in front (Gemma 3n)
+    return states.movedim(0, 2) if states.ndim == 4 else states  # dimension 0 are several residual streams (Gemma 3n)
 
 
 def streams_first(states: Tensor) -> Tensor:
@@ -90,19 +90,19 @@ def streams_first(states: Tensor) -> Tensor:
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the module that gives the last hidden states; transformers' ``get_decoder`` may name another."""
+    """Return the module whose output is the last hidden state; transformers' ``get_decoder`` may return another."""
     found = model.get_decoder()
     if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
         return model.base_model
-    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama stop at the whole model
+    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama return the complete model, with its head
         return found.model
     return found
 
 
 def _stack(model: PreTrainedModel, count: int) -> list[nn.Module]:
-    """List the layers whose inputs are the hidden states of transformers; none where that is not known.
+    """List the layers whose inputs are transformers' hidden states; none where that is not known.
 
-    Its own hooks stand at the modules of one class then, of which there are ``count``.
+    It is known where transformers itself hooks the modules of one class, and there are ``count`` of them.
     """
     decoder = decoder_of(model)
     kind = (getattr(decoder, "_can_record_outputs", None) or {}).get("hidden_states")

@@ -1,4 +1,4 @@
-"""Compile functions as plain ``generate`` would be compiled, and count the graphs and the seconds that it takes."""
+"""Compile functions as plain ``generate`` compiles models, and count the graphs and the seconds that it takes."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from .attention import folding_in_graphs
 
 T = TypeVar("T")
 
-# Shapes are few and fixed: each has a graph, and none becomes a variable. Torch's own limit of 8 is too small for us.
+# Shapes are few and fixed: each has its own graph, none is symbolic. Torch's default of 8 recompilations is too few.
 FIXED_SHAPES = {"dynamic": False, "recompile_limit": 256}
 
-NEW_MEMORY = ("cpu",)  # devices on which a graph gives new memory each time: no CUDA graphs, or what is like them
+NEW_MEMORY = ("cpu",)  # devices on which a graph returns new memory each time: without CUDA graphs or the like
 
 logger = logging.get_logger(__name__)
 
-taking_turns = threading.Lock()  # a compiled forward sees the hooks of every thread that looks into it
-_failed: WeakSet[Any] = WeakSet()  # drafts and rules that no graph could be made for
+taking_turns = threading.Lock()  # a compiled forward runs the hooks that any thread has put on the model
+_failed: WeakSet[Any] = WeakSet()  # drafts and rules that could not be compiled
 _compiled: list[tuple[Callable[..., Any], dict[str, Any], tuple[int, ...], Callable[..., Any]]] = []
 
 
 def lasting(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in memory of its own where a graph that runs again writes over what it gave."""
+    """Return ``tensor`` in memory of its own where the next run of a graph overwrites its previous outputs."""
     return tensor if tensor.device.type in NEW_MEMORY else tensor.clone()
 
 
 class Graphs:
-    """Count the graphs ``made`` in a call of ``generate``, and the ``seconds`` that took."""
+    """The number of graphs ``made`` in one call of ``generate``, and the ``seconds`` that took."""
 
     def __init__(self) -> None:
         self.made, self.seconds = 0, 0.0
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count what is compiled inside, for blocks of guesses."""
+        """Count what is compiled in this context, which runs blocks of draft tokens."""
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()
         with folding_in_graphs():
             yield
@@ -55,10 +55,10 @@ class Graphs:
 
 
 class Compiler:
-    """Compile what guesses ``depth`` tokens deep for one call of ``generate``, with its ``config``.
+    """The compilation of drafting (``depth`` draft tokens) or verification in one ``generate`` call with ``config``.
 
-    No row gets more than ``most_new`` tokens behind the prompt. ``begins_step``: what graphs gave before is not needed
-    any more once this one runs.
+    No row gets more than ``most_new`` tokens after the prompt. ``begins_step``: once this graph runs, the outputs of
+    earlier graphs are no longer needed.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Compiler:
         self._options = options | FIXED_SHAPES | {"fullgraph": True}
 
     def __call__(self, function: Callable[..., T], owner: Any, *args: Any) -> T:
-        """Return ``function(*args)``, compiled; as it is, after one warning, if that fails for its ``owner``.
+        """Return ``function(*args)``, compiled; run eagerly, after one warning, if that fails for its ``owner``.
 
-        ``args`` hold no number that changes often: a graph is made for each.
+        ``args`` must hold no Python number that changes often: each value is compiled anew.
         """
         if owner in _failed:
             return function(*args)
@@ -91,13 +91,13 @@ class Compiler:
 
 
 def why_not_compiled(error: Exception) -> str:
-    """Say in a line what went wrong; what torch.compile tells may fill pages."""
+    """Say in one line what went wrong; torch.compile's own messages may fill pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join([f"{type(error).__name__}:", *lines[:2]])
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a user's ``compile()``, or torch.compile around a forward, is in the model or a part of it."""
+    """Tell whether the user has compiled the model or a part of it, by ``compile()`` or torch.compile of a forward."""
     return any(
         module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
@@ -105,11 +105,11 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def compiled_model(model: Any, config: CompileConfig | None, watched: Sequence[int]) -> Callable[..., Any]:
-    """Return ``model`` compiled as ``get_compiled_call`` does it, but with a store of graphs of its own.
+    """Return ``model`` compiled as ``get_compiled_call`` does it, but with a separate cache of graphs.
 
-    Torch refuses a model more than eight graphs, or runs it as it is from then on: ours would leave none to plain
-    ``generate``, which has one for each size of a static cache. A graph holds the hooks it was made with, and torch
-    does not see that there are others: what is ``watched`` by some has graphs of its own.
+    Torch allows eight graphs per model, then refuses or runs eagerly. Ours would leave none to plain ``generate``,
+    which has one for each size of a static cache. A graph keeps the hooks that it was compiled with, and torch does
+    not notice other hooks. So each set of ``watched`` layers has graphs of its own.
     """
     if model.get_compiled_call(config) == model.__call__:
         return cast(Callable[..., Any], model.__call__)  # transformers does not compile this architecture

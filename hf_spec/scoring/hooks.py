@@ -1,4 +1,4 @@
-"""Look into the forwards of a model, in this thread only: other threads may generate with the same model."""
+"""Forward hooks that act in one thread only: other threads may generate with the same model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]] | None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
-COLLECTING = "transformers.utils.output_capturing"
-NOTHING = contextlib.nullcontext()  # changes nothing, and takes a step no time
+COLLECTING = "transformers.utils.output_capturing"  # the module of transformers' own hooks
+NOTHING = contextlib.nullcontext()  # one object for all, so that a step spends no time on it
 
 
 def hooked(
@@ -22,8 +22,8 @@ def hooked(
 ) -> contextlib.AbstractContextManager[None]:
     """Call ``before`` and ``after`` around the forwards of ``modules`` while the context is open, as torch does.
 
-    ``before(module, args, kwargs)`` returns what the module is given, and ``after(module, args, output)`` what it
-    gives, or ``None`` to leave that as it is.
+    ``before(module, args, kwargs)`` returns the new arguments, and ``after(module, args, output)`` the new output;
+    ``None`` changes nothing.
     """
     return _hooked(modules, before, after) if modules else NOTHING
 
@@ -47,7 +47,7 @@ def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
     thread = threading.get_ident()
 
     def guarded(*args: Any) -> Any:
-        # torch.compile cannot look at a thread; compiled forwards that are looked into take turns.
+        # torch.compile cannot ask for the thread; compiled forwards with hooks take turns instead.
         return hook(*args) if torch.compiler.is_compiling() or threading.get_ident() == thread else None
 
     return looking(guarded)
@@ -57,14 +57,14 @@ Hook = TypeVar("Hook")
 
 
 def looking(hook: Hook) -> Hook:
-    """Mark a hook of this package, which changes nothing that a caller could see."""
+    """Mark a hook of this package: it changes nothing that a caller could see."""
     hook._hf_spec_looks = True  # type: ignore[attr-defined]
     return hook
 
 
 def only_looks(hook: object) -> bool:
-    """Tell whether ``hook`` changes nothing: ours by its mark, and those that let transformers collect its outputs.
+    """Tell whether ``hook`` changes nothing: a marked one of ours, or one by which transformers collects outputs.
 
-    The latter stay for good after the first call that asked for hidden states or attentions.
+    The latter stay permanently after the first call that asked for hidden states or attentions.
     """
     return getattr(hook, "_hf_spec_looks", False) or getattr(hook, "__module__", None) == COLLECTING
