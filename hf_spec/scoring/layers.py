@@ -1,7 +1,7 @@
-"""What is known of each kind of transformers' cache layers: a class per kind, and ``KINDS`` says which is whose.
+"""Replacements for transformers' cache layers: one class per kind; ``KINDS`` maps transformers' classes to ours.
 
-A class takes over what the prefill left in a layer of its kind (``adopt``), stands in for it while guesses are scored,
-and gives back what became text (``release``). transformers' layers of other kinds are refused.
+A class takes over the contents of a layer after the prefill (``adopt``), replaces it while draft tokens are scored,
+and writes the accepted tokens back to it (``release``). transformers' layers of other kinds are refused.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from .buffers import Rows, SlotBuffer
 
 
 class Layer:
-    """What a ``SlotCache`` asks of its layers; as it stands here, of one that keeps nothing per token.
+    """The interface of the layers of a ``SlotCache``; this base class keeps nothing per token.
 
-    ``keeps_all``: such a layer of transformers' keeps all that it is given, so that guesses can be read with a prompt.
+    ``keeps_all``: transformers' layer keeps all it is given, so that draft tokens can be read together with a prompt.
     """
 
     keeps_all: ClassVar[bool] = False
     keeps_slots: ClassVar[bool] = False
-    joins: ClassVar[bool] = False  # whether it can take over the rows of another one
-    cut_dims: ClassVar[dict[str, int]] = {}  # which dimension of its tensors grows with the text, where all is kept
+    joins: ClassVar[bool] = False  # whether rows of another layer can be appended
+    cut_dims: ClassVar[dict[str, int]] = {}  # the growing dimension of each tensor, where everything is kept
     window: int | None = None
     buffers: dict[str, SlotBuffer]
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
-        """Stand in for transformers' ``layer``, which has read the prompts of ``rows``."""
+        """Replace transformers' ``layer``, which has read the prompts of ``rows``."""
         raise NotImplementedError
 
     @classmethod
     def undo(cls, layer: Any) -> Callable[[], None]:
-        """Return what puts transformers' ``layer`` back as it is now, whatever it reads in between.
+        """Return a function that restores transformers' ``layer`` to its state now, whatever it reads in between.
 
-        States are copied, for they are written in place. Where ``cut_dims`` names tensors, they are cut back instead,
-        so that the old ones need not be kept beside the new ones.
+        States are copied, because they are written in place. Tensors in ``cut_dims`` are truncated instead, so that no
+        second copy of them is kept.
         """
         length = layer.get_seq_length() if cls.cut_dims else 0
         cut = cls.cut_dims if length else {}
@@ -65,28 +65,28 @@ class Layer:
         return put_back
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
 
     def join(self, other: Self) -> None:
-        """Take over the rows of ``other``, a layer of the same place, behind one's own."""
+        """Append the rows of ``other``, the same layer in another cache."""
 
     def of_row(self, row: int) -> dict[str, Tensor]:
         """Copy the committed slots of one row by name, (slots, ...) each."""
         return {}
 
     def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
-        """Write into transformers' ``layer`` what ``of_row`` gave of ``rows``; row b ends at column ``lengths[b]``."""
+        """Write ``rows``, as ``of_row`` returned them, to transformers' ``layer``; row b is ``lengths[b]`` long."""
 
 
 class NoSlots(Layer, DummyLayer):
-    """A layer without a cache: it has none of its own, or reads that of another layer."""
+    """A layer that caches nothing, or reads the keys and values of another layer."""
 
     keeps_all = True
     joins = True
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
-        """Do as transformers' ``layer``, which keeps nothing."""
+        """Replace a ``layer`` that keeps nothing."""
         return cls()
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class NoSlots(Layer, DummyLayer):
 
 
 class StateLayer(Layer, LinearAttentionLayer):
-    """A layer with a recurrent state or that of a convolution alone. Who takes states back is in ``recurrent.py``."""
+    """A layer with a recurrent or convolution state alone. ``recurrent.py`` rolls states back."""
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
-        """Go on with the states of transformers' ``layer``, in its own dicts."""
+        """Use the states of transformers' ``layer`` in place, in its own dicts."""
         return cls(layer)
 
     def __init__(self, layer: LinearAttentionLayer) -> None:
@@ -109,13 +109,13 @@ class StateLayer(Layer, LinearAttentionLayer):
 
 
 class SlotLayer(Layer, CacheLayerMixin):
-    """A layer that attends to all columns, in slots."""
+    """A layer of full attention, with keys and values in slots."""
 
     keeps_all = True
     joins = True
     keeps_slots = True
     is_sliding = False
-    slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # which dimension of its tensors counts slots
+    slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # the slot dimension of each tensor
     cut_dims: ClassVar[dict[str, int]] = slot_dims
 
     @classmethod
@@ -149,20 +149,20 @@ class SlotLayer(Layer, CacheLayerMixin):
         """Do nothing: buffers are made by the first write."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of new nodes and return all that a query may need."""
+        """Write the states of new nodes, and return all columns that a query may need."""
         self.is_initialized, first = True, self.first
         keys = self.buffers["keys"].write(key_states, self.rows, first)
         values = self.buffers["values"].write(value_states, self.rows, first)
-        self.keys, self.values = keys, values  # some models ask a layer whether it holds any
+        self.keys, self.values = keys, values  # some models check whether a layer has any
         return keys, values
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         for buffer in self.buffers.values():
             buffer.keep_rows(rows)
 
     def join(self, other: Self) -> None:
-        """Take over the committed slots of the rows of ``other``."""
+        """Append the rows of ``other`` with their committed slots."""
         for name, buffer in self.buffers.items():
             buffer.join(other.buffers[name], self.rows, other.rows)
         if other.is_initialized and not self.is_initialized:
@@ -170,13 +170,13 @@ class SlotLayer(Layer, CacheLayerMixin):
             self.keys, self.values = other.keys, other.values
 
     def of_row(self, row: int) -> dict[str, Tensor]:
-        """Copy the committed slots of one row by name, (slots, ...) each: those that its next query can see."""
+        """Copy the committed slots of one row that its next query can see, by name, (slots, ...) each."""
         end = self.rows.cpu_lengths[row]
         filled = {name: buffer for name, buffer in self.buffers.items() if buffer.data is not None}
         return {name: buffer.columns(row, self.first, end).clone() for name, buffer in filled.items()}
 
     def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
-        """Write into transformers' ``layer`` what ``of_row`` gave of ``rows``; shorter rows end in zeros.
+        """Write ``rows``, as ``of_row`` returned them, to transformers' ``layer``; shorter rows end in zeros.
 
         The last slot of row b is column ``lengths[b]`` - 1. A layer with a window keeps what its next query sees. ::
 
@@ -200,7 +200,7 @@ class SlotLayer(Layer, CacheLayerMixin):
         return self.get_seq_length() + query_length - self.first, self.first
 
     def get_seq_length(self) -> int:
-        """Return the columns in use by the longest row."""
+        """Return the number of columns that the longest row uses."""
         return self.rows.longest + self.rows.open
 
     def get_max_length(self) -> int:
@@ -230,14 +230,14 @@ class SlidingSlotLayer(SlotLayer):
         return max(0, self.rows.shortest - self.window + 1)
 
     def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
-        """Write what the next query sees into transformers' ``layer``, and how long the text is."""
+        """Write what the next query sees to transformers' ``layer``, and the length of the longest row."""
         super().release(layer, rows, lengths)
         if self.is_initialized:
             layer.cumulative_length = max(lengths)
 
 
 class IndexedSlotLayer(SlotLayer):
-    """A layer of sparse attention, whose indexer has keys (batch, slots, width) and positions of its own."""
+    """A layer of sparse attention: its indexer has its own keys (batch, slots, width) and positions."""
 
     keeps_all = False
     joins = False
@@ -259,9 +259,9 @@ class IndexedSlotLayer(SlotLayer):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Return positions (axes, batch, columns) of an indexer's keys; some more than there are columns.
+        """Return positions (axes, batch, columns) of the indexer's keys, for more columns than there are.
 
-        The model puts those of its queries behind them, and looks those of a key up by its column.
+        The model appends its queries' positions to them, and finds a key's position by its column.
         """
         if self._positions is None:
             return None
@@ -269,30 +269,30 @@ class IndexedSlotLayer(SlotLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
-        """Ignore what the model puts there: in a chain each column stands one further on than the last."""
+        """Ignore what the model stores: in a chain each position is one more than that of the column before."""
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         super().keep_rows(rows)
         if (positions := self._positions) is not None:
             self._positions = positions.index_select(1, rows.to(positions.device))
 
     def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
-        """Write keys, values and the indexer's own into transformers' ``layer``."""
+        """Write keys, values, and the indexer's keys and positions to transformers' ``layer``."""
         super().release(layer, rows, lengths)
         if (positions := layer.indexer_position_ids) is not None:
             layer.indexer_position_ids = _continued(positions, max(lengths))
 
 
 class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
-    """A layer that attends to all columns and keeps a recurrent state beside them."""
+    """A layer of full attention that also keeps a recurrent state."""
 
     keeps_all = False
     joins = False
 
     @classmethod
     def adopt(cls, layer: Any, rows: Rows) -> Self:
-        """Take over the slots, and go on with the states of transformers' ``layer``, in its own dicts."""
+        """Take over the slots, and use the states of transformers' ``layer`` in place, in its own dicts."""
         slots = super().adopt(layer, rows)
         _share_states(slots, layer)
         return slots
@@ -302,13 +302,13 @@ class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
         SlotLayer.__init__(self, rows)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Make room for a state; slots make their own."""
+        """Allocate a state; slots are allocated by the first write."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
 class HybridSlidingSlotLayer(HybridSlotLayer, SlidingSlotLayer):
-    """A layer with a window and a recurrent state."""
+    """A layer of sliding-window attention that also keeps a recurrent state."""
 
 
 KINDS: dict[type, type[Layer]] = {
@@ -323,12 +323,12 @@ KINDS: dict[type, type[Layer]] = {
 
 
 def adopt(layer: Any, rows: Rows) -> Layer:
-    """Let a layer of ours stand in for transformers' ``layer``."""
+    """Replace transformers' ``layer`` by one of ours."""
     return KINDS[type(layer)].adopt(layer, rows)
 
 
 def undo(layer: Any) -> Callable[[], None]:
-    """Return what puts transformers' ``layer`` back as it is now."""
+    """Return a function that restores transformers' ``layer`` to its state now."""
     return KINDS[type(layer)].undo(layer)
 
 
@@ -338,19 +338,19 @@ def keeps_state(layer: object) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """Copy the states in a dict of a layer; leave anything else."""
+    """Copy the states in a dict of a layer; return anything else as it is."""
     if not isinstance(value, dict):
         return value
     return {key: state.clone() if isinstance(state, Tensor) else state for key, state in value.items()}
 
 
 def _share_states(own: Any, layer: LinearAttentionLayer) -> None:
-    """Let ``own`` read and write the states of ``layer`` where they stand."""
+    """Let ``own`` read and write the states of ``layer`` in place."""
     for name in vars(LinearAttentionLayer()):
         setattr(own, name, getattr(layer, name))
 
 
 def _continued(positions: Tensor, columns: int) -> Tensor:
-    """Let ``positions`` (axes, batch, n) go on one by one to as many ``columns``."""
+    """Extend ``positions`` (axes, batch, n) to ``columns`` columns, each one more than the one before."""
     behind = torch.arange(1, 1 + columns - positions.shape[-1], device=positions.device)
     return torch.cat([positions, positions[..., -1:] + behind], dim=-1)

@@ -1,8 +1,8 @@
-"""Who sees whom in a forest of tokens, for any model that asks transformers for its masks.
+"""Tree attention masks, for any model that asks transformers for its masks.
 
 transformers' mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
-about *logical* columns: a guess stands as far behind the text as it is deep. Then it hides what a node must not see.
-Windows, chunks and patterns by layer come out right without knowing any model.
+about *logical* columns: that of a draft token is the sequence's length plus the token's depth. Then it hides what a
+node must not see. Windows, chunks and patterns by layer come out right without knowing any model.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from .hooks import NOTHING
 
 @dataclass
 class Block:
-    """Say who sees whom among the ``count`` new nodes of a forward.
+    """The attention mask of the ``count`` new nodes of a forward.
 
-    ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. The new nodes continue the
-    forest as one chain, behind ``open`` nodes, where ``ancestors`` is ``None``. Otherwise ``ancestors`` (batch, nodes,
-    forest) is the forest as they see it, and ``depths``, (batch, nodes) of each forward, say how deep the open nodes
-    are, the new ones last; these are all ``level`` deep where that is known. ``window`` is what a query sees at most
-    in every layer. ``asked`` counts how often the model asked for a mask: one that never asks would ignore the forest
-    silently.
+    ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. Without ``ancestors``, the
+    new nodes continue the forest of ``open`` nodes as one chain. Otherwise ``ancestors`` (batch, nodes, forest) bool
+    says which nodes of the forest each new one sees. ``depths``, a (batch, nodes) tensor for each forward, are the
+    depths of the open nodes, the new ones last. All new nodes are ``level`` deep where that is known.
+
+    ``window`` is the number of columns that a query sees at most, if all layers agree. ``asked`` counts how often the
+    model asked for a mask: one that never asks would ignore the forest silently.
     """
 
     lengths: Tensor
@@ -46,12 +47,12 @@ class Block:
     window: int | None = None
     level: int | None = None
     is_level: bool = False  # the rows are equally long
-    end: int | None = None  # no text reaches this column
+    end: int | None = None  # no row may ever reach this column
     asked: int = 0
 
     @property
     def hides_nothing(self) -> bool:
-        """Tell whether there is one new node in each of rows that are equally long and not padded."""
+        """Tell whether no mask is needed: one new node per row, in rows of equal length without padding."""
         return self.is_level and self.padding is None and self.ancestors is None and self.count == 1
 
     @cached_property
@@ -66,16 +67,16 @@ class Block:
 
     @cached_property
     def visible(self) -> Tensor:
-        """What each new node sees, (batch, nodes, columns) bool."""
+        """The columns that each new node sees, (batch, nodes, columns) bool."""
         return self.seen_from(self.query)
 
-    # The same without a memory, whose lock no graph can hold.
+    # The same without caching: no graph can hold the lock of a cached property.
 
     def columns_of_nodes(self) -> Tensor:
         """Return the logical column of each new node, (batch, nodes).
 
-        Where a row's text is longer than others', it has nodes that only pad it, some of which may stand behind all
-        text. There the model need not have a position, so they share the last column that text may reach.
+        Padding nodes of a row that is longer than others may lie beyond the maximum length. The model may have no
+        position there, so they share the last column that a row may reach.
         """
         if self.is_level and self.level is not None:
             text = self.width - self.count - self.open
@@ -89,19 +90,20 @@ class Block:
         return column if self.end is None or self.width <= self.end else column.clamp(max=self.end - 1)
 
     def columns_of_slots(self) -> Tensor:
-        """Return the logical column of each slot: itself in text and chain, the depth behind the text in a tree."""
+        """Return the logical column of each slot: its own in prompt and chain, length plus depth for tree nodes."""
         slot = numbers(self.width, self.lengths.device)[None]
         if self.depths is None:
             return slot.expand(len(self.lengths), -1)
-        node = slot - self.lengths[:, None]  # negative in the text
+        node = slot - self.lengths[:, None]  # negative in committed slots
         depth = torch.cat(self.depths, dim=1)  # (batch, forest)
         depth = depth.gather(1, node.clamp(0, depth.shape[1] - 1))
         return torch.where(node < 0, node, depth) + self.lengths[:, None]
 
     def seen_from(self, query: Tensor) -> Tensor:
-        """Return who sees history, but for the left padding, and ancestors: (batch, nodes, columns) bool.
+        """Return which columns each new node sees, (batch, nodes, columns) bool.
 
-        ``query`` (batch, nodes) are the logical columns of the new nodes.
+        It sees the committed ones, without left padding, and its ancestors. ``query`` (batch, nodes) are the logical
+        columns of the new nodes.
         """
         slot = numbers(self.width, self.lengths.device)
         if self.ancestors is None and self.is_level:
@@ -117,25 +119,27 @@ class Block:
         if self.padding is not None:
             missing = self.width - self.padding.shape[1]
             seen = seen & torch.nn.functional.pad(self.padding, (0, missing), value=True)[:, None]
-        if self.window is not None:  # older columns are kept for other rows, and not every model's mask hides them
+        if self.window is not None:  # older columns are kept for shorter rows, and not every model's mask hides them
             seen = seen & (query[:, :, None] - self.columns_of_slots()[:, None] < self.window)
         return seen
 
     def shown(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return what the nodes see of the ``count`` slots from ``first`` on, (batch, nodes, count), and the slots'
-        logical columns, (batch, count)."""
+        """Return what the nodes see of ``count`` slots from ``first`` on, (batch, nodes, count) bool.
+
+        The second result are the logical columns of these slots, (batch, count).
+        """
         return self.visible[:, :, first : first + count], self.column[:, first : first + count]
 
     def mask_function(self, inner: Callable[..., Tensor], first: int, count: int) -> Callable[..., Tensor]:
-        """Let the model's own ``inner(batch, head, query, key)`` judge logical columns, then hide what is hidden."""
+        """Apply the model's own ``inner(batch, head, query, key)`` to logical columns, then hide what is hidden."""
         visible, column = self.shown(first, count)
 
         def function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             if key.ndim == 0:  # transformers maps over single indices
                 seen = visible[batch, query, key - first]
                 return seen & inner(batch, head, self.query[batch, query], column[batch, key - first])
-            # What is causal is implied: history and ancestors are never later. Typed for single indices by
-            # transformers.
+            # `visible` is causal already: committed columns and ancestors are never later. The ignored type is
+            # transformers' own, which is for single indices.
             if inner is causal_mask_function:  # type: ignore[comparison-overlap]
                 return visible[:, None]
             return visible[:, None] & inner(batch, head, self.query[:, None, :, None], column[:, None, None])
@@ -146,7 +150,10 @@ class Block:
 def depths_with(
     known: tuple[Tensor, ...] | None, ancestors: Tensor, level: int | None, opened: int
 ) -> tuple[Tensor, ...]:
-    """Add the depths of new nodes with these ``ancestors`` to those ``known`` of ``opened`` nodes, or of a chain."""
+    """Append the depths of new nodes with these ``ancestors`` to those ``known`` of the ``opened`` nodes.
+
+    Where none are known, the open nodes are a chain.
+    """
     rows, count, device = len(ancestors), ancestors.shape[1], ancestors.device
     if known is None:
         known = (numbers(opened, device).expand(rows, -1),) if opened else ()
@@ -156,8 +163,10 @@ def depths_with(
 
 
 def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
-    """Return the masks of ``count`` layers of full attention in the forest that is scored, as transformers would make
-    them, in a fifth of the time; ``None`` where it has to be asked."""
+    """Return the masks of ``count`` layers of full attention, for the forest that is being scored.
+
+    They are what transformers would make, in a fifth of the time; ``None`` where it has to be asked.
+    """
     block = _block.get() if _any_open else None
     if block is None or implementation != "sdpa":
         return None
@@ -166,7 +175,7 @@ def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
 
 
 def why_no_masks(implementation: str) -> str | None:
-    """Say why nobody who attends by ``implementation`` can be shown a block, or return ``None`` if they can."""
+    """Say why attention by ``implementation`` cannot be given our masks, or return ``None`` if it can."""
     if implementation in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
     return (
@@ -177,13 +186,13 @@ def why_no_masks(implementation: str) -> str | None:
 
 _block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
 _counting = threading.Lock()
-_open = 0  # blocks, in all threads
-_any_open = False  # asked first: torch.compile can look at this, so that plain calls can be graphs
+_open = 0  # number of open blocks, in all threads
+_any_open = False  # checked first: unlike a context variable, torch.compile can read it, so plain calls can be graphs
 
 
 @contextlib.contextmanager
 def showing(block: Block, implementation: str) -> Iterator[None]:
-    """Let models that attend by ``implementation`` see what ``block`` shows, during a forward."""
+    """Use the mask of ``block`` in the forwards of this context, for attention by ``implementation``."""
     _hook_masks(implementation)
     token = _block.set(block)
     _count(1)
@@ -213,7 +222,7 @@ def _hook_masks(implementation: str) -> None:
         if block is None:
             return original(*args, **kwargs)
         block.asked += 1
-        if implementation.startswith("flash"):  # takes no custom mask: only chains of one row come here
+        if implementation.startswith("flash"):  # it takes no custom mask: only chains at batch size 1 come here
             return None
         may_skip = implementation == "sdpa" and kwargs.get("allow_is_causal_skip", True)
         if may_skip and block.hides_nothing and kwargs["mask_function"] is causal_mask_function:
@@ -230,7 +239,7 @@ def _hook_masks(implementation: str) -> None:
 
 
 def unhook_masks() -> None:
-    """Give transformers back its own mask functions."""
+    """Restore transformers' own mask functions."""
     for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
         if getattr(function, "_hf_spec", False):
             AttentionMaskInterface.register(name, function._hf_spec_original)

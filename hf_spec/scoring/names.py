@@ -1,4 +1,4 @@
-"""What transformers calls its cache: ``cache`` since 5.24, ``past_key_values`` before, other names in old models."""
+"""Names of transformers' cache argument: ``cache`` since 5.24, ``past_key_values`` before, others in old models."""
 
 from __future__ import annotations
 

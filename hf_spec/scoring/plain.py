@@ -1,4 +1,4 @@
-"""Read texts as plain ``generate`` does: its caches, its arguments, its steps one by one."""
+"""Run a model as plain ``generate`` does: with its caches, its arguments, and one token per step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from .architectures import arguments_of, cache_name, keeps_own_states
 
-MASKED = -1e4  # no head gives a token such logits by itself
+MASKED = -1e4  # logits as low as this are a mask: no head computes them
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which ``model`` computes first: offloaded weights come there when they are used."""
+    """Return the device of the first computation of ``model``; offloaded weights move there when they are used."""
     if model.device.type == "meta":
         for module in model.modules():  # with accelerate's hooks
             if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
@@ -26,13 +26,13 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def precision(model: PreTrainedModel) -> torch.dtype:
-    """Return what ``model`` computes its products in, which torch.autocast may have changed."""
+    """Return the dtype of the matrix products of ``model``, which torch.autocast may have changed."""
     kind = input_device(model).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 def scored_vocabulary(model: Any) -> int:
-    """Return how many tokens the logits of ``model`` are over; its config may count more (ImageGPT, Inkling)."""
+    """Return the width of the logits of ``model``; its config may count more tokens (ImageGPT, Inkling)."""
     config = model.config.get_text_config(decoder=True)
     width = getattr(model.get_output_embeddings(), "out_features", None)
     counts = (width or config.vocab_size, getattr(config, "unpadded_vocab_size", None))
@@ -40,12 +40,12 @@ def scored_vocabulary(model: Any) -> int:
 
 
 def readable(tokens: Tensor, count: int) -> Tensor:
-    """Put token 0 in place of those that are not in a table of ``count``: some stand for parts of an image."""
+    """Replace tokens outside an embedding table of ``count`` by 0: some are placeholders for parts of an image."""
     return tokens.masked_fill((tokens < 0) | (tokens >= count), 0)
 
 
 def new_cache(model: PreTrainedModel) -> DynamicCache | None:
-    """Make the empty cache that transformers would make for ``model``; ``None`` if it makes one of its own kind."""
+    """Make the empty cache that transformers would make for ``model``; ``None`` if the model makes its own kind."""
     if keeps_own_states(model):
         return None
     return DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -57,7 +57,7 @@ def new_static_cache(model: PreTrainedModel, length: int) -> StaticCache:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return how many positions ``model`` has if it looks them up in a table, which ends; ``None`` if not."""
+    """Return the size of the position table of ``model``, or ``None`` if it has no table."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "rope_parameters", None):
         return None
@@ -67,9 +67,9 @@ def position_limit(model: PreTrainedModel) -> int | None:
 
 
 def room_behind(prompt: int, size: int, where: str, instead: str = "") -> int:
-    """Count the tokens that fit behind a prompt into ``size``; a ValueError if there is no room for one.
+    """Return how many tokens fit after a prompt into ``size``; a ValueError if none does.
 
-    ``where`` says what has room, or positions, for so many.
+    ``where`` names, for the message, what is ``size`` long.
     """
     if size <= prompt:
         raise ValueError(f"the prompt has {prompt} tokens, and {where} for {size}; shorten it{instead}")
@@ -85,7 +85,7 @@ def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> 
 
 
 def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
-    """Build what ``generate`` would hand to the prefill, with an empty ``cache``, by default the model's usual one."""
+    """Build the arguments of ``generate``'s prefill, with an empty ``cache``, by default the model's usual one."""
     cache = new_cache(model) if cache is None else cache
     mask = None if bool(attention_mask.all()) else attention_mask
     kwargs: dict[str, Any] = {cache_name(model): cache, "attention_mask": mask, "use_cache": True}
@@ -96,16 +96,16 @@ def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: 
 
 
 def plain_logits(model: Any, input_ids: Tensor, attention_mask: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would, and score the tokens of the pieces."""
+    """Read a prompt and then ``pieces`` (batch, n) as plain ``generate`` would; return the logits of the pieces."""
     return logits_of_ways(model, input_ids, prompt_kwargs(model, input_ids, attention_mask), [pieces])[0]
 
 
 def logits_of_ways(
     model: Any, input_ids: Tensor, kwargs: dict[str, Any], ways: Sequence[Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Read a prompt with what ``generate`` hands to the prefill, and go on from it in several ``ways``.
+    """Read a prompt with the prefill arguments ``kwargs``, and continue it in several ``ways``.
 
-    Each way is the pieces (batch, n) in which it is read. Returns the logits (batch, tokens, vocabulary) of each.
+    Each way is a list of pieces (batch, n), one per forward. Returns the logits (batch, tokens, vocabulary) of each.
     """
     outputs, name = model._prefill(input_ids, GenerationConfig(), kwargs), cache_name(model)
     found = []
@@ -127,14 +127,14 @@ def _logits_after(
         )
         input_ids = torch.cat([input_ids, piece], dim=1)
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
-        inputs.pop("logits_to_keep", None)  # some put 1 there
+        inputs.pop("logits_to_keep", None)  # some models set it to 1
         outputs = model(**inputs, return_dict=True)
         logits.append(outputs.logits)
     return torch.cat(logits, dim=1)  # (batch, tokens of the pieces, vocabulary)
 
 
 def continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
-    """Let the mask and the positions of a prompt go on for ``count`` more tokens."""
+    """Extend the mask and the positions of a prompt by ``count`` tokens."""
     longer: dict[str, Tensor] = {}
     if (mask := model_kwargs.get("attention_mask")) is not None:
         longer["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
@@ -145,22 +145,22 @@ def continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
 
 
 def step_inputs(model: Any, input_ids: Tensor, outputs: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Let the model prepare what ``generate`` would give the first forward of one token after a prompt.
+    """Let the model prepare the arguments of the first one-token forward after a prompt.
 
-    ``outputs`` are those of the prompt's last forward, and ``kwargs`` what ``generate`` handed to the first one.
+    ``outputs`` are those of the prompt's last forward, and ``kwargs`` the arguments of its first one.
     """
-    longer = torch.nn.functional.pad(input_ids, (0, 1))  # whatever the token is
+    longer = torch.nn.functional.pad(input_ids, (0, 1))  # the value of the new token does not matter
     kwargs = model._update_model_kwargs_for_generation(outputs, dict(kwargs), is_encoder_decoder=False)
     prepared: dict[str, Any] = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **kwargs)
     return prepared
 
 
 def difference(logits: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest difference of ``logits`` from what is ``expected``, both (..., vocabulary): (...).
+    """Return the largest difference (...) of ``logits`` from ``expected``, both (..., vocabulary).
 
-    It is a share of the spread (standard deviation) of the tokens that the model's head does not mask: neither by -inf
-    or a huge negative number, which has to stand in both, nor by some number that is the lowest of several tokens.
-    What is the same differs by 0, whatever the spread.
+    It is a share of the spread (standard deviation) of the tokens that the model's head does not mask. Masked are
+    -inf and huge negative numbers, which must be in both, and a lowest value that several tokens share. Equal logits
+    differ by 0, whatever the spread.
     """
     logits, expected = logits.float(), expected.float()
     huge = expected <= MASKED

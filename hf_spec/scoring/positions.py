@@ -1,4 +1,4 @@
-"""Positions in models that are told none: each row's own, where a model would count them from its cache's length."""
+"""Positions in models whose forward is given none: they would count them, for all rows, from the cache's length."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .names import CACHE
 
 
 class OwnPositions:
-    """Give the modules of a model that read positions those of each row's nodes: no length of a cache suits all rows.
+    """The positions of each row's nodes, given by hooks to the modules of a model that read positions.
 
-    By themselves they count columns. Where a decoder is given other positions by what stands around it (GLM-Image,
-    which paints row by row), these are kept by column: a forward over the columns behind the longest row asks for all
-    that any row will need.
+    These modules would count columns from the cache's length, which differs between rows. A wrapper may give its
+    decoder other positions (GLM-Image, which generates an image row by row). These are kept by column: a forward over
+    the columns after the longest row yields all that any row will need.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -31,7 +31,7 @@ class OwnPositions:
         self._first = 0
 
     def reading(self, block: Block, rows: Sequence[int]) -> contextlib.AbstractContextManager[None]:
-        """Let the model read at the positions of ``block`` in a forward; ``rows`` are those places of the batch."""
+        """Give the model the positions of ``block`` in a forward; ``rows`` are their indices in the batch."""
         if not self._readers:
             return NOTHING
         columns = block.query  # (batch, nodes)
@@ -52,14 +52,14 @@ class OwnPositions:
         return hooked(self._readers, before, after)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         if self._known is not None and self._known.shape[-2] > 1:
             self._known = self._known.index_select(-2, rows.to(self._known.device))
 
     def _looked_up(self, own: Tensor, block: Block, rows: Sequence[int]) -> Tensor:
-        """Keep the model's ``own`` positions of the next columns, and return those of the nodes, (..., batch, nodes).
+        """Store the model's ``own`` positions of the next columns, and return those of the nodes, (..., batch, nodes).
 
-        The model may know fewer than it is asked for, since draft tokens may go beyond the end of the text.
+        The model may have fewer than needed, since draft tokens may go beyond the maximum length.
         """
         count, batch = block.count, len(block.query)
         if own.shape[-2] not in (1, batch):
@@ -72,7 +72,7 @@ class OwnPositions:
             known = torch.cat([before.expand(*shape, -1), own.expand(*shape, -1)], dim=-1)
         else:
             self._first = begin
-        missing = block.width - self._first - known.shape[-1]
+        missing = block.width - self._first - known.shape[-1]  # filled with the last known position
         self._known = torch.cat([known, known[..., -1:].expand(*known.shape[:-1], missing)], dim=-1)
         place = (block.query - self._first).to(own.device)
         wide = self._known.expand(*self._known.shape[:-2], batch, -1)
@@ -81,7 +81,7 @@ class OwnPositions:
 
 
 def _readers(model: PreTrainedModel) -> list[nn.Module]:
-    """Find what reads positions: an embedding in old decoders, the whole decoder inside a wrapper in some new ones."""
+    """Find the modules that read positions: an embedding in old decoders, the decoder in some new wrappers."""
     wanted = {f"{CACHE}_length", "position_ids"}
     modules = [
         module for module in model.modules() if isinstance(module, nn.Embedding) or _counts_from_padding(module)
@@ -92,6 +92,6 @@ def _readers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _counts_from_padding(module: nn.Module) -> bool:
-    """Tell whether ``module`` is a table of sines that gives the first column the position behind the padding's."""
+    """Tell whether ``module`` is a sinusoidal table in which the first position is ``padding_idx`` + 1."""
     has_table = hasattr(module, "make_weights") and hasattr(module, "padding_idx")
     return has_table and hasattr(module, "create_position_ids_from_input_ids")
