@@ -36,8 +36,8 @@ class DraftTrainingArguments(TrainingArguments):
     """The arguments of ``DraftTrainer``. Defaults are EAGLE-3's where it has any (arXiv 2503.01840).
 
     Args:
-        unroll_steps: steps of the training-time test. Medusa always has one step per head. Language models are
-            trained on one step and measured on this many.
+        unroll_steps: steps of the training-time test. Medusa has one per head instead, block drafts one per draft
+            token of a block. Language models are trained on one step and measured on this many.
         step_decay: step k is weighted by ``step_decay ** k``.
         chain_smoothing: weight each draft token also by the expected length of the chains that reach it, according to
             the draft's own confidence (D-PACE). Each confidence is moved towards 1 by this share. The speculators

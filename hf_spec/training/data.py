@@ -1,6 +1,6 @@
-"""From conversations or plain text to token ids with the target's own answers marked.
+"""Preparation of conversations or plain text: token ids with the target's own answers marked.
 
-A draft is trained only on tokens that the target itself would say: ``loss_mask`` is 1 on what the assistant says.
+A draft is trained only on tokens that the target itself would emit: ``loss_mask`` is 1 on the assistant's tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 MAX_LENGTH = 2048
 TEXT = "text"  # the column of text, unless another is named
-FIRST = 256  # examples of a stream that are looked at beforehand
+FIRST = 256  # examples of a stream that are read in advance, to find its columns and count what is skipped
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 ASK = "let the target answer first, by regenerate (hf-spec prepare --regenerate FILE.jsonl)"
 REASONS = {
@@ -66,25 +66,25 @@ def prepare_dataset(
     template_arguments: dict[str, Any] | None = None,
     end_of_text: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Turn conversations or plain text into examples for ``DraftTrainer``.
+    """Turn conversations or plain text into examples for ``DraftTrainer``, with ``input_ids`` and ``loss_mask``.
 
     ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
     conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too),
-    a column of text, which is an answer throughout, or questions and answers (``prompt`` and ``completion``, or
-    ``instruction``, ``input`` and ``output``). Text goes before questions and answers, and a column of it that is
-    named before conversations, too. Questions and answers that are texts go through the chat template; where the
-    tokenizer has none, one follows the other. ``tokenizer`` is the target's. Examples get ``input_ids`` and
-    ``loss_mask``. With ``packing``, several documents share an example of up to ``max_length`` tokens, and
-    ``document_ids`` tell them apart. ``last_turn_only`` marks the last answer of a conversation only. Some
-    templates show an answer otherwise once another one follows, without what was thought. Such earlier answers are
-    left out and counted, or each becomes an example of its own, as it was said (``earlier_answers="keep"``). Examples
-    without anything to guess are left out, counted by reason. Answers that ``regenerate`` says were cut off are
-    trained on without the template's end, or left out with their conversations (``cut_answers="drop"``). The template
-    is given ``template_arguments``, such as ``{"enable_thinking": False}``, and an example's columns ``tools`` and
+    a column of text, which counts as one answer, or questions and answers (``prompt`` and ``completion``, or
+    ``instruction``, ``input`` and ``output``). Text precedes questions and answers; a named ``text_column`` precedes
+    conversations too. Textual questions and answers go through the chat template. Without a template they are
+    concatenated. ``tokenizer`` is the target's. With ``packing``, documents share examples of up to ``max_length``
+    tokens, separated by ``document_ids``. ``last_turn_only`` marks only the last answer of a conversation.
+
+    Some templates render an answer without its reasoning once another one follows. Such earlier answers are dropped
+    and counted, or each becomes an example of its own, as it was said (``earlier_answers="keep"``). Examples with
+    nothing to predict are dropped and counted by reason. Answers that ``regenerate`` marks as cut off are trained on
+    without the template's end, or dropped with their conversations (``cut_answers="drop"``). The template is given
+    ``template_arguments``, such as ``{"enable_thinking": False}``, and an example's columns ``tools`` and
     ``chat_template_kwargs``. ``end_of_text`` puts an end-of-sequence token after documents without a template.
 
-    A stream, a ``datasets.IterableDataset``, stays one: its examples are made while they are read, and packed a
-    thousand documents at a time. What is left out is counted among its first examples.
+    A ``datasets.IterableDataset`` stays a stream. Its examples are prepared while they are read, and packed a thousand
+    documents at a time. Dropped examples are counted among its first ones only.
 
     Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
     without a chat template, offsets or an end-of-sequence token where they are needed, ``num_proc`` with a stream, and
@@ -96,7 +96,7 @@ def prepare_dataset(
     is_stream = _is_stream(dataset)
     if is_stream and num_proc is not None:
         raise ValueError("a stream is prepared while it is read: leave out num_proc, and set dataloader_num_workers")
-    dataset = dataset.with_format(None)  # tensors are no texts
+    dataset = dataset.with_format(None)  # in a tensor format, texts would not be strings
     first = list(dataset.take(FIRST))
     names = dataset.column_names or list(first[0] if first else ())
     chat, templated = _columns(names, bool(first), tokenizer, text_column)
@@ -114,13 +114,13 @@ def prepare_dataset(
 
 
 def _kept(examples: Any) -> Any:
-    """Leave out examples that were skipped, and what is said about the others."""
+    """Drop skipped examples, and the columns that were only for the report."""
     kept = examples.filter(lambda skipped: skipped == "", input_columns="skipped")
     return kept.remove_columns(["skipped", "cut", "left_out"])
 
 
 def packed(examples: Any, max_length: int) -> Any:
-    """Let documents share examples of up to ``max_length`` tokens."""
+    """Pack documents into examples of up to ``max_length`` tokens."""
     return examples.map(_Pack(max_length), batched=True)
 
 
@@ -140,7 +140,7 @@ def _check_choices(
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Tell a stream from a dataset of known length. Errors: a TypeError for what is neither."""
+    """Tell whether ``dataset`` is a stream. Errors: a TypeError if it is no dataset at all."""
     if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}: pass the path of a jsonl file, or a datasets.Dataset such as one "
@@ -152,7 +152,7 @@ def _is_stream(dataset: Any) -> bool:
 def _columns(
     names: list[str], is_filled: bool, tokenizer: PreTrainedTokenizerBase, text_column: str
 ) -> tuple[tuple[str, ...], bool]:
-    """Return the columns that conversations are in, () for text, and whether they go through the chat template."""
+    """Return the columns of conversations, () for text, and whether they go through the chat template."""
     if not is_filled:
         raise ValueError("the dataset is empty")
     chat = chat_columns(names)
@@ -204,13 +204,13 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-# What becomes of an example of which nothing is left; ``left_out`` counts its answers that are not marked.
+# An example of which nothing is kept. ``left_out`` counts its answers that are not marked.
 NOTHING: dict[str, Any] = {"input_ids": [], "loss_mask": [], "cut": False, "skipped": "", "left_out": 0}
 
 
 @dataclass(frozen=True)
 class _Tokenize:
-    """Turn examples into ids and masks; a class, because worker processes and fingerprints pickle it."""
+    """The tokenization of a batch: ids and masks. A class, because worker processes and fingerprints pickle it."""
 
     tokenizer: Any
     chat: tuple[str, ...]  # columns of conversations; () for text
@@ -230,7 +230,7 @@ class _Tokenize:
         return {name: [one[name] for one in made] for name in NOTHING}
 
     def _examples(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what becomes of an example: more than one if earlier answers are kept that the template changes."""
+        """Tokenize an example; several result if earlier answers are kept that the template renders differently."""
         try:
             messages = messages_of(conversation_of(example, self.chat)) if self.templated else []
             cut = any(message.get(CUT) for message in messages)
@@ -270,7 +270,7 @@ class _Tokenize:
             question, answer = (one.get("content") for one in conversation_of(example, self.chat))
             asked, said = self._plain(question), self._plain(answer, special=False)
         end = self.tokenizer.eos_token_id
-        if self.end_of_text and said[-1:] != [end]:  # some tokenizers have put it there
+        if self.end_of_text and said[-1:] != [end]:  # some tokenizers append it themselves
             said.append(end)
         return asked + said, [0] * len(asked) + [1] * len(said)
 
@@ -283,7 +283,7 @@ class _Tokenize:
 
 @dataclass(frozen=True)
 class _Pack:
-    """Put documents, the longest first, into the first example of up to ``max_length`` tokens that has room."""
+    """First-fit-decreasing packing of documents into examples of up to ``max_length`` tokens."""
 
     max_length: int
 
@@ -309,9 +309,9 @@ class _Pack:
 
 
 def check_examples(examples: Any, vocabulary: int) -> None:
-    """Raise a ValueError unless there are ``examples`` with answers whose tokens a model of ``vocabulary`` has.
+    """Raise a ValueError unless there are ``examples`` with answers, and all ids are below ``vocabulary``.
 
-    Examples that can only be iterated over are not looked at.
+    Streams are not checked.
     """
     if not hasattr(examples, "__len__"):
         return
@@ -328,12 +328,12 @@ def check_examples(examples: Any, vocabulary: int) -> None:
 
 
 def numbers(column: Any) -> list[int]:
-    """Return a column of an example as a list, of datasets in the format of torch or numpy as well."""
+    """Return a column of an example as a list, also if the dataset's format is torch or numpy."""
     return column.tolist() if hasattr(column, "tolist") else list(column)
 
 
 def check_ids(lowest: int, highest: int, vocabulary: int) -> None:
-    """Raise a ValueError if a model of ``vocabulary`` tokens does not have all of these."""
+    """Raise a ValueError if ids from ``lowest`` to ``highest`` are not all in a ``vocabulary`` of that many tokens."""
     if lowest < 0 or highest >= vocabulary:
         raise ValueError(
             f"the text has token ids from {lowest} to {highest}, but the target has {vocabulary} tokens: take the "
@@ -342,7 +342,7 @@ def check_ids(lowest: int, highest: int, vocabulary: int) -> None:
 
 
 def _range(examples: Any, column: str) -> tuple[int, int]:
-    """Return the least and the greatest value of a column of lists; (0, 0) if there are none."""
+    """Return the smallest and the largest value of a column of lists; (0, 0) if it has no values."""
     if isinstance(examples, datasets.Dataset):
         batches = examples.select_columns(column).with_format("arrow").iter(1000)
         found = [compute.min_max(compute.list_flatten(batch[column])).as_py() for batch in batches]
@@ -354,10 +354,10 @@ def _range(examples: Any, column: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class DraftCollator:
-    """Make a batch of examples, padded on the right, where causal models do not look.
+    """A collator that pads on the right, where no token of a causal model attends to the padding.
 
-    Examples that are not packed may stand beside packed ones, of which padding is document -1. The ``states`` of
-    cached examples are padded with zeros.
+    Packed and other examples may be mixed in a batch: padding is then document -1. The ``states`` of cached examples
+    are padded with zeros.
     """
 
     pad_token_id: int = 0
@@ -366,7 +366,7 @@ class DraftCollator:
         fill = dict(zip(COLUMNS, (self.pad_token_id, 0, -1), strict=True))
         rows = [row | {name: numbers(row[name]) for name in COLUMNS if name in row} for row in rows]
         lengths = [len(row["input_ids"]) for row in rows]
-        missing = [max(2, *lengths) - length for length in lengths]  # a draft reads two tokens at least
+        missing = [max(2, *lengths) - length for length in lengths]  # a draft reads at least two tokens
         if any("document_ids" in row for row in rows):
             rows = [{"document_ids": [0] * length} | row for row, length in zip(rows, lengths, strict=True)]
         batch: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Files of conversations or text, as the ``datasets`` library reads them; what is broken is named by its line."""
+"""Files of conversations or text, read by the ``datasets`` library; errors name the broken line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"
 def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
     """Load JSON lines, or a json, csv, parquet or txt file, or open it as a stream.
 
-    Errors: a ValueError for another kind or a broken file; of a stream that is told by whoever reads so far.
+    Errors: a ValueError for another kind or a broken file. In a stream, a broken line raises only when it is read.
     """
     path = Path(file)
     if not path.is_file():
@@ -33,29 +33,29 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
         raise ValueError(f"{path} is none of {sorted(FILES)}; rename it, or write JSON lines")
     if _is_blank(path):
         raise ValueError(f"{path} is empty")
-    if "::" in str(path):  # which datasets takes for a file within another
+    if "::" in str(path):  # datasets reads it as a file within an archive
         raise ValueError(f"{path} has :: in its name: rename it")
-    name = glob.escape(str(path))  # else [a] in it would stand for a
+    name = glob.escape(str(path))  # datasets expands patterns: [a] in a name would mean a
     try:
         data = datasets.load_dataset(kind, data_files=name, split="train", streaming=streaming)
     except (datasets.exceptions.DatasetGenerationError, ValueError, EOFError, gzip.BadGzipFile) as error:
         if kind == "json" and not streaming and (found := _without_unsound_lines(path)) is not None:
             return found
         problem = None
-        with contextlib.suppress(OSError, EOFError):  # a damaged gzip file, of which the first error says enough
+        with contextlib.suppress(OSError, EOFError):  # a damaged gzip file; the first error says enough
             problem = _broken_line(path) or _undecodable_line(path)
         raise ValueError(
             f"{path} is broken: {problem or error.__cause__ or error}. Mend it, or remove that line"
         ) from error
-    if kind == "json" and not streaming and (line := _undecodable_line(path)):  # which Arrow lets pass
+    if kind == "json" and not streaming and (line := _undecodable_line(path)):  # Arrow accepts invalid UTF-8
         raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
     return data
 
 
 def _without_unsound_lines(path: Path) -> datasets.Dataset | None:
-    """Load JSON lines some of which hold what Arrow takes for no text or too deep: those are empty, with a warning.
+    """Load JSON lines with invalid text or too deep nesting, which Arrow refuses: make those lines empty, and warn.
 
-    ``None`` if there are none such, or if something else is wrong with the file.
+    ``None`` if there are no such lines, or if something else is wrong with the file.
     """
     lines, problems = [], []
     try:
@@ -89,13 +89,13 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _is_blank(path: Path) -> bool:
-    with contextlib.suppress(OSError, EOFError), _opened(path) as lines:  # whoever loads it says what is wrong
+    with contextlib.suppress(OSError, EOFError), _opened(path) as lines:  # loading will say what is wrong
         return not any(line.strip() for line in lines)
     return False
 
 
 def _undecodable_line(path: Path) -> str | None:
-    """Name the first line of a text file that is not UTF-8; ``None`` if there is none, or the file is no text."""
+    """Name the first line that is not UTF-8; ``None`` if there is none, or the file is not a text file."""
     if ".parquet" in path.suffixes:
         return None
     with _opened(path) as lines:
@@ -108,7 +108,7 @@ def _undecodable_line(path: Path) -> str | None:
 
 
 def _broken_line(path: Path) -> str | None:
-    """Name the first line of a file of JSON that is none, and say why; ``None`` if all are or the file is another."""
+    """Name the first line that is not valid JSON, and say why; ``None`` if there is none, or it is no JSON file."""
     if not {".jsonl", ".json"} & {*path.suffixes}:
         return None
     with _opened(path) as file:

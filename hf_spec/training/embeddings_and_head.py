@@ -1,4 +1,4 @@
-"""What training needs of a target whose states are cached: its embeddings and its output layer, without its body."""
+"""The target's embeddings and output layer without its body: all that training needs if its states are cached."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WEIGHTS = "ends.safetensors"
 
 
 def save_embeddings_and_head(model: PreTrainedModel, directory: Path) -> None:
-    """Write the config, the embeddings and all that stands behind the body of ``model``.
+    """Write the config, the embeddings and everything after the body of ``model``.
 
-    Errors: a ValueError if that is not enough to work out the logits of a last hidden state.
+    Errors: a ValueError if that is not enough to compute logits from a last hidden state.
     """
     weight = getattr(model.get_output_embeddings(), "weight", None)
     if not isinstance(weight, Tensor) or weight.is_meta or not weight.is_floating_point():
@@ -36,11 +36,11 @@ def save_embeddings_and_head(model: PreTrainedModel, directory: Path) -> None:
     config.save_pretrained(directory)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in embeddings_and_head(model).items()}
     content = save(tensors, {"name_or_path": config.name_or_path or ""})
-    (directory / WEIGHTS).write_bytes(content)  # an OSError if the disk is full
+    (directory / WEIGHTS).write_bytes(content)  # unlike save_file, raises an OSError if the disk is full
     hidden = torch.randn(4, model.config.get_text_config().hidden_size, generator=torch.Generator().manual_seed(0))
     try:
         found, expected = (_logits(one, hidden) for one in (load_embeddings_and_head(directory), model))
-    except Exception as error:  # whatever an unforeseen architecture needs besides
+    except Exception as error:  # an unforeseen architecture may need more and fail in any way
         raise ValueError(f"the logits of {type(model).__name__} take more than its output layer ({error})") from error
     if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         raise ValueError(f"the logits of {type(model).__name__} take more than its output layer")
@@ -52,7 +52,7 @@ def _logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def load_embeddings_and_head(directory: Path) -> Any:
-    """Load what ``save_embeddings_and_head`` wrote, as a model that embeds and gives logits but reads no text."""
+    """Load what ``save_embeddings_and_head`` wrote: a model that embeds and computes logits but runs no layers."""
     check_ends(directory / WEIGHTS)
     config = AutoConfig.from_pretrained(directory)
     kind: Any = getattr(transformers, config.architectures[0], None)
@@ -62,7 +62,7 @@ def load_embeddings_and_head(directory: Path) -> Any:
         model = kind._from_config(config)
     with safe_open(directory / WEIGHTS, framework="pt") as file:
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        config.name_or_path = file.metadata()["name_or_path"]  # where it was loaded from, for drafts and their cards
+        config.name_or_path = file.metadata()["name_or_path"]  # where the target was loaded from, for draft and card
     wanted = embeddings_and_head(model)
     if {name: one.shape for name, one in found.items()} != {name: one.shape for name, one in wanted.items()}:
         raise ValueError(f"the embeddings and the output layer are other modules than {kind.__name__} has")

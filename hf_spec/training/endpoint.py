@@ -1,4 +1,4 @@
-"""Answers of a server with OpenAI's chat completions: vLLM, SGLang, ``hf-spec serve`` and others."""
+"""A client of servers with OpenAI's chat completions: vLLM, SGLang, ``hf-spec serve`` and others."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 A = TypeVar("A")
 B = TypeVar("B")
 
-REFUSED = (400, 404, 413, 422)  # statuses that the same request will get again
-NAMES = {"max_new_tokens": "max_tokens"}  # as generate calls it, as such servers do
+REFUSED = (400, 404, 413, 422)  # HTTP statuses that a repeated request would get again
+NAMES = {"max_new_tokens": "max_tokens"}  # options of generate -> of chat completions
 KNOWN = ("max_tokens", "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty")
-AHEAD = 2  # requests that may be done before an earlier one, as a multiple of those at once
+AHEAD = 2  # requests that may be queued or finished ahead of the next result, as a multiple of those at once
 
 
 class Refused(Exception):
-    """Say what a server has against a conversation."""
+    """A conversation that the server does not accept, with its reason."""
 
 
 class Endpoint:
-    """Let ``model`` answer at ``url``, in place of a target that is loaded here: ``regenerate(..., Endpoint(...))``.
+    """A ``model`` served at ``url``, in place of a target that is loaded here: ``regenerate(..., Endpoint(...))``.
 
     Requests are repeated when the server is busy or cannot be reached.
 
     Args:
-        url: where chat completions are below, ``http://localhost:8000/v1`` say.
-        model: what the server calls the target.
+        url: base URL of the API, such as ``http://localhost:8000/v1``.
+        model: the target's name on the server.
         api_key: by default that of the environment variable ``OPENAI_API_KEY``, or none.
         retries: how often a request is repeated.
         timeout: seconds that an answer may take.
@@ -43,18 +43,18 @@ class Endpoint:
         except ImportError as error:
             raise ImportError('an endpoint is asked by the openai library: pip install "hf-spec[train]"') from error
         self.url, self.model = url, model
-        key = api_key or os.environ.get("OPENAI_API_KEY") or "none"  # a server of one's own needs no key
+        key = api_key or os.environ.get("OPENAI_API_KEY") or "none"  # a local server needs no key, but the client does
         self._client = OpenAI(base_url=url, max_retries=retries, timeout=timeout, api_key=key)
 
     def answer(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], options: dict[str, Any]
     ) -> tuple[str, bool]:
-        """Return what the model says after ``messages``, and whether its length was what ended it.
+        """Return the model's answer to ``messages``, and whether it was cut off by the length limit.
 
-        ``arguments`` are those of the chat template, ``options`` those of ``generate``; what is no option of OpenAI's
-        is sent under its own name, as vLLM and SGLang take it.
+        ``arguments`` are those of the chat template, ``options`` those of ``generate``. Options that OpenAI does not
+        have are sent under their own names, as vLLM and SGLang accept them.
 
-        Errors: ``Refused`` if the server does not take the conversation; a ConnectionError if it cannot be reached.
+        Errors: ``Refused`` if the server refuses the conversation; a ConnectionError if it fails or cannot be reached.
         """
         from openai import APIConnectionError, APIStatusError
 
@@ -81,7 +81,7 @@ class Endpoint:
 def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Turn arguments of a chat template and options of ``generate`` into those of a chat completion.
 
-    Errors: a ValueError for a speculator, which is the server's own.
+    Errors: a ValueError for a speculator, because the server has its own.
     """
     if "speculator" in options:
         raise ValueError("an endpoint has a speculator of its own: leave it out, and start the server with one")
@@ -96,7 +96,7 @@ def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, 
 
 
 def side_by_side(function: Callable[[A], B], given: Iterable[A], at_once: int) -> Iterator[B]:
-    """Yield ``function`` of each of ``given``, in their order, while so many are worked out in threads."""
+    """Yield ``function`` of each of ``given``, in their order, computed by ``at_once`` threads."""
     rest, waiting = iter(given), deque[Future[B]]()
     with ThreadPoolExecutor(at_once) as pool:
         try:

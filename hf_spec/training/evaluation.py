@@ -1,4 +1,4 @@
-"""Measure a draft by what it is for: speculative generation from held-out prompts."""
+"""Measure a draft by speculative generation from held-out prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..scoring.plain import input_device, padded
 from ..settings import SpeculationConfig
 from .data import check_ids, numbers
 
-DEPTH = 32  # processes may have guessed to different depths
+DEPTH = 32  # draft tokens per step that are counted; a fixed size, because processes may draft to different depths
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def measure(
 ) -> Counts:
     """Generate from ``prompts`` (token ids) with ``draft`` and count what was accepted.
 
-    ``temperature`` ``None`` is greedy. The state of random numbers is as before afterwards.
+    ``temperature`` ``None`` is greedy. The state of the random generators is restored afterwards.
     """
     speculator = as_speculator(draft, target)
     config = speculator.settings(self_check=False)
@@ -73,7 +73,7 @@ def _generate(
 
 
 def sums_of(counts: Counts, prompts: int) -> Tensor:
-    """Return what is added up over processes, of which each has guessed after ``prompts`` of its own."""
+    """Return a vector to sum over processes: the ``counts`` of this process and the number of its ``prompts``."""
     flat = [prompts, counts.steps, counts.emitted]
     for by_depth in (counts.offered, counts.reached):
         flat += [*by_depth[:DEPTH], *[0] * (DEPTH - len(by_depth))]
@@ -81,7 +81,7 @@ def sums_of(counts: Counts, prompts: int) -> Tensor:
 
 
 def acceptance(sums: Tensor) -> dict[str, float]:
-    """Say by the ``sums`` of all processes what was accepted: of the steps, and of those that got so far."""
+    """Return acceptance rates from the ``sums`` of all processes: cumulative and conditional, by position."""
     prompts, steps, emitted, *found = sums.tolist()
     figures = {
         "acceptance_length": emitted / max(1, steps),
@@ -92,13 +92,15 @@ def acceptance(sums: Tensor) -> dict[str, float]:
     for k in range(DEPTH):
         if offered[k]:
             share = figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
-            before = figures[f"acceptance_{k}"] if k else 1.0  # of more steps: the last ones of a text are short
+            # Earlier positions are averaged over more steps, because the last steps of a text are short. The ratio
+            # may therefore exceed 1.
+            before = figures[f"acceptance_{k}"] if k else 1.0
             figures[f"conditional_acceptance_{k + 1}"] = min(1.0, share / before) if before else 0.0
     return figures
 
 
 def token_ids(prompts: Iterable[Any], vocabulary: int) -> list[list[int]]:
-    """Return given prompts as lists. Errors: a TypeError for text; a ValueError for what a target cannot read."""
+    """Return prompts as lists of ids. Errors: a TypeError for text; a ValueError for ids outside the vocabulary."""
     prompts = list(prompts)
     if any(isinstance(prompt, str) for prompt in prompts):
         raise TypeError('eval_prompts are texts: pass token ids, such as tokenizer(prompts)["input_ids"]')
@@ -111,15 +113,15 @@ def token_ids(prompts: Iterable[Any], vocabulary: int) -> list[list[int]]:
 
 
 def prompts_of(examples: Sequence[dict[str, Any]], count: int, plain_length: int) -> list[list[int]]:
-    """Take up to ``count`` prompts from prepared ``examples``: what stands before the first answer of a document.
+    """Take up to ``count`` prompts from prepared ``examples``: the tokens before a document's first answer.
 
-    Of a document that is an answer from its start, as plain text is, the first ``plain_length`` tokens.
+    A document that is an answer from its start, such as plain text, gives its first ``plain_length`` tokens.
     """
     prompts = []
     for example in examples:
         ids, answers = numbers(example["input_ids"]), numbers(example["loss_mask"])
         documents = numbers(example["document_ids"]) if "document_ids" in example else [0] * len(ids)
-        end = documents.count(documents[0])  # the first document of a pack is enough
+        end = documents.count(documents[0])  # only the first document of a packed example is used
         if 1 not in answers[:end]:
             continue
         first = answers.index(1) or min(plain_length, end)

@@ -1,9 +1,10 @@
-"""Run the target over a dataset once and keep what drafts read of it, to train without it.
+"""A cache of the target's hidden states over a dataset, so that drafts are trained without running the target.
 
-A cache is a directory of shards, each a safetensors file of whole examples; ``index.json``, which says what the cache
-was made from and which shards are finished; and ``target/`` with the target's embeddings and output layer. A file is
-written under another name, flushed to the disk and renamed, and a shard counts only once the index names it: a call
-that is killed leaves finished shards, and nothing else that could be taken for one.
+A cache is a directory with three things. Each shard is a safetensors file of complete examples. ``index.json`` says
+what the cache was made from and which shards are finished. ``target/`` has the target's embeddings and output layer.
+
+A file is written under a temporary name, flushed to the disk and renamed. A shard counts only once the index names
+it. So a call that is killed leaves finished shards, and nothing that could be mistaken for one.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from .teacher import Reader
 logger = logging.get_logger(__name__)
 
 FORMAT = 1
-LAST = -1  # the layer whose states the output layer reads; no other is less
+LAST = -1  # the number of the last hidden states, which the output layer reads; the least layer number
 AGAIN = "make it again by cache_features, or by hf-spec train beside the whole target: only this shard is read anew"
-WAITING = 1  # shards in the writer's hands while the next one is read
+WAITING = 1  # shards that may wait to be written while the next one is computed
 
 
 def cache_features(
@@ -60,18 +61,19 @@ def cache_features(
     shard_size: int = 2**28,
     progress: bool = True,
 ) -> FeatureCache:
-    """Write what drafts read of ``target`` over a prepared ``dataset`` to ``directory``; return it as a dataset.
+    """Write the hidden states of ``target`` over a prepared ``dataset`` to ``directory``; return them as a dataset.
 
     ``layers`` are ``draft.feature_layers(target)``, or those of several drafts; the last hidden state is always kept.
     ``dtype`` is that of the states, the target's by default. Up to four shards of ``shard_size`` bytes are in memory
-    at once. A call that was interrupted can be repeated: finished shards are not made again. What is in ``directory``
-    may have more layers than are asked for, shards of another size, and, if none is asked for, another dtype.
-    ``tokenizer``, if given, is compared as well. Once all is finished, ``load_target()`` will do for the target. Only
-    one process at a time may write to a directory.
+    at once. Only one process at a time may write to a directory.
+
+    An interrupted call can be repeated: finished shards are kept. An existing cache in ``directory`` may have more
+    layers than requested and shards of another size; without a ``dtype`` argument also another dtype. ``tokenizer``,
+    if given, must be that of the cache. Once all is finished, ``load_target()`` is enough as the target.
 
     Errors: a TypeError for a stream. A ValueError for an empty dataset, for tokens or layers that the target does not
-    have, and if ``directory`` holds a cache that was made from something else, which it names. An OSError if a shard
-    cannot be written.
+    have, and if ``directory`` holds a cache of something else, which it names. An OSError if a shard cannot be
+    written.
     """
     if batch_size < 1 or shard_size < 1:
         raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")
@@ -118,7 +120,7 @@ def _check_numbered(dataset: Any) -> None:
 
 
 def _layers(asked: Sequence[int], target: PreTrainedModel, there: Sequence[int]) -> list[int]:
-    """Return the layers to keep, ascending: those that are ``there`` if the ones that are asked for are among them."""
+    """Return the layers to keep, ascending: those ``there`` already, if they include all that are asked for."""
     kept, count = sorted({LAST, *asked}), target.config.get_text_config().num_hidden_layers
     if kept[0] < LAST or kept[-1] > count:
         raise ValueError(f"layers are {[*asked]}, but the target has none below -1 or above {count}")
@@ -126,7 +128,7 @@ def _layers(asked: Sequence[int], target: PreTrainedModel, there: Sequence[int])
 
 
 def _begin(directory: Path, target: PreTrainedModel, size: int) -> None:
-    """Make the directory for ``size`` bytes to come, with what is to be kept of the target itself."""
+    """Create the directory and write the target's embeddings and output layer; warn if ``size`` bytes don't fit."""
     if not has_body(target):
         raise ValueError(f"the target has no layers to finish the cache in {directory} with: load the whole one")
     directory.mkdir(parents=True, exist_ok=True)
@@ -140,7 +142,7 @@ def _begin(directory: Path, target: PreTrainedModel, size: int) -> None:
 
 
 def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> None:
-    """Make the shards ``todo``: read one while another is written."""
+    """Make the shards ``todo``: compute one while another is written."""
     pending: deque[Future[None]] = deque()
     with ThreadPoolExecutor(1) as writer:
         for number, examples in todo.items():
@@ -152,11 +154,11 @@ def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> No
 
 
 class FeatureCache(Dataset[dict[str, Any]]):
-    """Read what ``cache_features`` wrote: examples of its dataset with ``states``, (length, width) by layer.
+    """The dataset that ``cache_features`` wrote: its examples with ``states``, a dict of layer -> (length, width).
 
-    ``layers`` are those that are kept; -1 is the last hidden state.
+    ``layers`` are the cached ones; -1 is the last hidden state.
 
-    Errors: a ValueError if ``directory`` holds no finished cache; an OSError that names a shard which is damaged.
+    Errors: a ValueError if ``directory`` holds no finished cache; an OSError that names a damaged shard.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -200,14 +202,14 @@ class FeatureCache(Dataset[dict[str, Any]]):
         return FeatureCache, (self.directory,)
 
     def check(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
-        """Raise a ValueError that says what differs if these are not the states of ``target`` and ``layers``."""
+        """Raise a ValueError that says what differs unless the cache has the ``layers`` of ``target``."""
         found = differences(self.made_from, fingerprint(target))
         if missing := sorted({*layers} - {*self.layers}):
             found.append(f"layers: it has {list(self.layers)}, and {missing} are missing")
         _refuse(self.directory, found)
 
     def load_target(self) -> Any:
-        """Load the target without its layers: ``new_draft`` and ``DraftTrainer`` need no more of it.
+        """Load the target without its layers, which is enough for ``new_draft`` and ``DraftTrainer``.
 
         Errors: a ValueError if the cache does not have it.
         """
@@ -230,18 +232,21 @@ def _refuse(directory: Path, found: list[str]) -> None:
         )
 
 
-# -- what is asked ----------------------------------------------------------------------------------------------------
+# -- the dataset, before the target reads it --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Survey:
-    """Hold what has to be known of a dataset before it is read."""
+    """The digest of a dataset's columns, and the length of each example."""
 
     digest: str
     lengths: list[int]
 
     def shards(self, tokens: int) -> list[list[int]]:
-        """Split examples into shards of up to ``tokens`` tokens, the longest first: if it fits in memory, all do."""
+        """Split examples into shards of up to ``tokens`` tokens.
+
+        The longest come first: if the first batch fits in memory, all do.
+        """
         shards: list[list[int]] = []
         room = 0
         for example in sorted(range(len(self.lengths)), key=lambda example: -self.lengths[example]):
@@ -267,12 +272,12 @@ def _survey(dataset: Any, target: PreTrainedModel) -> _Survey:
 
 # -- reading and writing ----------------------------------------------------------------------------------------------
 
-PER_EXAMPLE = ("rows", "lengths", "checksums")  # as they are called on disk
+PER_EXAMPLE = ("rows", "lengths", "checksums")  # tensors on disk with one value per example; "rows" are its numbers
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Say where an example is."""
+    """Where an example is: its shard, and the slice of the shard's tokens."""
 
     shard: int
     tokens: slice
@@ -281,7 +286,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _ShardReader:
-    """Run the target over the examples of a shard."""
+    """The target's run over the examples of a shard."""
 
     dataset: Any
     reader: Reader
@@ -337,7 +342,7 @@ def _write_shard(index: _Index, number: int, numbers: list[int], parts: dict[str
 
 
 def _checksum(example: dict[str, Tensor]) -> int:
-    """Digest what one example has in all tensors."""
+    """Return the CRC-32 of all tensors of one example."""
     found = 0
     for name in sorted(example):
         found = zlib.crc32(example[name].contiguous().view(torch.uint8).numpy().data, found)
@@ -345,7 +350,7 @@ def _checksum(example: dict[str, Tensor]) -> int:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write all of a file or nothing."""
+    """Write a file atomically: all of it or nothing."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -390,7 +395,7 @@ def _damaged(path: Path, how: str) -> OSError:
 
 
 def _is_index(made_from: dict[str, Any], count: int, shards: dict[str, int]) -> bool:
-    """Tell whether what an index says are numbers and names; what is no dict raises an error of its own."""
+    """Tell whether the values of an index have the right types; a missing key or a wrong container raises instead."""
     layers, dtype = made_from["layers"], getattr(torch, made_from["dtype"])
     numbers = [count, made_from["shard_size"], *layers, *shards.values()]
     return isinstance(dtype, torch.dtype) and all(map(is_int, numbers)) and made_from["shard_size"] >= 1
@@ -398,7 +403,7 @@ def _is_index(made_from: dict[str, Any], count: int, shards: dict[str, int]) -> 
 
 @dataclass
 class _Index:
-    """Say what a cache was made from, how many shards it shall have, and the sizes of those that are finished."""
+    """The index of a cache: what it was made from, its number of shards, and the bytes of each finished shard."""
 
     directory: Path
     made_from: dict[str, Any]
@@ -416,7 +421,7 @@ class _Index:
             if content.pop("format") == FORMAT and _is_index(**content):
                 return cls(directory, **content)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            pass  # cut off, or of something else
+            pass  # cut off, or not an index
         raise ValueError(
             f"{path} is no index of a feature cache, or of another version, or cut off: remove {directory}"
         )

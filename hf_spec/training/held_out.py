@@ -1,4 +1,4 @@
-"""Examples to evaluate on, shared by processes: what makes their shares equal in number is not counted."""
+"""Evaluation examples split over processes: examples added to make the shares equal are not counted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .data import numbers
 
 
 class Filled(IterableDataset[dict[str, Any]]):
-    """A stream whose number of examples is a multiple of ``share``, what all processes read at a time.
+    """A stream padded to a multiple of ``share`` examples, the number that all processes together read at a time.
 
-    Accelerate would fill up the last share of a stream with its first examples, and nobody could tell them from
-    others. What fills it up here has no answers, so that nothing in it counts.
+    Accelerate would pad the last share with the stream's first examples, which nobody could tell from the others.
+    The padding here has no answers, so that none of it counts.
     """
 
     def __init__(self, dataset: Any, share: int) -> None:
@@ -28,25 +28,25 @@ class Filled(IterableDataset[dict[str, Any]]):
             count += 1
             yield example
         for _ in range(-count % self.share):
-            assert example is not None  # of an empty stream nothing is missing
+            assert example is not None  # an empty stream needs no padding
             yield example | {"loss_mask": [0] * len(numbers(example["loss_mask"]))}
 
 
 def source_of(dataset: Any) -> Any:
-    """Return the dataset that all processes have alike, of which ``dataset`` is a share or filled up."""
+    """Return the original dataset, the same on all processes, of which ``dataset`` is a share or a padded stream."""
     while isinstance(dataset, Filled | IterableDatasetShard):
         dataset = dataset.dataset
     return dataset
 
 
 def without_repeats(inputs: dict[str, Any], accelerator: Any, size: int) -> dict[str, Any]:
-    """Leave out of a last batch the repeated first examples, by which all processes have as many.
+    """Mask the first examples that accelerate repeats in the last batch to give all processes equally many.
 
     ``size`` is how many examples a process reads at a time.
     """
     state = accelerator.gradient_state
     if accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
         return inputs
-    kept = max(0, state.remainder - accelerator.process_index * size)  # of this process
+    kept = max(0, state.remainder - accelerator.process_index * size)  # examples of this process that count
     row = torch.arange(len(inputs["loss_mask"]), device=inputs["loss_mask"].device)
     return inputs | {"loss_mask": inputs["loss_mask"] * (row < kept)[:, None]}

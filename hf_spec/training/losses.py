@@ -1,14 +1,14 @@
-"""What the guesses of a draft cost and how good they are: objectives, the positions that count, and both in chunks.
+"""Losses and metrics of draft tokens: the objectives, the positions that count, and both computed in chunks.
 
-Of a text of n tokens a draft has n - 1 *positions*, one beside each token but the first. Position i of step k has read
-token i+1+k last and guesses token i+2+k, where the target's distribution is that of its own position i+1+k::
+In a text of n tokens a draft has n - 1 *positions*, one for each token but the first. Position i of step k has read
+the tokens up to i+1+k and predicts token i+2+k. It is compared with the target's distribution at token i+1+k::
 
-    token that is guessed    x2   x3   x4   x5
+    predicted token          x2   x3   x4   x5
     step 0, position          0    1    2    3
     step 1, position          ·    0    1    2         a column: one distribution of the target,
-    step 2, position          ·    ·    0    1         and the guesses of all steps that are compared with it
+    step 2, position          ·    ·    0    1         and the predictions of all steps that are compared with it
 
-``answers`` marks the tokens that a draft will have to guess.
+``answers`` marks the tokens that a draft will have to predict.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Objective = Literal["kl", "ce", "tv", "lk", "reverse_kl", "nll"]
 Normalizer = Literal["token", "sequence", "guess"]
 Outside = Literal["drop", "keep"]
 
-LK_DECAY = 3.0  # how fast the hybrid goes over from KL to total variation
-FEW = 0.5  # if a smaller share of the guesses counts, as of blocks behind some positions, the others cost no logits
+LK_DECAY = 3.0  # how fast "lk" moves from KL to total variation as acceptance grows
+FEW = 0.5  # if a smaller share of the predictions counts (block drafts), logits are computed for those alone
 
 
 @lru_cache
@@ -61,13 +61,13 @@ def objective_terms(objective: str) -> dict[str, float]:
 def counted_positions(answers: Tensor, steps: int, document_ids: Tensor | None = None) -> Tensor:
     """Mark the positions that count at each step, (steps, batch, length - 1), for ``answers`` (batch, length).
 
-    A position counts if a drafter could stand there: all tokens from the one that it starts behind to the one that it
-    guesses are answers of one document. A draft never guesses the first token of an answer, because prefill gives it.
+    A position counts if a drafter could be there: all tokens from the one that it starts after to the one that it
+    predicts are answers of one document. The first token of an answer is never drafted, because prefill emits it.
     """
     answers = answers.bool()
     length = answers.shape[1]
     documents = torch.zeros_like(answers, dtype=torch.long) if document_ids is None else document_ids
-    counted = answers[:, 1:] & (documents[:, 1:] == documents[:, :-1])  # the token that a position starts behind
+    counted = answers[:, 1:] & (documents[:, 1:] == documents[:, :-1])  # the token that a position starts after
     by_step = []
     for step in range(steps):
         guessed = torch.zeros_like(counted)
@@ -82,11 +82,11 @@ def counted_positions(answers: Tensor, steps: int, document_ids: Tensor | None =
 def draw_anchors(
     answers: Tensor, document_ids: Tensor | None, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw at most ``count`` roots of blocks among the ``answers`` (batch, length): (batch, length) bool.
+    """Sample at most ``count`` block roots per sequence among the ``answers`` (batch, length): (batch, length) bool.
 
-    Behind each of them an answer token is left to guess.
+    After each root there is at least one answer token to predict.
     """
-    possible = counted_positions(answers, 1, document_ids)[0]  # (batch, length - 1), a position is before its root
+    possible = counted_positions(answers, 1, document_ids)[0]  # (batch, length - 1); position i has root i + 1
     order = torch.rand(possible.shape, generator=generator).to(possible.device).masked_fill(~possible, -1.0)
     first = order.topk(min(count, possible.shape[1]), dim=1).indices
     drawn = torch.zeros_like(possible).scatter(1, first, True) & possible
@@ -98,8 +98,8 @@ def position_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each position (steps, batch, length - 1) and the divisor of each step's weights (steps,).
 
-    ``"token"``, ``"guess"``: every position weighs the same. ``"sequence"``: every document does, however long it is.
-    Divisors of several batches add up, so that accumulated and distributed batches weigh as one.
+    ``"token"``, ``"guess"``: every position has the same weight. ``"sequence"``: every document has, whatever its
+    length. Divisors of several batches are added, so that accumulated and distributed batches count as one.
     """
     if normalizer != "sequence":
         return counted.float(), counted.sum((1, 2)).float()
@@ -116,10 +116,11 @@ def position_weights(
 
 
 def chain_weights(sure: Tensor, counted: Tensor, smoothing: float) -> Tensor:
-    """Weigh every guess by how far chains get that reach it (D-PACE): (steps, batch, length - 1).
+    """Weight each prediction by how far the chains get that reach it (D-PACE): (steps, batch, length - 1).
 
-    A chain reaches guess k with the product of how ``sure`` the draft is of the guesses up to it, each moved towards 1
-    by ``smoothing``; a guess weighs the sum of these products from its own on. Only ``counted`` guesses take part.
+    ``sure`` is the draft's confidence in each draft token; ``smoothing`` moves it towards 1. A chain reaches token k
+    with the product of the confidences up to k. The weight of token k is the sum of these products from k on. Only
+    ``counted`` predictions take part.
     """
     moved = torch.where(counted, smoothing + (1 - smoothing) * sure, 1)
     reached = moved.cumprod(0) * counted
@@ -131,12 +132,12 @@ def chain_weights(sure: Tensor, counted: Tensor, smoothing: float) -> Tensor:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Say how good the guesses of a batch are; all but ``losses`` are (steps, batch, length - 1).
+    """The metrics of a batch; all but ``losses`` are (steps, batch, length - 1).
 
-    ``losses`` (steps,) are weighted sums. ``correct`` tells whether the draft's best token is the target's,
-    ``overlap`` how often a sampled guess would be accepted, and ``inside`` whether the draft can guess the target's
-    best token at all. ``sure`` is the draft's probability of the token that the objective wants. What they say of
-    guesses that do not count means nothing.
+    ``losses`` (steps,) are weighted sums. ``correct`` tells whether the draft's best token is the target's.
+    ``overlap`` is the acceptance rate of a sampled draft token. ``inside`` tells whether the draft vocabulary has the
+    target's best token. ``sure`` is the draft's probability of the token that the objective wants. Values at
+    positions that do not count are meaningless.
     """
 
     losses: Tensor
@@ -152,11 +153,11 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class TargetDistribution:
-    """Hold what is known of n positions; the first three are (n, draft vocabulary), the others (n,).
+    """The target's distributions at n positions; the first three are (n, draft vocabulary), the others (n,).
 
-    ``log_p`` and ``p`` are normalised within the draft vocabulary, which the losses compare. ``p_of_all`` are the same
+    ``log_p`` and ``p`` are normalised within the draft vocabulary; the losses compare these. ``p_of_all`` are the same
     tokens' probabilities among all tokens. ``best`` is the target's best token, and ``inside`` tells whether the
-    position counts in the loss. ``token`` is the text's own, as the draft numbers it; -1 if it has none such.
+    position counts in the loss. ``token`` is the text's own token by its draft id; -1 if the draft does not have it.
     """
 
     log_p: Tensor
@@ -167,17 +168,17 @@ class TargetDistribution:
     token: Tensor
 
     def at(self, picked: Any) -> TargetDistribution:
-        """Return what is known of some positions, by an index of them."""
+        """Return the distributions at some of the positions, by any index of tensors."""
         return TargetDistribution(*(getattr(self, field.name)[picked] for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class _Columns:
-    """Hold the n columns of the picture above in which some guess counts.
+    """The n columns of the picture above in which some prediction counts.
 
-    ``text`` and ``column`` (n,) say where each one is in the batch, ``hidden`` (n, target hidden) are the target's
-    last hidden states there, ``tokens`` (n,) what the text has there, and ``weights`` (steps, n) those of the guesses,
-    0 where a step has none.
+    ``text`` and ``column`` (n,) are the batch row and the column number. ``hidden`` (n, target hidden) are the
+    target's last hidden states and ``tokens`` (n,) the predicted tokens of the text. ``weights`` (steps, n) are those
+    of the predictions, 0 where a step has none.
     """
 
     text: Tensor
@@ -187,26 +188,30 @@ class _Columns:
     weights: Tensor
 
     def positions(self, step: int, length: int) -> Tensor:
-        """Return the position (n,) of ``step`` in each column; where there is none, some other of the same text."""
+        """Return the position (n,) of ``step`` in each column; where there is none, any valid index (weight 0)."""
         return (self.column - step) % length
 
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """Compare a draft's distributions with the target's, ``chunk`` positions of a step at a time.
+    """The loss between a draft's distributions and the target's, ``chunk`` positions of a step at a time.
 
-    ``draft_head(step, states)`` gives logits over the draft vocabulary and ``target_head(hidden)`` over the target's;
-    ``target_ids`` (draft vocabulary,) maps one to the other, ``None`` if they are the same. ``outside`` says what
-    becomes of positions whose best target token the draft cannot guess: ``"drop"`` leaves them out of the loss and
-    counts them wrong; ``"keep"`` looks at the draft vocabulary alone, as the speculators library does.
+    ``draft_head(step, states)`` gives logits over the draft vocabulary and ``target_head(hidden)`` over the target's.
+    ``target_ids`` (draft vocabulary,) maps draft ids to target ids, ``None`` if they are the same. ``outside`` is for
+    positions where the target's best token is not in the draft vocabulary: ``"drop"`` removes them from the loss and
+    counts them as wrong; ``"keep"`` looks at the draft vocabulary alone, as the speculators library does.
 
-    ``objective`` is ``"kl"``, from the target's distribution to the draft's (EAGLE-3's soft cross-entropy, less a
-    constant); ``"ce"``, cross-entropy with the target's best token; ``"tv"``, total variation, which is one minus the
-    acceptance rate of a sampled guess; ``"lk"``, KL while acceptance is low and total variation when it is high, mixed
-    by exp(-3 acceptance); ``"reverse_kl"``, from the draft's distribution to the target's; ``"nll"``, cross-entropy
-    with the text's own token; or a sum of some with weights (see ``objective_terms``). ``confidence(states)`` is
-    trained by binary cross-entropy, weighing ``confidence_weight``, to say how often a sampled guess is accepted.
-    ``smoothing``: see ``chain_weights``.
+    ``objective`` is one of these, or a weighted sum of some (see ``objective_terms``):
+
+    - ``"kl"``: KL from the target's distribution to the draft's (EAGLE-3's soft cross-entropy, less a constant).
+    - ``"ce"``: cross-entropy with the target's best token.
+    - ``"tv"``: total variation, which is one minus the acceptance rate of a sampled draft token.
+    - ``"lk"``: KL while acceptance is low and total variation when it is high, mixed by exp(-3 acceptance).
+    - ``"reverse_kl"``: KL from the draft's distribution to the target's.
+    - ``"nll"``: cross-entropy with the text's own token.
+
+    ``confidence(states)`` is trained by binary cross-entropy, weighted by ``confidence_weight``, to predict the
+    acceptance rate of a sampled draft token. ``smoothing``: see ``chain_weights``.
     """
 
     draft_head: Callable[[int, Tensor], Tensor]
@@ -229,9 +234,9 @@ class ChunkedLoss:
     ) -> tuple[Tensor, StepMetrics]:
         """Return the loss, with gradients for ``states`` and the head's ``trained`` parameters, and the metrics.
 
-        ``states`` (batch, length - 1, hidden) of each step are what the draft's head reads, ``hidden`` (batch, length,
-        target hidden) the target's last hidden states, ``weights`` (steps, batch, length - 1) those of the positions.
-        ``input_ids`` (batch, length) are needed for ``"nll"``.
+        ``states`` (batch, length - 1, hidden) of each step are the input of the draft's head. ``hidden`` (batch,
+        length, target hidden) are the target's last hidden states. ``weights`` (steps, batch, length - 1) are those
+        of the positions. ``input_ids`` (batch, length) are needed for ``"nll"``.
         """
         if self.smoothing is not None:
             with torch.no_grad():
@@ -262,7 +267,7 @@ class ChunkedLoss:
 
     @torch.no_grad()
     def distribution(self, hidden: Tensor, tokens: Tensor | None = None) -> TargetDistribution:
-        """Return what the target says at n positions, of its last hidden states (n, target hidden).
+        """Return the target's distributions at n positions from its last hidden states (n, target hidden).
 
         ``tokens`` (n,) are the text's own.
         """
@@ -287,9 +292,10 @@ class ChunkedLoss:
     def compare(
         self, target: TargetDistribution, step: int, states: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the loss of n guesses of a step, with gradients by autograd, and what ``StepMetrics`` says of them.
+        """Return the loss of n predictions of a step, with gradients by autograd, and their metrics (n,).
 
-        ``states`` (n, hidden) are what the draft's head reads, ``weights`` (n,) those of the guesses.
+        The metrics are ``correct``, ``overlap`` and ``sure`` of ``StepMetrics``.
+        ``states`` (n, hidden) are the input of the draft's head, ``weights`` (n,) those of the predictions.
         """
         log_q = self.draft_head(step, states).float().log_softmax(-1)  # (n, draft vocabulary)
         terms = objective_terms(self.objective)
@@ -308,7 +314,7 @@ class ChunkedLoss:
         return loss, correct, overlap, sure
 
     def _divergence(self, objective: str, log_q: Tensor, target: TargetDistribution) -> Tensor:
-        """Return how far the draft's log-probabilities (n, draft vocabulary) are from the target's, (n,)."""
+        """Return the divergence between the draft's log-probabilities (n, draft vocabulary) and the target's, (n,)."""
         if objective == "nll":
             own = -log_q.gather(-1, target.token.clamp(min=0)[:, None])[:, 0]
             return torch.where(target.token >= 0, own, 0)
@@ -327,10 +333,10 @@ class ChunkedLoss:
 
 
 def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
-    """Return for a draft of one step what its chains do at the ``counted`` positions (steps, batch, length - 1).
+    """Return the metrics of chains at the ``counted`` positions (steps, batch, length - 1), for a draft of one step.
 
-    The k-th guess of a language model behind a position is its first one behind the k-th position further on, if the
-    guesses before were those of the text.
+    If a language model's earlier draft tokens were those of the text, its k-th draft token after a position is its
+    first draft token k - 1 positions later. So the metrics of step 0 are shifted.
     """
     steps = range(len(counted))
     later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "sure", "inside")}
@@ -339,29 +345,29 @@ def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
 
 
 def _shift(by_step: Tensor, direction: int) -> Tensor:
-    """Move what belongs to step k by k places, (steps, batch, length - 1): from positions to columns, or back by -1.
+    """Shift the values of step k by k places, (steps, batch, length - 1): from positions to columns, or back by -1.
 
-    What falls off one side comes in at the other, where it weighs 0: no guess of step k has a column before the k-th.
+    Values that wrap around have weight 0: no prediction of step k is in a column before the k-th.
     """
     return torch.stack([one.roll(direction * step, -1) for step, one in enumerate(by_step)])
 
 
 def _placed(metric: Tensor, picked: Any, weights: Tensor) -> Tensor:
-    """Put the ``metric`` of ``picked`` guesses where they stand among all of ``weights`` (n,); elsewhere it is 0."""
+    """Scatter the ``metric`` of ``picked`` predictions to their places among all ``weights`` (n,); elsewhere 0."""
     placed = metric.new_zeros(len(weights))
     placed[picked] = metric
     return placed
 
 
 class _InChunks(torch.autograd.Function):
-    """Work out loss and gradient chunk by chunk in one go, so that no logits outlive their chunk."""
+    """The loss as an autograd function whose forward computes the gradients too: no logits outlive their chunk."""
 
     @staticmethod
     def forward(
         ctx: Any, loss: ChunkedLoss, columns: _Columns, chunks: list[StepMetrics], learns: bool, *given: Tensor
     ) -> Tensor:
         """Return the sum of all losses; ``given`` are the states of each step, then the trained parameters."""
-        # Weights are far below 1; scaled up, what flows back does not vanish in half precision.
+        # Weights are far below 1. Scaling them up keeps gradients from underflowing in half precision.
         scale = float(columns.weights.max().clamp(min=torch.finfo(torch.float32).tiny))
         total = given[0].new_zeros((), dtype=torch.float32)
         steps, few = len(columns.weights), bool((columns.weights > 0).float().mean() < FEW)
@@ -369,7 +375,7 @@ class _InChunks(torch.autograd.Function):
         for start in range(0, len(columns.hidden), loss.chunk):
             chunk = slice(start, start + loss.chunk)
             target, compared = loss.distribution(columns.hidden[chunk], columns.tokens[chunk]), []
-            for step in range(steps):  # one by one: logits of other steps are gone, or not there yet
+            for step in range(steps):  # one by one, so that only one step's logits are in memory
                 weights = columns.weights[step, chunk] / scale
                 picked = weights.nonzero()[:, 0] if few else slice(None)
                 places = columns.text[chunk][picked], columns.positions(step, given[step].shape[1])[chunk][picked]
@@ -380,7 +386,7 @@ class _InChunks(torch.autograd.Function):
                 if learns:
                     gradients[step][places], *found = torch.autograd.grad(one, [states, *trained], allow_unused=True)
                     for gradient, more in zip(gradients[steps:], found, strict=True):
-                        if more is not None:  # a head of another step
+                        if more is not None:  # None for the parameters of another step's head
                             gradient += more
             losses, correct, overlap, sure = (torch.stack(metric) for metric in zip(*compared, strict=True))
             chunks.append(StepMetrics(losses, correct, overlap, sure, target.inside.expand(steps, -1)))
@@ -396,7 +402,7 @@ class _InChunks(torch.autograd.Function):
 
 
 def feature_loss(guesses: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
-    """Compare each step's ``guesses`` at the target's last hidden states with those, ``hidden``: (steps,) sums.
+    """Compare each step's ``guesses`` of the target's last hidden states with the true ``hidden``: (steps,) sums.
 
     All are (batch, length, hidden); ``weights`` (steps, batch, length - 1) are those of positions.
     """

@@ -1,7 +1,7 @@
 """Train the matrices of a draft with Muon, which needs fewer steps than AdamW, and all the rest with AdamW.
 
 Muon (Jordan, 2024; ``torch.optim.Muon``) takes steps of equal size in all directions of a matrix. Embeddings, output
-layers, biases and norms are no maps between hidden states; AdamW trains them.
+layers, biases and norms do not map hidden states to hidden states, so AdamW trains them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .arguments import DraftTrainingArguments
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Be both optimizers for one schedule and one checkpoint: the first group of parameters is Muon's.
+    """Both optimizers behind one schedule and one checkpoint: the first group of parameters is Muon's.
 
-    Where there is nothing for one of them, such as beside adapters, which are all matrices, there is only the other.
+    An optimizer without parameters is omitted: adapters, for example, have only matrices.
     """
 
     def __init__(self, matrices: list[Tensor], others: list[Tensor], args: DraftTrainingArguments) -> None:
@@ -37,17 +37,17 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let both work on the groups and the state of this one, which are saved."""
+        """Let both optimizers use the groups and the state of this one, because only these are saved."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Load the state of a checkpoint."""
         super().load_state_dict(state_dict)
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step with each. torch declares the two ways to call it apart."""
+        """Take a step with each optimizer."""
         loss = None if closure is None else closure()
         for part in self._parts:
             part.step()
@@ -70,15 +70,15 @@ def _made_for(args: DraftTrainingArguments, draft: Any) -> MuonAndAdamW:
 
 
 def inner_matrices(draft: Any) -> list[Tensor]:
-    """List the matrices of ``draft``'s linear layers that learn and that end in neither a vocabulary nor a number.
+    """List the trained matrices of ``draft``'s linear layers, except those that output a vocabulary or one number.
 
-    Which layers end in a vocabulary the draft says: others may happen to be as wide.
+    The draft names its output layers, because other layers may happen to have the width of a vocabulary.
     """
     inside = base_model(draft)
     heads = [inside.get_output_embeddings()]
     if isinstance(inside, DraftModel):
         heads = [*inside.output_layers, *getattr(inside, "trained_heads", ())]
-    within = {module for head in heads if head is not None for module in head.modules()}  # and their adapters
+    within = {module for head in heads if head is not None for module in head.modules()}  # includes their adapters
     config = inside.config
     sizes = {getattr(config, "layers", config.get_text_config()).vocab_size, getattr(config, "draft_vocab_size", None)}
     linear = [module for module in draft.modules() if isinstance(module, nn.Linear)]

@@ -1,4 +1,4 @@
-"""Which tokenizer examples were prepared with, so that no target is trained on ids of another one."""
+"""A record of the tokenizer that examples were prepared with, so that no target reads the ids of another one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..checkpoints.fingerprint import vocabulary_digest
 
 
 def record_tokenizer(examples: Any, tokenizer: Any) -> None:
-    """Write into the description of a dataset whose token ids it holds; it stays there when the dataset is saved."""
+    """Write the tokenizer's digest into the dataset's description, which is saved with the dataset."""
     made_from = {"vocabulary": vocabulary_digest(tokenizer), "tokens": len(tokenizer)}
     examples.info.description = json.dumps({"hf_spec": made_from})
 
 
 def check_tokenizer(examples: Any, tokenizer: Any, tokens: int | None = None) -> None:
-    """Raise a ValueError if ``examples`` hold ids of another vocabulary than ``tokenizer``'s, or more than ``tokens``.
+    """Raise a ValueError if ``examples`` were prepared with another vocabulary, or one of more than ``tokens`` tokens.
 
-    Examples that do not say whose ids they hold are not looked at, nor is a tokenizer of ``None``.
+    Examples without a record are not checked, nor is a tokenizer of ``None``.
     """
     try:
         made_from = json.loads(examples.info.description)["hf_spec"]

@@ -1,4 +1,4 @@
-"""Train a draft as a YAML file says; ``examples/train.yaml`` shows all that it may say."""
+"""Training from a recipe, a YAML file; ``examples/train.yaml`` shows all of its keys."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from .sources import cache_splits, is_prepared, load_raw, prepared, saved, weigh
 from .trainer import DraftTrainer
 from .vocabulary import count_tokens, new_draft
 
-# What may stand in each section, and what values it takes.
+# The keys of each section, and the types of their values.
 SECTIONS = {**dict.fromkeys(("data", "target", "draft", "prepare", "features", "trainer", "peft"), Any)}
 TARGET = dict.fromkeys(("name", "adapter", "dtype", "attn_implementation", "revision"), str) | {"device_map": Any}
 PREPARE = {"split": str, "streaming": bool, "held_out": int | None, **get_type_hints(prepare_dataset)}
 PREPARE = {name: hint for name, hint in PREPARE.items() if name not in ("dataset", "tokenizer", "return")}
 FEATURES = {"directory": str, "without_target": bool, "dtype": str, "batch_size": int, "shard_size": int}
 RESULTS = ("config.json", "adapter_config.json", "model.safetensors")
-COUNTED = 10_000  # examples of a stream, to choose the tokens of a smaller vocabulary
-MOST_NODES, LONGEST_NUMBER = 100_000, 64  # values in a recipe, and digits
+COUNTED = 10_000  # examples of a stream that are counted to choose the tokens of a smaller draft vocabulary
+MOST_NODES, LONGEST_NUMBER = 100_000, 64  # limits: values in a recipe after aliases are expanded, digits of a number
 NUMERIC = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 SET_BY_US = {"speculators_model_type", "transformer_layer_config", "speculators_config", "tie_word_embeddings"}
 
@@ -58,7 +58,7 @@ logger = logging.get_logger(__name__)
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Read 1e-4 as a number, which YAML 1.1 takes for text, and nothing that would fill the memory."""
+    """A safe YAML loader that reads 1e-4 as a number (text in YAML 1.1) and refuses what would fill the memory."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
@@ -86,9 +86,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 
 def _nodes(node: Any, known: dict[Any, int]) -> int:
-    """Count the values that a node of YAML stands for: one that several aliases name, so many times."""
+    """Count the values of a YAML node after its aliases are expanded; ``known`` has the nodes counted before."""
     if node not in known:
-        known[node] = MOST_NODES + 1  # if it is met again before it is counted, it contains itself
+        known[node] = MOST_NODES + 1  # a node that is met again before it is counted contains itself
         inside = [one for pair in node.value for one in pair] if isinstance(node, yaml.MappingNode) else node.value
         children = inside if isinstance(node, yaml.CollectionNode) else ()
         known[node] = 1 + sum(_nodes(one, known) for one in children)
@@ -101,10 +101,10 @@ _Loader.add_implicit_resolver(
 
 
 def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str, Any]:
-    """Read and check a recipe; ``instead`` names the target, draft or data to take in place of the file's.
+    """Read and check a recipe; ``instead`` names a target, draft or data that replace the file's.
 
-    Data that are prepared already need no section prepare: the file's is not looked at then.
-    Errors: a ValueError that names a key which is unknown or missing; an OSError for a file that cannot be read.
+    If ``instead`` names prepared data, the file's section prepare is ignored.
+    Errors: a ValueError that names an unknown or missing key; an OSError for a file that cannot be read.
     """
     check_ends(file)
     try:
@@ -114,7 +114,7 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
         raise OSError(
             f"the recipe {str(file)!r} cannot be read ({error.strerror}); name a YAML file that says what to train"
         ) from error
-    except Exception as error:  # YAML's own, and what its numbers, dates and tags raise
+    except Exception as error:  # errors of YAML, and whatever parsing its numbers, dates and tags raises
         raise ValueError(f"{file} is no YAML: {error}") from error
     recipe = _section(recipe, SECTIONS, "the recipe") | {name: one for name, one in instead.items() if one}
     if instead.get("data") and is_prepared(recipe["data"]):
@@ -175,7 +175,7 @@ def _fields(kind: Any) -> set[str]:
 
 
 def _section(given: Any, known: Collection[str], name: str) -> dict[str, Any]:
-    """Return a section as a dict, empty if nothing is given; ``known`` may say what values its keys take."""
+    """Return a section as a dict, empty if nothing is given; ``known`` may map its keys to types of values."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -200,10 +200,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dict[str, float]]:
-    """Train what ``read_recipe`` gave and save it; return the directory and the last figures.
+    """Train by a ``recipe`` from ``read_recipe`` and save the draft; return its directory and the last metrics.
 
-    ``changes`` are trainer arguments as on a command line. Errors: a ValueError for those that are unknown or no
-    numbers; what preparing, loading and training raise.
+    ``changes`` are trainer arguments as on a command line. Errors: a ValueError for unknown ones or values of the
+    wrong type; whatever preparing, loading and training raise.
     """
     args, adapter = training_arguments(recipe["trainer"], changes), _adapter(recipe.get("peft"))
     names = [hub_name(name) for name in weights_of(recipe["data"])]
@@ -220,7 +220,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     with looking_for(name, "the target"):
         target_config = AutoConfig.from_pretrained(name, revision=revision)
     if not isinstance(recipe["draft"], str):
-        _config(recipe["draft"], target_config)  # wrong values are told first
+        _config(recipe["draft"], target_config)  # raises for wrong values before anything large is loaded
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     with args.main_process_first(desc="preparing data"):
         splits = _splits(recipe, tokenizer, max_positions(target_config))
@@ -250,7 +250,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
 
 
 def _last_figures(trainer: DraftTrainer) -> dict[str, float]:
-    """Return what these weights were measured by after the last step, or measure them."""
+    """Return the metrics of the saved weights from the log, or measure them if they were not evaluated."""
     state, args = trainer.state, trainer.args
     best = state.best_global_step if args.load_best_model_at_end else None
     if best in (None, state.global_step):
@@ -261,14 +261,14 @@ def _last_figures(trainer: DraftTrainer) -> dict[str, float]:
 
 
 def training_arguments(given: dict[str, Any], changes: Sequence[str] = ()) -> DraftTrainingArguments:
-    """Parse trainer arguments by transformers' parser, ``given`` ones standing for its defaults."""
+    """Parse trainer arguments with transformers' parser; the ``given`` ones replace its defaults."""
     kind: Any = DraftTrainingArguments
     parser: Any = HfArgumentParser(kind, prog="hf-spec train RECIPE.yaml", exit_on_error=False, allow_abbrev=False)
     numbers = {action.dest: action.type.__name__ for action in parser._actions if action.type in (int, float)}
     for name, one in given.items():
         if name in numbers and type(one) not in (int, float, str, type(None)):
             raise ValueError(f"trainer: {name} is {one!r}; it takes {numbers[name]}")
-    # What a file says of numbers is read as what a command line says of them.
+    # Numbers become text, so that the parser checks and converts them as on a command line.
     parser.set_defaults(**{name: repr(one) if type(one) in (int, float) else one for name, one in given.items()})
     try:
         (args,) = parser.parse_args_into_dataclasses(list(changes), look_for_args_file=False)
@@ -287,13 +287,13 @@ def _splits(recipe: dict[str, Any], tokenizer: Any, positions: int) -> Any:
 
 
 def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
-    """Load what finished caches keep of the target; ``None`` if it has still to make one."""
+    """Load the target's embeddings and output layer from finished caches; ``None`` if a cache must still be made."""
     try:
         caches = [FeatureCache(Path(directory, part)) for part in parts]
-    except OSError as error:  # a file of it was removed because it was damaged
+    except OSError as error:  # a damaged file was removed
         logger.warning(f"{error}. The whole target is loaded for that")
         return None
-    except ValueError:  # not begun, or not finished
+    except ValueError:  # not started, or not finished
         return None
     return caches[0].load_target()
 
@@ -307,7 +307,7 @@ def _target(name: str, adapter: str | None = None, **options: Any) -> Any:
 
     adapted = PeftModel.from_pretrained(target, adapter)
     for config in adapted.peft_config.values():
-        setattr(config, PLACE, adapter)  # for the card of the draft: PEFT forgets it
+        setattr(config, PLACE, adapter)  # for the draft's model card: PEFT does not keep the path
     return adapted
 
 
@@ -316,7 +316,7 @@ def _on(device: Any, target: Any) -> Any:
 
 
 def _draft(given: Any, target: PreTrainedModel, examples: Any) -> Any:
-    """Load the draft to start from, or make one; in float32, in which small changes of weights are not lost."""
+    """Load the draft to start from, or make one; in float32, so that small updates of weights are not rounded away."""
     if given == "mtp":
         return cast(Any, as_speculator(given, target)).float()
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Let the target answer the questions of a dataset itself, for a draft learns best from what its target says."""
+"""Regeneration of a dataset's answers by the target: a draft learns best from what its own target says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-AT_FIRST = 16  # conversations: if a server refuses so many from the beginning on, something else is wrong
+AT_FIRST = 16  # if a server refuses all of the first 16 conversations, the conversations are not the problem
 
 Turn = list[dict[str, Any]]  # messages
 Turns = list[Turn]
@@ -46,11 +46,11 @@ Turns = list[Turn]
 
 @dataclass
 class _Asked:
-    """What is said before each answer of a conversation, and what is said to the chat template besides."""
+    """The messages before each answer of a conversation, and its arguments for the chat template."""
 
     turns: Turns
     arguments: dict[str, Any] = field(default_factory=dict)
-    beside: dict[str, str] = field(default_factory=dict)  # columns that are written again, as JSON
+    beside: dict[str, str] = field(default_factory=dict)  # template columns, copied to the output as JSON
 
 
 def regenerate(
@@ -68,27 +68,28 @@ def regenerate(
 ) -> Path:
     """Write ``conversations`` to the jsonl file ``output`` with every answer replaced by ``target``'s own.
 
-    A conversation is a list of messages, or a dict with one of the columns that ``prepare_dataset`` reads and with
-    ``tools`` or ``chat_template_kwargs``, which the chat template is given beside ``template_arguments``. Messages of
-    the assistant are replaced in turn, each after the new ones before it. What stands after the last answer is left
-    out; where there is none, as with a column ``prompt`` or ``instruction`` alone, one is written at the end. Of what
-    is no conversation for the chat template nothing is left, which ``prepare_dataset`` skips. Conversations that are
-    in ``output`` already are not answered again, so that an interrupted call can be repeated; one whose line was
-    written by half is. A file beside ``output``, its name with ``.made_from.json``, says what the answers were made
-    with. ``generate_kwargs`` go to ``generate``: sampling, a speculator. An answer without an end-of-sequence token,
-    which ``max_new_tokens`` cut off, is marked by ``"cut": true``, so that no draft learns to end it there. Where the
-    target's positions end, so does an answer; a conversation without room for one is left out.
+    A conversation is a list of messages, or a dict with one of the columns that ``prepare_dataset`` reads. The chat
+    template gets the dict's ``tools`` and ``chat_template_kwargs``, and ``template_arguments``. Answers are
+    regenerated in turn, each after the new ones before it. Messages after the last answer are dropped. If there is no
+    answer, as in a column ``prompt`` or ``instruction`` alone, one is added at the end. A conversation that the
+    template refuses becomes an empty one, which ``prepare_dataset`` skips.
+
+    An interrupted call can be repeated: conversations that are complete in ``output`` are not answered again. A file
+    next to it, its name with ``.made_from.json``, says what the answers were made with. ``generate_kwargs`` go to
+    ``generate``: sampling, a speculator. An answer that ``max_new_tokens`` cut off, without an end-of-sequence token,
+    is marked by ``"cut": true``, so that no draft learns to end there. Answers are also cut where the target's
+    positions end; a conversation that leaves no position for one becomes empty too.
 
     Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
-    ``output`` holds something else than answers to ``conversations``, or answers of another target, tokenizer or way
-    to generate. An OSError if it cannot be written.
+    ``output`` holds anything but answers to ``conversations``, or answers of another target, tokenizer or way to
+    generate. An OSError if it cannot be written.
 
-    ``target`` may also be an ``Endpoint``, a server that answers ``batch_size`` requests at once; ``tokenizer`` is not
-    asked then, and conversations that the server refuses are skipped.
+    ``target`` may also be an ``Endpoint``, a server that answers ``batch_size`` requests at once. ``tokenizer`` is
+    then not used, and conversations that the server refuses are skipped.
 
     With ``accelerator`` its processes share the conversations, ``batch_size`` each at a time, and the first one writes
-    all answers. All call this with the same conversations, and each has a copy of the target. An ``Endpoint`` is asked
-    by one process.
+    all answers. All call this with the same conversations, and each has a copy of the target. With an ``Endpoint``
+    there may be only one process.
     """
     processes, path = Processes(accelerator), Path(output)
     _check(target, tokenizer, batch_size, processes)
@@ -125,9 +126,9 @@ def _check(target: PreTrainedModel | Endpoint, tokenizer: Any, batch_size: int, 
 
 
 def _begin(path: Path, rest: Iterator[_Asked], made_from: Callable[[], dict[str, Any]]) -> int:
-    """Count the answers in the file, behind which ``rest`` goes on; write beside a new one what they are made from."""
+    """Count the conversations in the file and advance ``rest`` past them; write or check the ``.made_from.json``."""
     done = _skip_done(path, rest)
-    path.touch()  # where it cannot be written, nothing is run
+    path.touch()  # if the file cannot be written, fail before anything is generated
     _check_made_from(path, done, made_from())
     return done
 
@@ -140,7 +141,7 @@ def _answered_here(
     batch_size: int,
     processes: Processes,
 ) -> Iterator[list[tuple[_Asked, Turn]]]:
-    """Yield conversations with their answers, in order: in turns each process answers as many."""
+    """Yield batches of conversations with their answers, in order; each process answers an equal share of a batch."""
 
     def read() -> list[_Asked]:
         return list(islice(rest, processes.count * batch_size))
@@ -155,7 +156,7 @@ def _answered_here(
 def _answered_there(
     rest: Iterator[_Asked], server: Endpoint, options: dict[str, Any], at_once: int
 ) -> Iterator[list[tuple[_Asked, Turn]]]:
-    """Yield conversations as they are answered; a ValueError if nothing but refusals comes."""
+    """Yield conversations as the server answers them; a ValueError if it refuses all of the first ones."""
 
     def answer(asked: _Asked) -> tuple[_Asked, Turn | Refused]:
         said: Turn = []
@@ -185,7 +186,7 @@ def _answered_there(
 def _made_from(
     target: PreTrainedModel | Endpoint, tokenizer: Any, options: dict[str, Any], arguments: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Say what answers depend on; of a server what it is asked."""
+    """Return what the answers depend on; for a server, the model's name and the request's options."""
     told = {"template_arguments": arguments} if arguments else {}
     if isinstance(target, Endpoint):
         return {"model": target.model} | request_of({}, options) | told
@@ -194,7 +195,7 @@ def _made_from(
 
 
 def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
-    """Write beside a new file what its answers are made with; raise a ValueError if old ones were made otherwise."""
+    """Write next to a new file what its answers are made with; raise a ValueError if old ones differ in that."""
     record = path.with_name(f"{path.name}.made_from.json")
     if not done:
         record.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
@@ -215,7 +216,7 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
 
 
 def _tell_cut(path: Path) -> None:
-    with path.open(encoding="utf-8") as lines:  # splitlines() would cut texts with other line ends, too
+    with path.open(encoding="utf-8") as lines:  # splitlines() would also split at other line ends within texts
         messages = [message for line in lines for message in json.loads(line)["messages"]]
     answers = [message for message in messages if message["role"] == "assistant"]
     if cut := sum(message.get(CUT, False) for message in answers):
@@ -237,7 +238,7 @@ def _append(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 def _skip_done(path: Path, rest: Iterator[_Asked]) -> int:
-    """Advance ``rest`` behind the conversations in the file and count them; a line cut off by a kill is removed."""
+    """Advance ``rest`` past the conversations in the file and count them; remove a line that a kill cut off."""
     if not path.exists():
         return 0
     check_ends(path)
@@ -256,7 +257,7 @@ def _skip_done(path: Path, rest: Iterator[_Asked]) -> int:
 
 
 def _answers(line: bytes, asked: _Asked | None) -> bool:
-    """Tell whether a written line answers what is ``asked``; one that is left empty may."""
+    """Tell whether a written line is an answer to ``asked``; an empty conversation may be one to any."""
     try:
         written = json.loads(line)["messages"]
     except (ValueError, LookupError, TypeError):
@@ -297,7 +298,7 @@ def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
 
 
 def _turns(conversation: Any) -> Turns:
-    """Return what is said before each answer, all where there is none; nothing of what is no conversation."""
+    """Return the messages before each answer, or all if there is no answer; [] for an invalid conversation."""
     try:
         messages = messages_of(conversation)
     except Unusable:
@@ -314,7 +315,7 @@ def _turns(conversation: Any) -> Turns:
 
 
 def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:
-    """Return the token ids of a prompt behind which there is room for an answer."""
+    """Return the token ids of a prompt; raise ``Unusable`` if the target has no position left for an answer."""
     ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     check_ids(0, max(ids, default=0), len(target.get_input_embeddings().weight))
     if (limit := position_limit(target)) is not None and len(ids) >= limit:
@@ -330,7 +331,7 @@ def _generate(
     limit, wanted = position_limit(target), options["max_new_tokens"]
     room = [wanted if limit is None else min(wanted, limit - len(prompt)) for prompt in prompts]
     answers: dict[int, tuple[str, bool]] = {}
-    for length in {*room}:  # those that the target's positions end are not to end others
+    for length in {*room}:  # prompts with few positions left must not shorten the answers to others
         rows = [row for row, one in enumerate(room) if one == length]
         asked = [prompts[row] for row in rows]
         found = _generate_together(asked, target, tokenizer, options | {"max_new_tokens": length})
@@ -347,7 +348,7 @@ def _generate_together(
     asked = inputs.pop("input_ids")  # (prompts, longest)
     out = target.generate(asked, **inputs, pad_token_id=pad, **options)
     said = out[:, asked.shape[1] :]  # (prompts, new tokens)
-    ends = generation_settings(target, options).get("eos_token_id")  # perhaps 0
+    ends = generation_settings(target, options).get("eos_token_id")  # may be 0, so compare with None
     cut = ~torch.isin(said, torch.tensor([] if ends is None else ends, device=said.device)).any(1)
     texts = tokenizer.batch_decode(said, skip_special_tokens=True)
     return [(text.strip(), one) for text, one in zip(texts, cut.tolist(), strict=True)]

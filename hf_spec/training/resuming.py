@@ -1,4 +1,4 @@
-"""Which checkpoint training goes on from: the last one that is whole; and what is said when the disk is full."""
+"""Resuming training from the last complete checkpoint, and errors that say when the disk is full."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..checkpoints.fingerprint import differences, lasting
 
 logger = logging.get_logger(__name__)
 
-STATE = "trainer_state.json"  # which Trainer writes last
-WEIGHTS = ("*model*", "global_step*")  # of a draft or an adapter, whole or in shards; DeepSpeed's
-MOVING = ("params", "lr")  # of an optimizer
-# Of a config, by us (the target's name) and by Trainer (what the tokenizer says).
+STATE = "trainer_state.json"  # the file that Trainer writes last
+WEIGHTS = ("*model*", "global_step*")  # weights of a draft or an adapter, in one file or in shards; DeepSpeed's
+MOVING = ("params", "lr")  # keys of an optimizer's group that change during training
+# Keys of a config that are set after training began: by us (the target's name) and by Trainer (from the tokenizer).
 SET_LATER = ("speculators_config", "bos_token_id", "eos_token_id", "pad_token_id")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How safetensors and torch say that a file could not be written to its end.
@@ -31,15 +31,15 @@ FULL_MESSAGES = (*(f"os error {number}" for number in FULL), "PytorchStreamWrite
 
 
 def asks_to_resume(asked: str | bool | None) -> bool:
-    """Tell whether ``resume_from_checkpoint`` asks for anything; command lines say ``false`` as text."""
+    """Tell whether ``resume_from_checkpoint`` is set; a command line gives ``false`` as text."""
     return bool(asked) and str(asked).lower() != "false"
 
 
 def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike[str]) -> str | None:
-    """Return the checkpoint that ``resume_from_checkpoint`` asks for; ``None`` to start anew.
+    """Return the checkpoint that ``resume_from_checkpoint`` asks for; ``None`` to start from the beginning.
 
-    ``True``, also as text, is the last one in ``output_dir`` that is whole. Errors: a ValueError if one is named that
-    is not whole.
+    ``True``, also as text, is the last complete one in ``output_dir``. Errors: a ValueError if the named one is not
+    complete.
     """
     if not asks_to_resume(asked):
         return None
@@ -58,16 +58,16 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike
 
 
 def checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in a directory, the last one last."""
+    """Return the checkpoints in a directory, in the order of their steps."""
     found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
     return [steps[step] for step in sorted(steps)]
 
 
 def check_draft(checkpoint: str | None, draft: Any, is_adapter: bool) -> None:
-    """Raise a ValueError if a checkpoint is of another ``draft``, or is an adapter and this not, or the other way."""
+    """Raise a ValueError if a checkpoint is of another ``draft``, or only one of the two is an adapter."""
     config, adapter = (Path(checkpoint or "", name) for name in ("config.json", "adapter_config.json"))
-    if checkpoint is None or not (config.exists() or adapter.exists()):  # DeepSpeed has neither
+    if checkpoint is None or not (config.exists() or adapter.exists()):  # DeepSpeed writes neither
         return
     found = []
     if adapter.exists() != is_adapter:
@@ -93,7 +93,7 @@ def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def checked_optimizer(optimizer: Any, checkpoint: str | None) -> Iterator[None]:
-    """Raise a ValueError if what is loaded meanwhile is of another optimizer; warn of what goes before arguments."""
+    """Raise a ValueError if the state loaded within is of another optimizer; warn of arguments that it overrides."""
     asked = _settings(optimizer)
     try:
         yield
@@ -115,7 +115,7 @@ def checked_optimizer(optimizer: Any, checkpoint: str | None) -> Iterator[None]:
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what each group of parameters is trained with, but for where the schedule is."""
+    """Return the settings of each parameter group, without those that change during training."""
     return [
         {name: list(one) if isinstance(one, tuple) else one for name, one in group.items() if name not in MOVING}
         for group in optimizer.param_groups
@@ -123,18 +123,18 @@ def _settings(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def place_in_stream(checkpoint: str, accumulated: int) -> tuple[int, int]:
-    """Return the pass over a stream in which a checkpoint was written, and how many batches of it were read.
+    """Return the pass over a stream in which a checkpoint was written, and how many batches of that pass were read.
 
-    Trainer does not know how long a stream is, and would look for all of them in the first pass. ``accumulated``
-    batches make a step.
+    Trainer does not know a stream's length, and would skip all batches within the first pass. ``accumulated`` batches
+    make a step.
     """
     state = json.loads(Path(checkpoint, STATE).read_text(encoding="utf-8"))
-    passes = math.ceil(state["epoch"]) - 1  # Trainer counts an epoch as long as all of ``max_steps``
+    passes = math.ceil(state["epoch"]) - 1  # for a stream, Trainer takes max_steps as the length of an epoch
     return passes, round((state["epoch"] - passes) * state["max_steps"] * accumulated)
 
 
 def check_output_dir(output_dir: str | os.PathLike[str], files: tuple[str, ...] = ()) -> None:
-    """Raise a ValueError if another run has left checkpoints, or any of ``files``, in a directory."""
+    """Raise a ValueError if another run left checkpoints, or any of ``files``, in a directory."""
     found = [*checkpoints(output_dir), *(Path(output_dir, name) for name in files)]
     if there := next((path.name for path in found if path.exists()), None):
         raise ValueError(
@@ -145,7 +145,7 @@ def check_output_dir(output_dir: str | os.PathLike[str], files: tuple[str, ...] 
 
 @contextlib.contextmanager
 def told_when_the_disk_is_full(what: str) -> Iterator[None]:
-    """Turn any error about a disk that is full while ``what`` is written into an OSError that says so."""
+    """Turn any error of a full disk while ``what`` is written into an OSError that says so."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -160,7 +160,7 @@ def told_when_the_disk_is_full(what: str) -> Iterator[None]:
 
 
 def _problem(checkpoint: Path) -> str:
-    """Say what a checkpoint lacks; nothing if it is whole."""
+    """Say what a checkpoint lacks; "" if it is complete."""
     if not checkpoint.is_dir():
         return "does not exist"
     for path in sorted(checkpoint.iterdir()):
@@ -172,9 +172,9 @@ def _problem(checkpoint: Path) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether the end of a file is there, which a full disk or a kill cuts off."""
+    """Tell whether a file is complete: a full disk or a kill cuts off its end."""
     if not path.is_file():
-        return path.is_dir()  # and no pipe, which never ends
+        return path.is_dir()  # anything else may be a pipe, which never ends
     if path.suffix == ".json":
         try:
             json.loads(path.read_text(encoding="utf-8"))

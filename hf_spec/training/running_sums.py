@@ -1,4 +1,4 @@
-"""Sum over batches how well a draft guesses a given text, beside what ``generate`` measures."""
+"""Sums over batches of how well a draft predicts a given text, in addition to what ``generate`` measures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .losses import StepMetrics
 
 
 class RunningSums:
-    """Sum metrics over batches, each one (steps,)."""
+    """The sums of metrics over batches, each one (steps,)."""
 
     NAMES = ("loss", "divisor", "counted", "correct", "overlap", "inside")
 
@@ -22,7 +22,7 @@ class RunningSums:
     def add(self, metrics: StepMetrics, divisor: Tensor, counted: Tensor) -> None:
         """Add a batch: its loss sums, their ``divisor`` (trained steps,), and metrics of the ``counted`` positions.
 
-        A guess counts as correct if those of all earlier steps were, as in a chain.
+        A draft token counts as correct only if those of all earlier steps were, as in a chain.
         """
         correct = (metrics.correct & counted).long().cumprod(0)
         divisor = functional.pad(divisor, (0, len(counted) - len(divisor)))
@@ -34,9 +34,9 @@ class RunningSums:
     def averages(self, reduce: Callable[[Tensor], Tensor] = lambda sums: sums) -> dict[str, float]:
         """Return the averages over all positions; ``reduce`` adds the sums of other processes.
 
-        ``accuracy_k``: how often the first k guesses are the target's best tokens. ``expected_length``: what a greedy
-        chain of all steps would emit per verification. ``overlap_k``: how often a sampled guess k would be accepted if
-        those before were. ``in_vocabulary``: how often the draft can guess the target's best token at all.
+        ``accuracy_k``: how often the first k draft tokens are the target's best tokens. ``expected_length``: tokens
+        that a greedy chain of all steps would emit per verification. ``overlap_k``: how often a sampled draft token k
+        would be accepted if those before were. ``in_vocabulary``: how often the draft has the target's best token.
         """
         if self.sums is None:
             return {}
@@ -52,7 +52,7 @@ class RunningSums:
     ) -> float:
         """Return the loss over all batches, each trained step weighted by ``step_weights`` (trained steps,).
 
-        ``together``: all steps have one divisor, the sum of theirs by weight.
+        ``together``: all steps have one divisor, the weighted sum of theirs.
         """
         assert self.sums is not None
         sums = reduce(self.sums)[:, : len(step_weights)]

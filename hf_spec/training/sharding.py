@@ -1,7 +1,7 @@
-"""Shard a draft by FSDP: as a whole, for one forward of training needs all weights, from the first layer to the loss.
+"""Sharding of a draft by FSDP, as one unit: a training forward needs all weights, from the first layer to the loss.
 
-FSDP gathers the weights of a module that it wraps for that module's own forward only. Training reads the output
-layer's weights outside of it, where it works out their gradient chunk by chunk.
+FSDP gathers the weights of a wrapped module for that module's own forward only. Training reads the output layer's
+weights outside of it, where it computes their gradient chunk by chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_asked_for(args: TrainingArguments) -> bool:
 
 
 def splits_matrices(args: TrainingArguments) -> bool:
-    """Tell whether a process may have a part of a matrix only: with FSDP, or with DeepSpeed."""
+    """Tell whether a process may hold only a part of a matrix: with FSDP or DeepSpeed."""
     return is_asked_for(args) or bool(args.deepspeed) or _launched_with("DEEPSPEED")
 
 
@@ -31,21 +31,21 @@ def _launched_with(plugin: str) -> bool:
 
 
 def set_up(plugin: Any) -> None:
-    """Let accelerate shard the model and nothing in it. Errors: a ValueError for FSDP 1."""
+    """Let accelerate shard the model as one unit, not its submodules. Errors: a ValueError for FSDP 1."""
     if plugin.fsdp_version != 2:
         raise ValueError(f"drafts are sharded by FSDP 2, not by FSDP {plugin.fsdp_version}: set fsdp_version to 2")
     plugin.auto_wrap_policy = None
-    plugin.cpu_ram_efficient_loading = False  # each process has made the draft; that way knows no buffers like d2t
+    plugin.cpu_ram_efficient_loading = False  # not needed, as each process has the draft; and it loses buffers (d2t)
 
 
 def hide_embeddings_and_head(model: Any) -> None:
-    """Keep accelerate from wrapping embeddings and output layer, which it asks ``model`` for."""
+    """Keep accelerate from wrapping embeddings and output layer: it finds them by these methods of ``model``."""
     model.get_input_embeddings = model.get_output_embeddings = lambda: None
 
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Have the whole of ``model`` on every process, so that each may run it as often as it likes."""
+    """Gather all weights of ``model`` on every process, so that each may run it any number of times."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.unshard()
