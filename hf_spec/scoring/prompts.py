@@ -1,4 +1,4 @@
-"""The prompts that a target is tried with: a few tokens of text, or what a call gives its first forward."""
+"""The prompts that the self-check tries a target with: a few tokens of text, or the inputs of a call's prefill."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from .architectures import cache_name, why_one_row
 from .names import CACHES, cache_among
 from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
 
-LENGTH = 7  # of a prompt of text
-ROOM = 64  # slots of a fixed cache after the prompt, more than all that is read
-# What a prompt of text alone comes with.
+LENGTH = 7  # tokens of a prompt of text
+ROOM = 64  # slots of a static cache after the prompt, more than the check ever reads
+# Arguments of the prefill of a prompt of text alone.
 OF_TEXT = ("attention_mask", "position_ids", "logits_to_keep", *CACHES)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and what ``generate`` hands to the first forward with it.
+    """A prompt and the arguments of its prefill.
 
-    ``ids`` (rows, tokens); ``mask`` (rows, columns) is 0 at padding, ``None``: nowhere; ``kwargs`` are the arguments
-    but for the cache; ``extra`` names those that text alone does not come with; a fixed cache has ``slots``.
+    ``ids`` (rows, tokens); ``mask`` (rows, columns) is 0 at padding, ``None`` without any. ``kwargs`` are the
+    arguments without the cache; ``extra`` names those that a prompt of text does not have. A static cache has
+    ``slots``.
     """
 
     ids: Tensor
@@ -37,14 +38,14 @@ class Prompt:
 
     @property
     def kind(self) -> Hashable:
-        """Say by what findings about such prompts are remembered: all but the numbers in them."""
+        """Return the key by which findings about such prompts are remembered: everything but their values."""
         return self.extra, len(self.ids) > 1
 
     @classmethod
     def of_text(cls, model: PreTrainedModel, draw: int = 0) -> Prompt:
-        """Make two rows, the second one padded on the left, or one if ``model`` takes no more.
+        """Make two rows, the second one padded on the left, or one row if ``model`` takes no more.
 
-        The tokens are other ones in each ``draw``.
+        Each ``draw`` has other tokens.
         """
         ids = tokens_for(model, 2, LENGTH, draw)
         mask = torch.ones_like(ids)
@@ -58,31 +59,31 @@ class Prompt:
 
     @classmethod
     def of_call(cls, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Prompt | None:
-        """Take over what a call of ``generate`` hands to its first forward, with all of its rows.
+        """Take over the prefill arguments of a ``generate`` call, with all of its rows.
 
-        ``None`` if that is text alone, or goes on from a cache that holds some already.
+        ``None`` if the prompt is text alone, or continues a cache that holds tokens already.
         """
         extra = [name for name, value in model_kwargs.items() if name not in OF_TEXT and _is_content(value)]
         cache = cache_among(model_kwargs)
         if not extra or (isinstance(cache, Cache) and cache.get_seq_length() > 0):
             return None
         mask, slots = model_kwargs.get("attention_mask"), input_ids.shape[1] + ROOM
-        if isinstance(cache, StaticCache):  # which has room for what stands before the tokens
+        if isinstance(cache, StaticCache):  # it has slots for whatever precedes the tokens, such as images
             slots = max(slots, int(cache.get_max_length()))
         return cls(input_ids, mask, _without_cache(model_kwargs), tuple(sorted(extra)), slots)
 
     def handed(self, model: PreTrainedModel, static: bool = False) -> dict[str, Any]:
-        """Build what ``generate`` would hand to the prefill, with an empty cache."""
+        """Build the arguments of ``generate``'s prefill, with an empty cache."""
         cache = new_static_cache(model, self.slots) if static else new_cache(model)
         return {**self.kwargs, cache_name(model): cache}
 
     def repeated(self, model: PreTrainedModel, count: int) -> Prompt:
-        """Put a prompt of text ``count`` times below itself."""
+        """Repeat the rows of a prompt of text ``count`` times."""
         assert not self.extra and self.mask is not None
         return self._text(model, self.ids.repeat(count, 1), self.mask.repeat(count, 1))
 
     def alone(self, model: PreTrainedModel, row: int) -> Prompt | None:
-        """Keep one row without its padding; ``None`` where it is not known what belongs to the row."""
+        """Keep one row without its padding; ``None`` where an argument cannot be split by rows."""
         rows, columns = self.ids.shape
         seen = self.ids.new_ones(columns) if self.mask is None else self.mask[row]
         if len(seen) != columns:
@@ -104,7 +105,7 @@ class Prompt:
 
 
 def tokens_for(model: PreTrainedModel, rows: int, count: int, draw: int = 0) -> Tensor:
-    """Return low token ids (rows, count), which are seldom special; other ones in each ``draw``."""
+    """Return low token ids (rows, count), which are rarely special tokens; each ``draw`` has other ones."""
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
     numbers = torch.arange(rows * count, device=input_device(model)).view(rows, count)
     return ((numbers + 3 * draw) * 7 % 31 + 11) % vocabulary

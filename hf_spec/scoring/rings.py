@@ -1,8 +1,8 @@
-"""Rings: where each column of a row's text stands among slots of a fixed number, and who sees whom there.
+"""Ring buffers of a fixed number of slots: which column of a row lies in which slot, and the attention mask over them.
 
-A buffer is a ring: column c of the text stands in slot ``c % size``. Layers that keep the whole text have a ring that
-the text never fills; it doubles before it would. Layers with a window have one that holds the window and a block. With
-``size`` 8, a row of 10 columns stands there as ::
+Column c of a sequence lies in slot ``c % size``. A layer of full attention has a ring that never wraps: its size is
+doubled before it would. The ring of a layer with a window holds the window and a block. With ``size`` 8, a row of 10
+columns lies there as ::
 
     slot      0  1  2  3  4  5  6  7
     column    8  9  2  3  4  5  6  7
@@ -16,8 +16,8 @@ from torch import Tensor
 from ..counting import numbers
 from .masks import Block
 
-SHORTEST = 256  # slots of a ring for whole texts, or half as many if these hold all that can come; see ``ring_size``
-STEP = 64  # a ring for a window is a multiple of this long
+SHORTEST = 256  # slots of a new ring for full attention, or half as many if these will suffice; see ``fewest_slots``
+STEP = 64  # the size of a ring for a window is a multiple of this
 
 
 def power_of_two(number: int) -> int:
@@ -26,7 +26,7 @@ def power_of_two(number: int) -> int:
 
 
 class Ring:
-    """Say in which of ``size`` slots each column of a row stands; shared by all layers of that size."""
+    """The map from columns to ``size`` slots, shared by all layers of that size."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -34,7 +34,7 @@ class Ring:
         self.slot: Tensor  # (seats, nodes): where the nodes of this forward are written
 
     def aim(self, columns: Tensor) -> None:
-        """Let the next forward write nodes at ``columns`` (seats, nodes)."""
+        """Set the ``columns`` (seats, nodes) at which the next forward writes its nodes."""
         if len(self.row) != len(columns):
             self.row = torch.arange(len(columns), device=columns.device)[:, None]
         self.slot = columns % self.size
@@ -46,12 +46,12 @@ class Ring:
 
 
 def fewest_slots(columns: int | None) -> int:
-    """Return the slots of a ring for whole texts to begin with, where no text gets longer than so many ``columns``."""
+    """Return the initial slots of a ring for full attention, if no row gets longer than ``columns``."""
     return SHORTEST // 2 if columns is not None and columns <= SHORTEST // 2 else SHORTEST
 
 
 def ring_size(window: int | None, end: int, count: int, shortest: int) -> int:
-    """Return how many slots hold ``end`` columns, or a window behind a block of ``count`` nodes."""
+    """Return how many slots hold ``end`` columns, or a window and a block of ``count`` nodes after it."""
     whole = max(shortest, power_of_two(end))
     if window is None:
         return whole
@@ -59,11 +59,11 @@ def ring_size(window: int | None, end: int, count: int, shortest: int) -> int:
 
 
 class RingBlock(Block):
-    """Say who sees whom among new nodes in rings."""
+    """The attention mask of the new nodes of a forward over ring buffers."""
 
     def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Return what the nodes see of a ring of ``length`` slots, (seats, nodes, slots), and its logical columns."""
-        if self.window is None and self.depths is None and self.width <= length:  # column c stands in slot c
+        if self.window is None and self.depths is None and self.width <= length:  # a chain, and column c is slot c
             slot = numbers(length, self.lengths.device)
             seen = slot <= self.query[:, :, None]
             if self.padding is not None:
@@ -71,7 +71,7 @@ class RingBlock(Block):
                 seen &= torch.nn.functional.pad(self.padding, (0, behind), value=True)[:, None]
             return seen, slot.expand(len(self.lengths), -1)
         column = Ring(length).columns(self.lengths + self.open + self.count)  # (seats, slots)
-        node = column - self.lengths[:, None]  # negative in the text
+        node = column - self.lengths[:, None]  # negative in committed slots
         logical = column
         if self.depths is None or self.ancestors is None:
             seen = column[:, None] <= self.query[:, :, None]

@@ -1,4 +1,4 @@
-"""Run a model of transformers, a target or a draft, over forests of tokens: prefill, score, commit."""
+"""Run a model of transformers, a target or a draft, over forests of draft tokens: prefill, score, commit."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
 from .slots import Slots
 
-# Arguments that are made anew for each forward, and those that have a column for each token.
+# Arguments that are rebuilt for each forward, and those that have a column for each token.
 PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a forward says: ``logits`` (batch, nodes, vocabulary), ``features`` (batch, nodes, widths) or ``None``, and
-    ``hidden_states``, one (batch, nodes, hidden) per layer, where they were asked for."""
+    """The outputs of a forward.
+
+    ``logits`` (batch, nodes, vocabulary), ``features`` (batch, nodes, widths) or ``None``, and ``hidden_states``, one
+    (batch, nodes, hidden) per layer where they were asked for.
+    """
 
     logits: Tensor
     features: Tensor | None = None
     hidden_states: tuple[Tensor, ...] = ()
 
     def last(self) -> Scores:
-        """Keep the last position only, as the one node that a prompt leaves to be followed."""
+        """Keep the last position only: after a prompt, the next token follows that one."""
         features = None if self.features is None else self.features[:, -1:]
         return Scores(self.logits[:, -1:], features, tuple(state[:, -1:] for state in self.hidden_states))
 
@@ -61,14 +64,14 @@ class Scores:
         return self.each(lambda states: states.index_select(0, rows.to(states.device)))
 
     def each(self, pick: Callable[[Tensor], Tensor]) -> Scores:
-        """Return what ``pick`` makes of logits, features and hidden states, (batch, nodes, ...) each."""
+        """Apply ``pick`` to logits, features and hidden states, (batch, nodes, ...) each."""
         features = None if self.features is None else pick(self.features)
         return Scores(pick(self.logits), features, tuple(pick(state) for state in self.hidden_states))
 
 
 @dataclass
 class _PrefillRecord:
-    """What the forwards of a prefill, which transformers may run in chunks, leave behind.
+    """What is recorded of the forwards of a prefill, which transformers may run in chunks.
 
     ``by_token`` names the arguments that had a column for each token.
     """
@@ -78,9 +81,9 @@ class _PrefillRecord:
 
 
 class _Closing:
-    """Rows that ended early and are read once more, so that their last token gets into the cache that is handed back.
+    """Rows that ended early, whose last token still has to be written to the returned KV cache.
 
-    The next proposal is for the rows that go on, so it is widened by the others, and what comes of it is narrowed. ::
+    The next proposal has only the rows that go on. It is widened by the ended rows, and its scores are narrowed. ::
 
         row 1 ended with x     proposal     widened      scores     committed     the next step
         row 0 goes on          a b c        a b c        a b c      2 nodes       row 0
@@ -94,7 +97,7 @@ class _Closing:
         self.rows = uploaded(going_on, last_tokens.device)  # (rows that go on,)
 
     def widen(self, tokens: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add rows of the last token to ``tokens`` (rows, nodes), and nodes that see themselves to ``ancestors``."""
+        """Add rows of last tokens to ``tokens`` (rows, nodes), and nodes that see only themselves to ``ancestors``."""
         count = tokens.shape[1]
         wide = self._last_tokens[:, None].repeat(1, count).index_copy(0, self.rows, tokens)  # (batch, nodes)
         if ancestors is None:
@@ -107,14 +110,14 @@ class _Closing:
         return scores.of(self.rows)
 
     def widen_path(self, path: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Add rows that commit their first node to ``path`` (rows, m) and ``counts``."""
+        """Add the ended rows, which commit one node each, to ``path`` (rows, m) and ``counts``."""
         wide = path.new_zeros((len(self._last_tokens), path.shape[1])).index_copy(0, self.rows, path)
         taken = dict(zip(self._going_on, counts, strict=True))
         return wide, [taken.get(row, 1) for row in range(len(wide))]
 
 
 class ModelRunner:
-    """Hold one model's text for one ``generate`` call and score guesses that may follow it.
+    """One model and its KV cache in one ``generate`` call: scores draft tokens, and commits the accepted ones.
 
     The model is a target, or a draft that is a language model. ``feature_layers`` name hidden states as ``Features``
     does; ``hidden_states`` asks for all of them.
@@ -123,30 +126,30 @@ class ModelRunner:
     def __init__(
         self, model: PreTrainedModel, feature_layers: Sequence[int] = (), hidden_states: bool = False
     ) -> None:
-        self.model: Any = model  # its type does not tell that generation is mixed in
+        self.model: Any = model  # its type lacks the methods of GenerationMixin
         self.features = Features(model, feature_layers, every=hidden_states)
         self.slots: Slots  # from the prefill on
         self._cache_name = cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
         self._origin: Tensor | None = None  # (..., batch or 1, 1), the position that column 0 has or would have
         self._adapted = adapted_layers(model)  # layers with an adapter per row
-        self._positions: OwnPositions | None = None  # if the model is told none
-        self._step_kwargs: dict[str, Any] = {}  # what the model's own preparation gives every forward
+        self._positions: OwnPositions | None = None  # where the model's forward is given no position_ids
+        self._step_kwargs: dict[str, Any] = {}  # arguments of every forward, from prepare_inputs_for_generation
         self._by_token: set[str] = set()  # those of them that have a column for each token
         self._closing: _Closing | None = None  # rows to be read once more with the next proposal
         self.most_new_tokens: int | None = None  # that any row may get; set before the prefill
-        self._undo_prompt: Callable[[], None] | None = None  # puts the cache back as it was before the prompt
+        self._undo_prompt: Callable[[], None] | None = None  # restores the cache to its state before the prompt
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def prefill(self, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> Scores:
-        """Read the prompt transformers' way and score its last token; the features cover the whole prompt."""
-        if self.features.layers and model_kwargs.get("logits_to_keep") == 1:  # for which Gemma 4 gives no more states
-            model_kwargs["logits_to_keep"] = torch.tensor([-1], device="cpu")  # goes with a head on any device
+        """Read the prompt by transformers' own prefill and score its last token; the features cover all of it."""
+        if self.features.layers and model_kwargs.get("logits_to_keep") == 1:  # Gemma 4 then returns one state only
+            model_kwargs["logits_to_keep"] = torch.tensor([-1], device="cpu")  # an index on any device's logits
         if self.features.layers or self.features.every:
             model_kwargs |= self.features.asked
             generation_config = copy.copy(generation_config)
-            generation_config.disable_compile = True  # of chunks: a graph holds the hooks that it was made with
+            generation_config.disable_compile = True  # of chunks: a graph keeps the hooks that it was compiled with
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording() as record:
             outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
@@ -155,11 +158,11 @@ class ModelRunner:
         return Scores(outputs.logits[:, -1:], features, self.features.all_hidden(outputs))
 
     def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        """Tell whether ``prefill_guessing`` can take the place of ``prefill``.
+        """Tell whether ``prefill_guessing`` can replace ``prefill``.
 
-        It needs a prompt of tokens alone, read in one go into an empty cache whose layers keep all of it, and nobody
-        who wants the prompt's features; a model that reads prompts causally, and no hooks of others, which may act on
-        prompts (a press that thins the cache) and would take draft tokens for a part of one.
+        It needs a prompt of tokens alone, read in one forward into an empty cache whose layers keep all of it. Nobody
+        may want the prompt's features, and the model has to read prompts causally. Other packages' hooks may act on
+        prompts (a press that prunes the cache). They would take draft tokens for a part of the prompt.
         """
         cache = model_kwargs.get(self._cache_name)
         others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
@@ -192,7 +195,7 @@ class ModelRunner:
         refuse_trees(proposal)
         guesses = proposal.tokens.shape[1] - 1
         kwargs = {**model_kwargs, **continued(model_kwargs, guesses)}
-        # Given to the forward itself: some models' prepare_inputs_for_generation keeps one, whatever it is asked for.
+        # Passed to the forward itself: some models' prepare_inputs_for_generation always sets logits_to_keep to 1.
         kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording(**kept) as record:
@@ -202,7 +205,7 @@ class ModelRunner:
         return Scores(outputs.logits[:, -1 - guesses :])
 
     def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Scores | None:
-        """Read a prompt outside ``generate``; ``None`` if it is empty, so that there is nothing to score."""
+        """Read a prompt outside ``generate``; return ``None`` if it is empty: there is nothing to score."""
         kwargs = prompt_kwargs(self.model, input_ids, attention_mask, cache)
         if input_ids.shape[1] == 0:
             first = input_ids.new_zeros(1, 1) if "position_ids" in kwargs else None
@@ -214,7 +217,7 @@ class ModelRunner:
         return self.prefill(input_ids, GenerationConfig(disable_compile=True), kwargs)
 
     def take_back_prompt(self) -> None:
-        """Put transformers' cache back as it was before the prompt."""
+        """Restore transformers' cache to its state before the prompt."""
         if self._undo_prompt is not None:
             self._undo_prompt()
 
@@ -226,7 +229,7 @@ class ModelRunner:
         record: _PrefillRecord,
         open_nodes: int = 0,
     ) -> None:
-        """Go on after a prompt with what the model's own preparation gives the next forward."""
+        """Set up the slots after a prompt, and the arguments that the model itself prepares for the next forward."""
         batch, cache = len(outputs.logits), outputs[self._cache_name]
         if isinstance(cache, EncoderDecoderCache):
             raise ValueError(
@@ -246,7 +249,7 @@ class ModelRunner:
         prepared: dict[str, Any],
         open_nodes: int = 0,
     ) -> None:
-        """Stand in for ``cache``; ``prepared`` are the arguments of a forward of the first token after the prompt."""
+        """Replace ``cache`` by slots; ``prepared`` are the arguments of the first one-token forward after it."""
         position = prepared.get("position_ids")
         self._positions = OwnPositions(self.model) if position is None else None
         self.slots = self._slots_over(cache, batch, device, padding, open_nodes)
@@ -254,12 +257,12 @@ class ModelRunner:
         self._step_kwargs = {name: value for name, value in prepared.items() if name not in PER_FORWARD}
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
-        """Stand slots in for transformers' ``cache``, whose last ``nodes`` columns are the open forest, a chain."""
+        """Replace transformers' ``cache`` by slots; its last ``nodes`` columns are the open forest, a chain."""
         return Slots(SlotCache.adopt(cache, batch, device, nodes), cache, padding, self.most_new_tokens)
 
     @contextlib.contextmanager
     def _recording(self, **changed: Any) -> Iterator[_PrefillRecord]:
-        """Note the features and arguments of every forward of a prefill, with some arguments ``changed``."""
+        """Record the features and arguments of each forward of a prefill, after some arguments are ``changed``."""
         record = _PrefillRecord()
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -276,11 +279,11 @@ class ModelRunner:
     # -- the forest ---------------------------------------------------------------------------------------------------
 
     def fit(self, proposal: Proposal, limit: int) -> Proposal:
-        """Leave out the guesses, at most ``limit`` deep, that this target has no room to score: none here."""
+        """Drop the draft tokens, at most ``limit`` deep, that this runner cannot score in the next step: none here."""
         return proposal
 
     def score(self, proposal: Proposal) -> Scores:
-        """Score the root and the guesses of ``proposal``, one forward for all rows and nodes."""
+        """Score the root and the draft tokens of ``proposal``, in one forward for all rows and nodes."""
         tokens, ancestors = proposal.tokens, None if proposal.is_chain else proposal.ancestors
         if self._closing is None:
             return self.extend(tokens, ancestors)
@@ -289,9 +292,9 @@ class ModelRunner:
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text.
+        """Commit the first ``counts[b]`` nodes of ``path[b]`` (batch, m).
 
-        ``in_place``: no node moves, as in a chain. The counts may also be ``on_device``, (batch,).
+        ``in_place``: no node moves, as in a chain. ``on_device`` (batch,) are the same counts, if known there.
         """
         closing, self._closing = self._closing, None
         if closing is None:
@@ -301,29 +304,29 @@ class ModelRunner:
         self.keep_rows(closing.rows, keep_finished=True)
 
     def drop(self) -> None:
-        """Forget the open forest, however far its forward came; the text stays as it is."""
+        """Drop the open forest, also after a forward that failed; the committed tokens stay."""
         self.slots.drop()
 
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
-        """Go on with some rows, but read the ``last_tokens`` (batch,) of the others with their next proposal.
+        """Keep the rows ``going_on``; read the ``last_tokens`` (batch,) of the others together with the next proposal.
 
-        For these ended early, and plain ``generate`` has their last tokens in the cache that it hands back.
+        The others ended early, and plain ``generate`` has their last tokens in the cache that it returns.
         """
         self._closing = _Closing(going_on, last_tokens)
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
-        """Commit the last tokens (batch,) of the rows that ``ended``, where no proposal follows to read them with."""
+        """Read and commit the last tokens (batch,) of the rows that ``ended``, where no further proposal follows."""
         self.extend(tokens[:, None])
         self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
 
     def release(self, committed: int) -> Cache | None:
-        """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
+        """Return transformers' cache with the prompt and at most ``committed`` tokens of every row."""
         return self.slots.release(committed)
 
     def abandon(self, committed: int) -> None:
-        """Give transformers' cache back in the middle of a call, with what all rows have committed of their text.
+        """Restore transformers' cache in the middle of a call, up to the length that all rows have committed.
 
-        That is at most ``committed`` tokens behind the prompt, and nothing of an open forest.
+        That is at most ``committed`` tokens after the prompt, and nothing of an open forest.
         """
         self.drop()
         in_slots = self.slots.committed
@@ -332,10 +335,10 @@ class ModelRunner:
     def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
         """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.
 
-        ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, these new ones last, lie on the path
-        to each new node, itself included; ``level`` of them each node has beside itself, if that is known. A node
-        without ancestors but itself follows the committed text. ``None``: the tokens continue the forest, a chain so
-        far, one after the other.
+        ``ancestors`` (batch, nodes, forest) bool: which nodes of the forest, these new ones last, lie on the path to
+        each new node, itself included. A node with no other ancestor follows the last committed token. ``level`` is
+        the number of other ancestors, if it is known and the same for all new nodes. Without ``ancestors`` the forest
+        is a chain, which the tokens continue.
         """
         device, config = self.slots.device, self._text_config
         tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
@@ -349,7 +352,7 @@ class ModelRunner:
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 
     def read(self, tokens: Tensor, columns: Sequence[int]) -> Tensor:
-        """Do as ``extend`` with a chain, and return its logits at ``columns`` alone: (batch, columns, vocabulary)."""
+        """Do as ``extend`` with a chain, and return its logits at ``columns`` only: (batch, columns, vocabulary)."""
         place = uploaded(columns, self.slots.device)
         if not self.model._supports_logits_to_keep():
             return self.extend(tokens).logits.index_select(1, place)
@@ -377,7 +380,7 @@ class ModelRunner:
             inputs["attention_mask"] = mask
         if self._origin is not None:
             inputs["position_ids"] = self.slots.positions(self._origin, block)
-        for name in self._by_token:  # all new tokens are as the first one after the prompt
+        for name in self._by_token:  # all new tokens get the value of the first one after the prompt
             if isinstance(value := inputs.get(name), Tensor) and value.shape[1] == 1:
                 inputs[name] = value.expand(-1, tokens.shape[1], *value.shape[2:])
         return inputs
@@ -389,11 +392,11 @@ class ModelRunner:
 
     @property
     def compilation(self) -> tuple[int, float]:
-        """Return how many graphs were compiled since the prefill, and in how many seconds."""
+        """Return how many graphs were compiled since the prefill, and the seconds that took."""
         return 0, 0.0
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
         batch = len(self.slots.cache.rows.cpu_lengths)
         self.slots.keep_rows(rows, keep_finished)
         origin = self._origin
@@ -407,14 +410,16 @@ class ModelRunner:
         }
 
     def align(self) -> None:
-        """Let all rows end in the same column, where all that is kept lies in slots and columns are not positions."""
+        """Shift all rows to end in the same column, where slots hold everything and positions are given separately."""
         origin, cache = self._origin, self.slots.cache
         if not cache.rows.is_level and type(self) is ModelRunner and origin is not None and cache.joins:
             self._origin = origin - self.slots.align().to(origin.device)
 
     def join(self, other: ModelRunner) -> bool:
-        """Take over the rows of ``other``, a runner of the same model, behind one's own, and tell whether that is
-        possible: not where states or arguments belong to rows, or where rows are padded."""
+        """Append the rows of ``other``, a runner of the same model, and tell whether that was possible.
+
+        It is not where states or arguments belong to rows, or where rows are padded.
+        """
         if type(self) is not ModelRunner or any(isinstance(value, Tensor) for value in self._step_kwargs.values()):
             return False
         sizes = [len(one.slots.cache.rows.cpu_lengths) for one in (self, other)]
@@ -427,7 +432,7 @@ class ModelRunner:
 
 
 def refuse_trees(proposal: Proposal) -> None:
-    """Raise a ValueError unless ``proposal`` is a chain, where that is all that can be read."""
+    """Raise a ValueError unless ``proposal`` is a chain, where only chains can be read."""
     if not proposal.is_chain:
         raise ValueError(
             "the drafter guessed a tree where the configuration promised chains, which are read differently: set "
@@ -436,7 +441,7 @@ def refuse_trees(proposal: Proposal) -> None:
 
 
 def _named_by_token(kwargs: dict[str, Any]) -> set[str]:
-    """Name the arguments of a forward that have a column for each token; none where there is one token alone."""
+    """Name the arguments of a forward that have a column for each token; none if there is only one token."""
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     count = 1 if tokens is None else tokens.shape[1]
     return {
