@@ -1,1 +1,1 @@
-"""transformers' own server, ``transformers serve``, with a target that guesses; needs the extra ``hf-spec[serve]``."""
+"""transformers' server, ``transformers serve``, with speculative decoding; needs the extra ``hf-spec[serve]``."""

@@ -1,4 +1,4 @@
-"""What we add to the web application of transformers' server."""
+"""Additions to the web application of transformers' server: metrics, cancelled requests and OpenAI's errors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .meter import CONTENT_TYPE_LATEST, Meter
 from .policy import Policy
 from .preparing import LEAVING
 
-# Of the client: values, bodies that are no JSON objects, and chats that the model's template does not take.
+# Errors of the client: bad values, bodies that are no JSON objects, and chats that the model's template rejects.
 MISTAKES = (ValueError, RequestValidationError, TemplateError)
-CLOSED_BY_CLIENT = "499"  # as web servers log it
+CLOSED_BY_CLIENT = "499"  # the status that nginx logs
 
 
 def add_to_app(app: FastAPI, meter: Meter, policy: Policy) -> None:
-    """Add ``/metrics``, count requests, end those whose clients have gone, and tell errors the OpenAI way."""
+    """Add ``/metrics``, count requests, cancel those whose clients have gone, and format errors as OpenAI does."""
     guard(app, policy)
     app.add_api_route("/metrics", lambda: Response(meter.text(), media_type=CONTENT_TYPE_LATEST))
     app.add_middleware(_Watch, meter=meter)
@@ -40,14 +40,14 @@ def _tell(_request: Request, error: Exception) -> JSONResponse:
     message = str(getattr(error, "detail", "") or error or type(error).__name__)
     if isinstance(error, RequestValidationError):
         message = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-    message = message.encode(errors="replace").decode()  # it may quote half of a surrogate pair, which no answer holds
+    message = message.encode(errors="replace").decode()  # it may quote half of a surrogate pair
     return error_answer(status, message)
 
 
 class _Watch:
-    """Count a request by the status of its answer, and cancel it when its client closes the connection.
+    """Middleware that counts requests by status, and cancels a request when its client closes the connection.
 
-    Without this, an answer that is not streamed is generated to its end though nobody waits for it.
+    Without it, an answer that is not streamed is generated to its end, although nobody waits for it.
     """
 
     def __init__(self, app: Any, meter: Meter) -> None:
@@ -69,7 +69,7 @@ class _Watch:
 
 
 class _Answer:
-    """Give one answer, or as much of it as the client stays for."""
+    """One answer, which is cancelled when the client leaves."""
 
     def __init__(self, app: Any, scope: Any, receive: Any, send: Any) -> None:
         self.receive, self.send = receive, send
@@ -85,9 +85,9 @@ class _Answer:
         try:
             await self.task
         except asyncio.CancelledError:
-            for cancel in self.leaving:  # a stream that has not begun does not notice
+            for cancel in self.leaving:  # a stream that has not begun does not notice the cancellation
                 cancel()
-            if self.status != CLOSED_BY_CLIENT:  # who runs the server cancels
+            if self.status != CLOSED_BY_CLIENT:  # cancelled by the server itself
                 raise
         finally:
             watch.cancel()
@@ -101,7 +101,7 @@ class _Answer:
     async def _watch(self) -> None:
         while (message := await self.receive())["type"] != "http.disconnect":
             await self.messages.put(message)
-        if not self.complete:  # after a whole answer the same message comes
+        if not self.complete:  # the same message comes after a complete answer
             self.status = CLOSED_BY_CLIENT
             self.task.cancel()
         await self.messages.put(message)

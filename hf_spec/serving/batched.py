@@ -1,6 +1,6 @@
-"""Many requests at a time: transformers' continuous batching, with what its server does not pass on to it.
+"""Many requests at a time: transformers' continuous batching, with each request's own options.
 
-Its server takes sampling settings from the first request alone and drops stop strings. Here each request has its own.
+transformers' server takes sampling settings from the first request alone and drops stop strings.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .policy import Policy
 from .preparing import in_loop, when_it_leaves
 from .requests import quotable
 
-OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # what the engine can set for each
+OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # the engine sets these per request
 
 
 class Batched(CBGenerateManager):
-    """Add requests to the engine and take its outputs; the target's default speculator guesses."""
+    """A manager that adds requests to the engine and takes its outputs; the target's default speculator drafts."""
 
     def __init__(self, meter: Meter, config: ContinuousBatchingConfig | None, policy: Policy) -> None:
         config = copy.copy(config) if config is not None else ContinuousBatchingConfig()
@@ -41,10 +41,10 @@ class Batched(CBGenerateManager):
         self.numbers = itertools.count()
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
-        """Start the engine, the first time; ValueError for what the engine cannot do for a single request."""
+        """Start the engine at the first call; ValueError for options that it cannot apply to a single request."""
         longest = option(model, {"generation_config": gen_config}, "max_length")
         fill_in(model, gen_config)
-        gen_config.max_length = longest  # left out, a text may be as long as there is room for
+        gen_config.max_length = longest  # None: as long as there is space for
         refuse_options(model, gen_config)
         if self._cb is None:
             super().init_cb(model, _of_all(gen_config))
@@ -54,9 +54,9 @@ class Batched(CBGenerateManager):
             self._check_alive("the first one")
 
     def reset(self) -> None:
-        """Stop the engine, which the next request starts with a model that is loaded anew.
+        """Stop the engine; the next request starts it with a newly loaded model.
 
-        Errors: an ``HTTPException`` 409 while there are requests: they would end.
+        Errors: an ``HTTPException`` 409 while there are requests, because they would end.
         """
         if self._cb is not None and (self.running() or self.waiting()):
             raise HTTPException(409, "texts are being generated; try again when there are none")
@@ -72,16 +72,16 @@ class Batched(CBGenerateManager):
         return len(self._scheduler.active_requests) if self._scheduler else 0
 
     def waiting(self) -> int:
-        """Count the requests that wait for room."""
+        """Count the requests that wait for space in the batch."""
         queued = self._engine.input_queue.qsize() if self._cb is not None else 0
         return queued + (len(self._scheduler.waiting_requests) if self._scheduler else 0)
 
     def cache_used(self) -> float:
-        """Return the share of the paged cache that is taken, by prefixes kept for later, too."""
+        """Return the used share of the paged cache, prefixes kept for later included."""
         return 1 - self._scheduler.cache.compute_free_capacity() if self._scheduler else 0.0
 
     def draft_slots(self) -> int:
-        """Count the requests that the draft keeps something of."""
+        """Count the requests that the draft holds state for."""
         speculation = getattr(self._cb, "speculation", None)
         return 0 if speculation is None else speculation.draft_slots
 
@@ -112,7 +112,7 @@ class Batched(CBGenerateManager):
         def pass_on(output: Any, ended: bool) -> None:
             try:
                 streamer.put(output)
-            except Exception as error:  # of the tokenizer or the parser: others' outputs come in the same call
+            except Exception as error:  # of tokenizer or parser: other requests' outputs come in the same call
                 text.cancel()
                 queue.put_nowait(_StreamError(quotable(error)))
                 return
@@ -128,7 +128,7 @@ class Batched(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Return a whole text, its prompt's length and its tokens; a cancelled task stops its generation."""
+        """Return a complete text, its prompt's length and its tokens; a cancelled task stops the generation."""
         text = _Text(self, model, processor, inputs, gen_config, request_id)
         future = in_loop(functools.partial(self._whole, text))
         try:
@@ -146,7 +146,7 @@ class Batched(CBGenerateManager):
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def pass_on(output: Any, ended: bool) -> None:
-            if ended and not future.done():  # whose client may have left a moment ago
+            if ended and not future.done():  # done: the client has left in the meantime
                 future.set_result(output)
 
         text.start(pass_on, streaming=text.stops is not None)
@@ -154,17 +154,17 @@ class Batched(CBGenerateManager):
 
 
 class _Text:
-    """One request: its settings, where its text ends, and what is counted of it."""
+    """One request: its settings, where its text ends, and its counts."""
 
     def __init__(
         self, manager: Batched, model: Any, processor: Any, inputs: Any, config: GenerationConfig, request_id: str
     ) -> None:
         manager._check_alive(request_id)
         self.manager, self.engine, self.config = manager, manager._engine, config
-        self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may send one id with several requests
+        self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may use an id twice
         self.prompt: list[int] = list(inputs["input_ids"])
         cache = manager._scheduler.cache.max_tokens_read
-        fit(model, len(self.prompt), config, manager.policy, cache)  # without room all texts would end
+        fit(model, len(self.prompt), config, manager.policy, cache)  # without space for it, all requests would end
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)
@@ -193,7 +193,7 @@ class _Text:
             self._drop()
 
     def _take(self, output: Any, pass_on: Any) -> None:
-        if self.ended:  # what was on its way when the text ended
+        if self.ended:  # an output that was on its way when the text ended
             return
         end = self._first_stop(output.generated_tokens)
         if end is not None:
@@ -212,7 +212,7 @@ class _Text:
         pass_on(output, self.ended)
 
     def _first_stop(self, tokens: list[int]) -> int | None:
-        """Return how many of ``tokens`` there are up to the first stop string, as plain ``generate`` counts them."""
+        """Count the ``tokens`` up to the first stop string, as plain ``generate`` does; None if there is none."""
         if self.stops is None:
             return None
         ids = torch.tensor([self.prompt + tokens])
@@ -245,7 +245,7 @@ class _Streamer(CBStreamer):
 
 
 class _Nowhere:
-    """Take the outputs of requests that nobody waits for any more; transformers would keep them for ever."""
+    """A queue that drops the outputs of requests without a client; transformers would keep them for ever."""
 
     def put(self, output: Any) -> None:
         pass
@@ -255,7 +255,7 @@ class _Nowhere:
 
 
 def refuse_options(model: Any, config: GenerationConfig) -> None:
-    """Raise a ValueError for options that the engine would drop, or would have to be those of all requests."""
+    """Raise a ValueError for options that the engine would drop, or could only set for all requests together."""
     if (config.num_beams or 1) > 1:
         raise ValueError("num_beams: continuous batching decodes one text per request")
     if config.max_time:
@@ -270,19 +270,19 @@ def refuse_options(model: Any, config: GenerationConfig) -> None:
 
 
 def sampling_of(model: Any, config: GenerationConfig) -> dict[str, Any]:
-    """Return what the engine is told of a request; greedy decoding keeps the best token alone."""
+    """Return the engine's sampling settings for a request; greedy decoding is top-k with k = 1."""
     if not config.do_sample:
         return {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
     everything = model.config.get_text_config(decoder=True).vocab_size
     return {
         "temperature": float(1.0 if config.temperature is None else config.temperature),
-        "top_k": min(int(config.top_k or everything), everything),  # the engine counts in 32 bits
+        "top_k": min(int(config.top_k or everything), everything),  # the engine takes 32-bit integers
         "top_p": float(1.0 if config.top_p is None else config.top_p),
     }
 
 
 def _of_all(config: GenerationConfig) -> GenerationConfig:
-    """Return settings under which the engine makes a place for those of each request."""
+    """Return settings with every processor switched on, so that the engine lets each request set its own values."""
     shared = copy.deepcopy(config)
     shared.update(do_sample=True, temperature=0.5, top_k=1, top_p=0.5, stop_strings=None, num_return_sequences=1)
     return shared

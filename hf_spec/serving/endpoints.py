@@ -1,4 +1,4 @@
-"""Single endpoints of transformers' server: what each is kept from, and what its mistakes are told as."""
+"""Changes to single endpoints of transformers' server: what each refuses, and the errors that it returns."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def route_of(app: FastAPI, path: str) -> Any:
 
 
 def replace_route(app: FastAPI, path: str, endpoint: Callable[..., Any]) -> None:
-    """Let ``endpoint`` answer what is posted to ``path``."""
+    """Let ``endpoint`` answer POST requests to ``path``."""
     app.router.routes.remove(route_of(app, path))
     app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
 
 
 def only_of(target: str, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``load``, the endpoint that loads models, for the one that is served, by the name it was started with.
+    """Restrict ``load``, the endpoint that loads models, to the served one, by the name the server was started with.
 
-    Any other spelling, a revision or a file of it, would be loaded as another model together with it.
+    Any other spelling, a revision or a file of it, would be loaded as a second model.
     """
 
     async def load_model(body: dict[str, Any]) -> Any:
@@ -39,12 +39,12 @@ def only_of(target: str, load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def only_speech(target: str, transcribe: Callable[..., Any], processor: Callable[[], Any]) -> Callable[..., Any]:
-    """Return ``transcribe`` for a model of speech; it is told what clients may have left out."""
+    """Restrict ``transcribe`` to speech models and complete requests."""
 
     async def transcribed(request: Request) -> Any:
         if not hasattr(processor(), "feature_extractor"):
             raise HTTPException(400, f"{target!r} is no model of speech")
-        form = await request.form()  # which keeps it
+        form = await request.form()  # the request keeps the form, so it can be read again
         if not isinstance(form.get("file"), UploadFile):
             raise HTTPException(400, "file: it is left out, or no file")
         if form.get("model") != target:
@@ -55,12 +55,12 @@ def only_speech(target: str, transcribe: Callable[..., Any], processor: Callable
 
 
 async def not_batched(_body: dict[str, Any], _request_id: str) -> Any:
-    """Refuse decisions where the attention of the target is that of the batches."""
+    """Refuse decisions in continuous batching, which changes the attention of the target."""
     raise HTTPException(400, "decisions need a server without --continuous-batching")
 
 
 def with_limit(pipeline_of: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """Return ``pipeline_of``, whose pipelines refuse longer prompts than the policy allows, all questions together."""
+    """Let the pipelines of ``pipeline_of`` refuse prompts that are too long for the policy, all questions together."""
 
     @functools.wraps(pipeline_of)
     def limited(*args: Any) -> Any:
@@ -85,7 +85,7 @@ def _counted(preprocess: Callable[..., Any], policy: Policy) -> Callable[..., An
 
 
 def let_rendering_tell(processor: Any) -> None:
-    """Let ``processor`` say of a chat, or a picture in it, that it does not take it, whatever its code raises then."""
+    """Let ``processor`` answer 400 for a chat, or an image in it, that it rejects, whatever its code raises."""
     render = processor.apply_chat_template
 
     @functools.wraps(render)

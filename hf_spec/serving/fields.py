@@ -1,4 +1,4 @@
-"""What fields of requests may hold: a test of each, and what it asks for in words."""
+"""Allowed values of request fields: a test of each, and a description for the error message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .policy import LONGEST_STOP_STRING, MOST_STOP_STRINGS
 Test = Callable[[Any], bool]
 Fields = dict[str, tuple[Test, str]]
 
-MOST_TOKENS = 1024  # that one setting names
+MOST_TOKENS = 1024  # most token ids in one setting
 
 
 def refuse(name: str, reason: str) -> NoReturn:
@@ -63,7 +63,7 @@ def _is_from_zero(value: Any) -> bool:
 
 
 def _is_temperature(value: Any) -> bool:
-    return is_number(value) and is_temperature(value)  # where requests are batched, an overflow would end them all
+    return is_number(value) and is_temperature(value)  # in a batch, an overflow would end all requests
 
 
 def _is_stop(value: Any) -> bool:
@@ -154,7 +154,7 @@ def _is_item(value: dict[str, Any]) -> bool:
         return is_text(value.get("call_id")) and _is_call({**value, "function": None})
     if kind == "function_call_output":
         return is_text(value.get("call_id")) and "output" in value and _is_content(value["output"])
-    return True  # which transformers refuses by name
+    return True  # transformers refuses other types by name
 
 
 def _is_tools(value: Any) -> bool:
@@ -227,7 +227,7 @@ FIELDS: Fields = {
     "stop": _STOP,
     "generation_config": (lambda value: isinstance(value, str), "a JSON object, written as a string"),
     "logit_bias": (_is_token_biases, f"numbers from -1e4 to 1e4 by the ids of at most {MOST_TOKENS} tokens"),
-    # What transformers' server would pass over; values that change nothing are taken.
+    # Fields that transformers' server ignores; values that change nothing are accepted.
     "n": _ONE,
     "best_of": _ONE,
     "logprobs": (lambda value: value is False, "false: no probabilities are told; generate with output_logits=True"),
@@ -239,7 +239,7 @@ FIELDS: Fields = {
     "background": (_is_flag, "false: answers are not kept"),
     "previous_response_id": (lambda value: False, "null: answers are not kept; send the messages before it"),
 }
-SETTINGS: Fields = {  # of generation_config, whose class looks at few
+SETTINGS: Fields = {  # of generation_config, whose class checks few values
     "max_new_tokens": _COUNT,
     "max_length": _COUNT,
     "min_new_tokens": _FROM_ZERO,
@@ -274,7 +274,7 @@ SETTINGS: Fields = {  # of generation_config, whose class looks at few
     "eos_token_id": (_is_end, "the id of a token, or a list of such"),
     "pad_token_id": _TOKEN,
     "bos_token_id": _TOKEN,
-    # What stands in files and changes nothing.
+    # Fields that occur in files and change nothing.
     "num_beam_groups": (lambda value: value == 1, "1"),
     "diversity_penalty": (lambda value: value == 0, "0"),
     "encoder_repetition_penalty": (lambda value: value == 1, "1"),

@@ -1,4 +1,4 @@
-"""Who may ask a server, and how much: keys, sizes of requests, and endpoints that are closed."""
+"""Access to a server: API keys, sizes of requests, and endpoints that are closed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .policy import Policy
 
 DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 ADMIN = ("/reset", "/load_model")
-OPEN = "/health"  # which who watches over a server asks
+OPEN = "/health"  # for monitoring, which has no key
 
 
 def guard(app: FastAPI, policy: Policy) -> None:
-    """Close what is not asked for, and let nobody in without the key, or with too large a body."""
+    """Close endpoints that are not enabled, and refuse requests without the key or with too large a body."""
     closed = (() if policy.docs else DOCS) + (() if policy.admin else ADMIN)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) not in closed]
-    # Last, so that the answers of CORS stand around it, whose first question comes without a key.
+    # Last, so that the CORS middleware runs before it: preflight requests come without a key.
     app.user_middleware.append(Middleware(_Guard, policy=policy))
 
 
 def error_answer(status: int, message: str, **headers: str) -> JSONResponse:
-    """Say what went wrong where OpenAI's clients look for it, and where those of transformers do."""
+    """Build an error response for OpenAI's clients (``error``) and those of transformers (``detail``)."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     told = {"error": {"message": message, "type": kind, "code": status}, "detail": message}
     return JSONResponse(told, status, headers)
@@ -52,7 +52,7 @@ class _Guard:
             return True
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-        same = hmac.compare_digest(key.strip(), self.key)  # in a time that tells nothing
+        same = hmac.compare_digest(key.strip(), self.key)  # in constant time
         return same and scheme.lower() == b"bearer"
 
     def _measured(self, receive: Any) -> Any:

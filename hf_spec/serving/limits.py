@@ -1,4 +1,4 @@
-"""What depends on the model: how long prompts and texts may be, and which tokens a request may name."""
+"""Limits that depend on the model: lengths of prompts and texts, and the token ids that a request may name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ TOKENS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_b
 
 
 def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache: int | None = None) -> None:
-    """Let a text after ``prompt`` tokens end where the limit, the positions, or the paged ``cache`` do.
+    """Limit the text after ``prompt`` tokens to the policy, the model's positions and the paged ``cache``.
 
-    Errors: a ValueError if there is no room for one token, or for tokens that the model has not.
+    Errors: a ValueError if there is no space for one token, or for token ids outside the vocabulary.
     """
     _refuse_tokens(config, model.config.get_text_config(decoder=True).vocab_size)
     if prompt > policy.max_prompt_tokens:
@@ -32,12 +32,12 @@ def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache
     if config.max_new_tokens is None and config.max_length is not None:
         rooms.append(room_behind(prompt, config.max_length, "max_length has room"))
     if cache is None and config.max_new_tokens is None and config.max_length is None:
-        return  # as short as transformers' default is
+        return  # transformers' default length is shorter
     config.max_new_tokens = min(config.max_new_tokens or rooms[0], *rooms)
 
 
 def _refuse_tokens(config: GenerationConfig, size: int) -> None:
-    """Raise a ValueError for ids of tokens that there are not; what they are looked up in would raise other errors."""
+    """Raise a ValueError for token ids outside the vocabulary, which would raise other errors later."""
     biases: Any = config.sequence_bias or {}
     words = [*biases] if isinstance(biases, dict) else [word for word, _ in biases]
     for name, value in {"sequence_bias": words, **{name: getattr(config, name) for name in TOKENS}}.items():

@@ -1,6 +1,6 @@
-"""Pictures and sounds of requests: what the request holds, or what stands at hosts that the server may ask.
+"""Images and audio of requests: in the request itself, or fetched from hosts that the policy allows.
 
-transformers would read any URL, those of the server's own network too, and any file. Here all becomes ``data:`` URLs.
+transformers would read any URL, those of the server's own network too, and any file. Here all become ``data:`` URLs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .policy import Policy
 KINDS = {"image_url": "image", "input_image": "image", "input_audio": "audio", "audio_url": "audio"}
 READ = (*KINDS, "video_url")
 HOLDERS = {**{kind: kind for kind in KINDS}, "input_image": "image_url"}
-MOST_PIXELS = 64_000_000  # of all pictures of a request
-SECONDS = 10  # to fetch one
+MOST_PIXELS = 64_000_000  # of all images of a request
+SECONDS = 10  # to fetch one of them
 PORTS = {"http": 80, "https": 443}
 
 
 def bring_media(body: dict[str, Any], policy: Policy) -> None:
-    """Put pictures and sounds in the place of their URLs; an ``HTTPException`` 400 where that may not be."""
+    """Replace URLs of images and audio by their content; an ``HTTPException`` 400 where that is not allowed."""
     pixels = 0
     for part in _parts(body):
         if part["type"] == "video_url":
@@ -51,7 +51,7 @@ def bring_media(body: dict[str, Any], policy: Policy) -> None:
 
 
 def _parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what transformers would read: parts of messages, of answers of tools, and those without a message."""
+    """Yield the parts that transformers would read: of messages, of tool outputs, and without a message."""
     for name in ("messages", "input"):
         for one in body[name] if isinstance(body.get(name), list) else ():
             for parts in ([one], one.get("content"), one.get("output")):
@@ -81,7 +81,7 @@ def _bytes_of(source: str, kind: str, name: str, policy: Policy) -> bytes:
 
 
 def _allowed(source: str, name: str, policy: Policy) -> str:
-    """Return ``source`` if its host may be asked."""
+    """Return ``source`` if the policy allows its host."""
     try:
         url = urlsplit(source)
         host, port = url.hostname or "", url.port or PORTS.get(url.scheme, 0)
@@ -97,7 +97,7 @@ def _allowed(source: str, name: str, policy: Policy) -> str:
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *args: Any) -> None:
-        """Follow none: it may lead anywhere."""
+        """Follow no redirect, because it may lead to any host."""
         return None
 
 
@@ -117,13 +117,13 @@ def _fetched(url: str, name: str, policy: Policy) -> bytes:
 
 
 def _pixels(data: bytes, name: str) -> int:
-    """Count the pixels of a picture by its head alone."""
+    """Count the pixels of an image from its header alone."""
     try:
         from PIL import Image
-    except ImportError:  # and no model reads pictures
+    except ImportError:  # without PIL no model reads images
         return 0
     try:
         with Image.open(io.BytesIO(data)) as picture:
             return int(picture.width * picture.height)
-    except Exception as error:  # of every decoder, damaged and malicious files included
+    except Exception as error:  # decoders raise anything for damaged and malicious files
         refuse(name, f"it is no picture that can be read ({type(error).__name__})")

@@ -1,4 +1,4 @@
-"""What a server counts, and how Prometheus reads it."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ..metrics import Counts
 
 __all__ = ["CONTENT_TYPE_LATEST", "Meter"]
 
-# Answers of language models take from parts of a second to minutes.
+# Buckets of the histogram: answers of language models take from fractions of a second to minutes.
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 
 
 class Meter:
-    """Count requests, tokens and guesses of one server; each has its own registry, so that several do not mix.
+    """Counts of requests, tokens and draft tokens of one server, in a registry of its own.
 
-    Tokens and guesses are those of finished texts and, for tokens, of cancelled ones up to where they were cancelled.
+    Tokens are those of finished texts, and of cancelled ones up to the cancellation. Draft tokens are those of
+    finished texts only.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,11 @@ class Meter:
         self.gauge("mean_accepted_length", "Tokens that a step emits, since the start: tau.", self._length)
 
     def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Show what ``value`` returns whenever somebody looks."""
+        """Add a gauge that calls ``value`` whenever it is read."""
         Gauge(f"hf_spec_{name}", meaning, registry=self.registry).set_function(value)
 
     def guessed(self, counts: Counts) -> None:
-        """Count the guesses of a text."""
+        """Count the draft tokens of a text."""
         self._guesses.add(counts)
         for counter, name in (
             (self.steps, "steps"),

@@ -1,4 +1,4 @@
-"""What clients of a server may ask for, who may ask, and how long the end of the server may take."""
+"""Limits of a server: what clients may request, who they are, and how long a shutdown may take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from ..settings import is_int
 
-# Of stop strings: the engine looks each token of a vocabulary up in each of them.
+# Limits of stop strings: every token of the vocabulary is compared with each of them.
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256  # characters
-CHARACTERS_PER_TOKEN = 16  # a longer text is refused before it is split into tokens
+CHARACTERS_PER_TOKEN = 16  # a text that is longer on average is refused before it is tokenized
 DEEPEST_NESTING = 64
 COUNTS = ("max_prompt_tokens", "max_new_tokens", "max_beams", "max_request_mib")
 
@@ -24,11 +24,11 @@ class Policy:
 
     Args:
         max_prompt_tokens: longest prompt; longer ones are refused.
-        max_new_tokens: longest text; it ends there, whatever a request asks for.
+        max_new_tokens: longest text; it ends there, whatever a request sets.
         max_beams: most beams of a request.
         max_request_mib: largest body of a request, in MiB.
-        shutdown_seconds: how long texts may go on when the server is ended.
-        api_key: what clients have to send as ``Authorization: Bearer KEY``, but for ``/health``.
+        shutdown_seconds: how long texts may go on when the server is shut down.
+        api_key: what clients have to send as ``Authorization: Bearer KEY``, except for ``/health``.
         media_hosts: ``HOST`` or ``HOST:PORT`` from which images, sounds and videos are fetched; none: only what the
             request itself holds, as a ``data:`` URL.
         docs: answer ``/docs``, ``/redoc`` and ``/openapi.json``.
@@ -77,7 +77,7 @@ def is_host(value: Any) -> bool:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise a ValueError or an OSError unless a server can listen there; port 0 is any free one."""
+    """Raise a ValueError or an OSError unless a server can listen at ``host`` and ``port``; port 0 is any free one."""
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port {port}: a port is a number from 1 to 65535, or 0 for any that is free")
     try:
@@ -100,7 +100,7 @@ def _why_not(address: Iterable[Any]) -> OSError | None:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(place)
-            probe.listen(1)  # as for Linux, others may be bound to a port, but not listen there
+            probe.listen(1)  # on Linux two sockets can bind to a port, but only one can listen
     except OSError as error:
         return error
     return None

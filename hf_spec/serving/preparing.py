@@ -1,4 +1,4 @@
-"""The part of a request before its text begins, in a thread: chats are rendered there, and stop strings compiled.
+"""Preparation of requests in a thread, before generation: chats are rendered there, and stop strings compiled.
 
 transformers' handlers do all of it in the event loop, where one long prompt would stop every text and every answer.
 """
@@ -17,19 +17,19 @@ from transformers.cli.serving.utils import InferenceThread
 
 Result = TypeVar("Result")
 
-# What is called if the client goes.
+# Functions that are called if the client leaves.
 LEAVING: contextvars.ContextVar[list[Callable[[], None]]] = contextvars.ContextVar("LEAVING")
 _CURRENT: contextvars.ContextVar[_Preparation] = contextvars.ContextVar("_CURRENT")
 
 
 class Preparer:
-    """One thread that prepares one request after the other, because tokenizers are not made for several."""
+    """One thread that prepares one request after the other, because tokenizers are not thread-safe."""
 
     def __init__(self) -> None:
         self.thread = InferenceThread()
 
     def around(self, handle: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Coroutine[Any, Any, Result]]:
-        """Return ``handle`` such that it runs in the thread up to where it waits for the first time."""
+        """Wrap ``handle`` so that it runs in the thread up to its first ``await`` that waits."""
 
         @functools.wraps(handle)
         async def handled(*args: Any) -> Result:
@@ -45,25 +45,25 @@ class Preparer:
 
 
 class _Preparation:
-    """One request; its ``gone`` says that nobody waits for the answer any more."""
+    """The preparation of one request; ``gone``: the client has left."""
 
     def __init__(self, preparer: Preparer) -> None:
         self.preparer, self.loop, self.gone = preparer, asyncio.get_running_loop(), False
 
     async def of(self, handling: Coroutine[Any, Any, Any]) -> Any:
-        """Return what ``handling`` does."""
+        """Run ``handling`` and return its result."""
         context = contextvars.copy_context()
         step = self.preparer.thread.async_submit(context.run, self._first_step, handling)
         try:
             done, value = await shielded(step)
         except asyncio.CancelledError:
             self.gone = True
-            step.add_done_callback(lambda _: _end(handling))  # no earlier: the thread has it
+            step.add_done_callback(lambda _: _end(handling))  # no earlier: the thread runs it
             raise
         return value if done else await _go_on(handling, value)
 
     def _first_step(self, handling: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-        """Return whether all is done, and what came of it, or what it waits for."""
+        """Return whether ``handling`` is done, and its result, or what it waits for."""
         _CURRENT.set(self)
         try:
             return (True, None) if self.gone else (False, handling.send(None))
@@ -71,7 +71,7 @@ class _Preparation:
             return True, end.value
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call ``function`` in the loop, and wait for it in the thread."""
+        """Call ``function`` in the event loop, and wait for its result in the thread."""
         outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
         def run() -> None:
@@ -87,7 +87,7 @@ class _Preparation:
 
 
 def in_loop(function: Callable[[], Result]) -> Result:
-    """Call ``function``, which belongs to the server's event loop, from there or from the thread that prepares."""
+    """Call ``function`` in the server's event loop, from there or from the preparing thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -96,8 +96,8 @@ def in_loop(function: Callable[[], Result]) -> Result:
 
 
 def shielded(future: asyncio.Future[Result]) -> asyncio.Future[Result]:
-    """Return what may be cancelled, which ``future`` may not: a thread reports to it."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody else may look
+    """Shield ``future`` from being cancelled, because a thread sets its result; the returned one may be cancelled."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio warns of an unread error
     return asyncio.shield(future)
 
 
@@ -107,7 +107,7 @@ def when_it_leaves(cancel: Callable[[], None]) -> None:
 
 
 def _end(handling: Coroutine[Any, Any, Any]) -> None:
-    """Cancel what waits, so that it ends its text."""
+    """Cancel ``handling`` where it waits, so that it ends its text."""
     try:
         handling.throw(asyncio.CancelledError())
     except (asyncio.CancelledError, StopIteration, RuntimeError):
@@ -118,7 +118,7 @@ def _end(handling: Coroutine[Any, Any, Any]) -> None:
 
 @types.coroutine
 def _go_on(handling: Coroutine[Any, Any, Any], awaited: Any) -> Generator[Any, Any, Any]:
-    """Go on with ``handling``, which waits for ``awaited``."""
+    """Continue ``handling``, which waits for ``awaited``."""
     while True:
         try:
             step = functools.partial(handling.send, (yield awaited))

@@ -1,4 +1,4 @@
-"""Which requests are refused before anything runs, and what is said of those that fail."""
+"""Requests that are refused before anything runs, and the messages of those that fail."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ TEXTS = (
     "state",
     "questions",
 )
-THINKING = "enable_thinking"  # which clients send to every model
+THINKING = "enable_thinking"  # clients send it to every model
 ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 READ_ANYWAY = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
 
 
 def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = None) -> None:
-    """Raise an ``HTTPException`` 400 that names the field for what would fail late, or be passed over in silence.
+    """Raise an ``HTTPException`` 400 that names a field which would fail late, or would be ignored silently.
 
-    ``needs`` is a field that must be there. Fields that transformers' server does not know stay its affair: it refuses
-    them; so do those that it ignores and that change no answer. Pictures and sounds that the body names are put in.
+    ``needs`` is a required field. Two kinds of fields are left to transformers' server: unknown ones, which it
+    refuses, and those that it ignores and that change no answer. URLs of images and audio are replaced by their
+    content.
     """
     if needs is not None and not body.get(needs):
         refuse(needs, "it is empty or left out")
@@ -51,15 +52,15 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
     _refuse_size(body, needs, policy.max_prompt_tokens * CHARACTERS_PER_TOKEN)
     for name in ("chat_template_kwargs", "generation_config"):
         if name in body and body[name] is None:
-            del body[name]  # which transformers would go through
+            del body[name]  # transformers would iterate over it
     if bias := body.get("logit_bias"):
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
 
 
 def refuse_template_arguments(body: dict[str, Any], template: Any) -> None:
-    """Raise an ``HTTPException`` 400 for what a chat ``template``, a text or several by names, does not read.
+    """Raise an ``HTTPException`` 400 for arguments that a chat ``template``, a text or several by name, does not read.
 
-    All other names are arguments of ``apply_chat_template``: templates of one's own, kinds of tensors, files.
+    Other names would reach ``apply_chat_template`` as its own arguments: templates, kinds of tensors, files.
     """
     given = body.get("chat_template_kwargs") or {}
     templates = template.values() if isinstance(template, dict) else [template]
@@ -72,9 +73,9 @@ def refuse_template_arguments(body: dict[str, Any], template: Any) -> None:
 
 
 def quotable(error: BaseException) -> str:
-    """Return the message of ``error`` such that it may stand between the quotes of a JSON string.
+    """Return the message of ``error``, escaped for a JSON string.
 
-    transformers' server writes it there as it is, and a quote or a line break would make the client's JSON invalid.
+    transformers' server inserts it as it is. A quote or a line break would make the client's JSON invalid.
     """
     return json.dumps(str(error) or type(error).__name__)[1:-1]
 
@@ -99,7 +100,7 @@ def _refuse_settings(given: str, policy: Policy) -> None:
     if (settings.get("num_beams") or 1) > policy.max_beams:
         refuse(where + "num_beams", f"this server takes at most {policy.max_beams} (--max-beams)")
     try:
-        GenerationConfig(**settings)  # looks at some values together
+        GenerationConfig(**settings)  # checks some combinations of values
     except (TypeError, ValueError, AttributeError) as error:
         refuse("generation_config", str(error))
 
@@ -113,12 +114,12 @@ def _refuse_values(given: dict[str, Any], fields: Fields, where: str = "") -> No
 def _shown(value: Any) -> str:
     try:
         return str(value)[:80]
-    except ValueError:  # of more digits than Python writes
+    except ValueError:  # more digits than Python converts
         return "a number of thousands of digits"
 
 
 def _refuse_size(body: dict[str, Any], needs: str | None, most: int) -> None:
-    """Refuse long texts, which need not be split into tokens, and deep nesting, which templates would write out."""
+    """Refuse long texts before they are tokenized, and deep nesting, which templates would write out."""
     left, seen = [(body[name], 0) for name in TEXTS if name in body], 0
     while left:
         value, depth = left.pop()

@@ -1,4 +1,4 @@
-"""Requests one after the other: transformers' generation thread, measured, and stopped when its client has gone."""
+"""Requests one after the other: transformers' generation thread with metrics, stopped when the client has gone."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .policy import Policy
 from .preparing import in_loop, shielded, when_it_leaves
 from .requests import quotable
 
-REST = 5  # seconds, for a step of the text that runs when the server ends
+REST = 5  # seconds that a running text has to finish its step when the server ends
 
 
 class OneByOne(GenerateManager):
-    """Call ``generate`` for one request after the other; the target's default speculator guesses."""
+    """A manager that calls ``generate`` for one request after the other; the target's default speculator drafts."""
 
     def __init__(self, meter: Meter, policy: Policy) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.meter, self.policy, self.stopping = meter, policy, False
-        # Each of these is counted by one thread: that of the server or that of the manager.
+        # Each counter is changed by one thread only: that of the server or that of the manager.
         self._submitted = self._began = self._ended = 0
 
     def running(self) -> int:
@@ -58,7 +58,7 @@ class OneByOne(GenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return a whole text, its prompt's length and its tokens; a cancelled task stops its generation."""
+        """Return a complete text, its prompt's length and its tokens; a cancelled task stops the generation."""
         fit(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
         measured = _Measured(model, self)
         try:
@@ -70,9 +70,9 @@ class OneByOne(GenerateManager):
             raise
 
     def stop(self) -> None:
-        """Let the thread come to rest, so that what a draft remembers may be written."""
+        """Wait until the thread is idle, so that a draft's memory may be written."""
         self.stopping = True
-        with contextlib.suppress(concurrent.futures.TimeoutError):  # of beams, which cannot be stopped
+        with contextlib.suppress(concurrent.futures.TimeoutError):  # beam search cannot be stopped
             self._thread.submit(int).result(timeout=REST)
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class OneByOne(GenerateManager):
         return super().submit(self._counted(fn), *args, **kwargs)
 
     def async_submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        """Submit to the thread. What is returned may be cancelled; what the thread reports to may not."""
+        """Submit to the thread. The returned future may be cancelled; the one that the thread sets may not."""
         submit = super().async_submit
 
         def submitted() -> asyncio.Future[Any]:
@@ -91,7 +91,7 @@ class OneByOne(GenerateManager):
         return in_loop(submitted)
 
     def _counted(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn``, which is whatever the thread does: texts, and decisions, which are no texts."""
+        """Count the calls of ``fn``, any work of the thread: texts, and decisions, which are no texts."""
 
         @functools.wraps(fn)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ class OneByOne(GenerateManager):
 
 
 class _Measured:
-    """Be the model whose ``generate`` is called, and count."""
+    """A stand-in for the model whose ``generate`` counts."""
 
     def __init__(self, model: Any, manager: OneByOne) -> None:
         self.model, self.manager = model, manager
@@ -115,15 +115,15 @@ class _Measured:
         return getattr(self.model, name)
 
     def generate(self, **kwargs: Any) -> Any:
-        """Generate as the model does; the thread of the manager calls this."""
+        """Generate as the model does; called in the manager's thread."""
         meter, streams = self.manager.meter, "streamer" in kwargs
         prompt_length = kwargs["input_ids"].shape[-1]
         meter.prompt_tokens.inc(prompt_length)
         config = kwargs["generation_config"]
-        has_beams = (config.num_beams or 1) > 1  # which take no streamer
+        has_beams = (config.num_beams or 1) > 1  # beam search takes no streamer
         if streams or not has_beams:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
-        forget_speculation(self.model)  # what this request does not guess is not that of the one before
+        forget_speculation(self.model)  # or a plain text would show those of the last request
         try:
             if self.manager.stopping:
                 raise _GenerationCancelled
@@ -153,7 +153,7 @@ class _Measured:
 
 
 class _Listener(BaseStreamer):
-    """Count tokens of a text that is not streamed, and end it when it is cancelled."""
+    """A streamer for texts that are not streamed, which counts tokens and ends the text when it is cancelled."""
 
     def __init__(self) -> None:
         self.total_tokens, self._cancelled, self._began = 0, False, False

@@ -1,4 +1,4 @@
-"""``transformers serve`` for a target that guesses."""
+"""``transformers serve`` with speculative decoding."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from .sequential import OneByOne
 
 
 class Server(Serve):
-    """Serve ``target`` as ``transformers serve`` does, with ``speculator`` guessing and ``/metrics`` for Prometheus.
+    """A server as of ``transformers serve``, with ``speculator`` as draft and ``/metrics`` for Prometheus.
 
-    Everything about models, requests and answers is transformers' own. Runs until it is interrupted, or, with
+    Everything about models, requests and answers is transformers' own. It runs until it is interrupted, or, with
     ``non_blocking=True``, in a thread until ``kill_server``.
 
     Args:
         target: directory or Hub id, the only model that is served.
         speculator: anything that ``set_speculator`` takes.
-        config: how to guess; by default as the draft says. A function is asked once the draft is loaded.
+        config: settings of speculation; the draft's own by default. A function is called once the draft is loaded.
         options: those of ``transformers serve``, by the names of its constructor, and the fields of ``Policy``.
 
     Errors: a ValueError or an OSError where nobody can listen, before anything is loaded.
@@ -61,16 +61,16 @@ class Server(Serve):
         super().__init__(target, **options, non_blocking=True)  # builds everything, then calls start_server
 
     def start_server(self) -> None:
-        """Add what is ours to the server that transformers has built, and start it."""
+        """Add speculation, checks and metrics to the server that transformers has built, and start it."""
         models: Any = self._model_manager
         (loaded,) = models.loaded_models.values()
         self._let_guess(loaded.model)
-        # It may be loaded anew, after POST /reset.
+        # The model may be loaded again, after POST /reset.
         models._load_model = _then(self._let_guess, models._load_model)
         models._load_processor = _then(let_rendering_tell, models._load_processor)
         let_rendering_tell(loaded.processor)
         listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": ""}
-        models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all that was ever downloaded
+        models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all cached models
         self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)
         self._prepare_outside()
         app = cast(FastAPI, self.server.config.app)
@@ -84,7 +84,7 @@ class Server(Serve):
             self._run()
 
     def _prepare_outside(self) -> None:
-        """Let requests be checked, and prepared outside the event loop."""
+        """Let requests be checked and prepared outside the event loop."""
         batched = self._generation_state._continuous_batching
         handlers: dict[str, Any] = {
             "messages": self._chat_handler,
@@ -97,7 +97,7 @@ class Server(Serve):
             handler._validate_request = _first(check, handler._validate_request)
             handler._resolve_model = _and_template(handler._resolve_model)
             handler.handle_request = self.preparer.around(handler.handle_request)
-            if not batched:  # where all requests draw from one stream
+            if not batched:  # in batches all requests share one random generator
                 handler._build_generation_config = _with_seed(handler._build_generation_config)
         systemone: Any = self._systemone_handler
         systemone._pipeline = with_limit(systemone._pipeline, self.policy)
@@ -111,18 +111,18 @@ class Server(Serve):
         return loaded.processor
 
     async def _reset_in_turn(self) -> JSONResponse:
-        await self.preparer.call(self._reset)  # between two requests, none of which is left without its model
+        await self.preparer.call(self._reset)  # between two requests, so that none is left without its model
         return JSONResponse({"status": "ok"})
 
     def _reset(self) -> None:
-        """Forget the model; the next request loads it. Texts that are being generated go on with the one they have."""
+        """Unload the model; the next request loads it. Texts that are being generated go on with the old one."""
         manager: Any = self._generation_state._cb_manager
         if manager is not None:
             manager.reset()
         self._model_manager.shutdown()
 
     def _add_manager(self, name: str, model: PreTrainedModel) -> None:
-        """Let the texts of ``model`` be generated, and counted, our way."""
+        """Let one of our managers generate, and count, the texts of ``model``."""
         state, meter = self._generation_state, self.meter
         manager: OneByOne | Batched
         if state._continuous_batching:
@@ -156,14 +156,14 @@ class Server(Serve):
 
 
 def _of_batches(speculator: Speculator, config: SpeculationConfig | None) -> SpeculationConfig:
-    """Return settings of guesses in continuous batching; unasked they are chains, and as deep as the load allows."""
+    """Return the settings in continuous batching: by default chains, of a length that depends on the load."""
     if config is None:
         config = speculator.settings(tree=None).merge(num_speculative_tokens=None)
     return config.merge(num_speculative_tokens=config.num_speculative_tokens or "auto")
 
 
 def _and_template(resolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Look at what goes into the chat template. A model that cannot be loaded is no mistake of the client."""
+    """Check the arguments of the chat template; a model that cannot be loaded is not the client's error."""
 
     @functools.wraps(resolve)
     def resolved(body: dict[str, Any]) -> Any:
@@ -180,7 +180,7 @@ def _and_template(resolve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_seed(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the settings of a request keep its seed until its turn comes: set at once, it would be another text's."""
+    """Keep the seed of a request in its settings until its turn comes: set at once, it would act on another text."""
 
     @functools.wraps(build)
     def built(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
