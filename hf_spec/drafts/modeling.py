@@ -33,29 +33,29 @@ from .reports import without_report
 if TYPE_CHECKING:
     from .unrolling import Unrolled, UnrollInput
 
-SPARE_VALUES = 10_000_000  # that a file may lack before it is refused without a look
+SPARE_VALUES = 10_000_000  # values that a config may describe beyond twice the file's, before it is refused unread
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 class DraftModel(PreTrainedModel, Speculator):
-    """Be a model of transformers that guesses for another one.
+    """A model of transformers that drafts for another one.
 
     A draft without its own ``embed_tokens`` or ``lm_head`` (``config.shared_with_target``) uses those of the target
     that ``bind`` is given. They are never registered, moved, trained or saved with the draft.
 
-    A kind of draft is a subclass in a folder of its own. Beside its config and its ``forward`` it says whose files it
-    reads (``formats``) and in which layouts of others it is written (``layouts``), who serves it (``engines``,
-    ``vllm_method``) and how it is unrolled in training (``unroll``).
+    A kind of draft is a subclass in a folder of its own. It declares its config and its ``forward``, the files that it
+    reads (``formats``), and the layouts of other projects in which it is written (``layouts``). It also declares which
+    engines serve it (``engines``, ``vllm_method``), and how it is unrolled in training (``unroll``).
     """
 
     config_class: Any
     config: Any
     formats: ClassVar[tuple[Format, ...]] = ()
     layouts: ClassVar[Mapping[str, Callable[[Any], Files]]] = {}
-    needs_anchors: ClassVar[bool] = False  # whether it guesses blocks, from some places of a text in training
-    vllm_method: ClassVar[str | None] = None  # of its --speculative-config
-    supports_gradient_checkpointing = False  # it drops the cache, which the later steps of training read
+    needs_anchors: ClassVar[bool] = False  # whether it drafts blocks, which are trained from selected positions only
+    vllm_method: ClassVar[str | None] = None  # the method in vLLM's --speculative-config
+    supports_gradient_checkpointing = False  # it would drop the cache, which later training steps read
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
@@ -64,7 +64,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
-    ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.goes_on`` after each guess of a chain
+    ends_chains: ClassVar[bool] = False  # its drafters call ``DraftContext.goes_on`` after each draft token of a chain
     layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
@@ -75,7 +75,7 @@ class DraftModel(PreTrainedModel, Speculator):
         layers._attn_implementation = config._attn_implementation  # transformers sets these where a sub-model is built
         layers._experts_implementation = config._experts_implementation
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()) and layers.model_type == "llama":
-            self._supports_flash_attn = False  # llama's attention does not tell the kernel about windows
+            self._supports_flash_attn = False  # llama's attention does not pass windows to the kernel
         self._add_ends(layers, draft_vocab_size)
         vocabulary = layers.vocab_size or 0
         reduced = draft_vocab_size < vocabulary
@@ -84,7 +84,7 @@ class DraftModel(PreTrainedModel, Speculator):
         self._lent = Lent()
 
     def post_init(self) -> None:
-        """Finish what a kind of draft has built."""
+        """Finish construction; a subclass calls this at the end of its ``__init__``."""
         with_torch_norms(self)
         super().post_init()  # type: ignore[no-untyped-call]
 
@@ -94,7 +94,7 @@ class DraftModel(PreTrainedModel, Speculator):
         return cast(PreTrainedConfig, self.config.layers)
 
     def _add_ends(self, layers: Any, draft_vocab_size: int) -> None:
-        """Add what the decoder layers stand between."""
+        """Add what is before and after the decoder layers: embeddings, head, rotary embedding."""
         shared, size = self.config.shared_with_target or (), layers.hidden_size
         self.embed_tokens = None if "embed_tokens" in shared else nn.Embedding(layers.vocab_size, size)
         self.lm_head = None if "lm_head" in shared else nn.Linear(size, draft_vocab_size, bias=False)
@@ -102,7 +102,7 @@ class DraftModel(PreTrainedModel, Speculator):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]
-        if self.config.layers.model_type == GEMMA:  # of which that knows no buffers
+        if self.config.layers.model_type == GEMMA:  # whose buffers transformers does not initialise
             if module is self.rotary_emb:
                 cast(Any, module).fill()
             elif isinstance(scalar := getattr(module, "layer_scalar", None), Tensor):
@@ -110,12 +110,12 @@ class DraftModel(PreTrainedModel, Speculator):
 
     @property
     def device(self) -> torch.device:
-        """Return where the draft computes: the CPU if it is all in modules of torch.ao, which show no parameters."""
+        """Return the draft's device: the CPU if all its modules are of torch.ao, which show no parameters."""
         return next((tensor.device for tensor in chain(self.parameters(), self.buffers())), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return what the draft computes in."""
+        """Return the dtype that the draft computes in."""
         return next((one.dtype for one in self.parameters() if one.is_floating_point()), torch.float32)
 
     def get_input_embeddings(self) -> Any:
@@ -133,7 +133,7 @@ class DraftModel(PreTrainedModel, Speculator):
 
     @property
     def target_ids(self) -> Tensor | None:
-        """Return the token of the target that each guess stands for, (draft vocabulary,); None: all of them."""
+        """Return the target's id of each token of the draft, (draft vocabulary,); None if vocabularies are equal."""
         return None if self.d2t is None else self.to_target_ids(torch.arange(len(self.d2t), device=self.d2t.device))
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
@@ -141,14 +141,14 @@ class DraftModel(PreTrainedModel, Speculator):
         return ids if self.d2t is None else ids + self.d2t[ids]
 
     def over_target(self, logits: Tensor) -> Tensor:
-        """Spread logits (..., draft vocabulary) over the target's vocabulary; what cannot be guessed gets -inf."""
+        """Spread logits (..., draft vocabulary) over the target's vocabulary; other tokens get -inf."""
         if (ids := self.target_ids) is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.config.layers.vocab_size), -torch.inf)
         return whole.index_copy(-1, ids, logits)
 
     def set_vocabulary(self, ids: Tensor) -> None:
-        """Let the draft guess the target's tokens ``ids`` (draft vocabulary,), which must ascend."""
+        """Set the draft vocabulary to the target's tokens ``ids`` (draft vocabulary,), which must ascend."""
         if self.d2t is None or self.t2d is None:
             raise ValueError("this draft guesses the whole vocabulary: set draft_vocab_size to reduce it")
         if ids.shape != self.d2t.shape:
@@ -161,7 +161,7 @@ class DraftModel(PreTrainedModel, Speculator):
     def bind(self, target: PreTrainedModel) -> None:
         """Borrow from ``target`` what this draft has no weights for; a ValueError says why it cannot.
 
-        A deep copy of the draft borrows the same; a pickle holds nothing that is the target's.
+        A deep copy of the draft borrows the same weights; a pickle holds none of the target's.
         """
         self.check(target)
         lent = Lent()
@@ -174,10 +174,10 @@ class DraftModel(PreTrainedModel, Speculator):
             if ids is not None:
                 weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
             lent.update({"lm_head": weight, "lm_head_bias": bias})
-        self._lent = lent  # at once: another thread may be guessing
+        self._lent = lent  # in one assignment: another thread may be drafting
 
     def keep_borrowed(self) -> None:
-        """Make what the target of ``bind`` lends weights of this draft's own, which are saved with it.
+        """Copy the weights that the target of ``bind`` lends; they become the draft's own and are saved with it.
 
         Errors: a ValueError if nothing was lent, or if the output layer has a bias, which a draft has no place for.
         """
@@ -202,7 +202,7 @@ class DraftModel(PreTrainedModel, Speculator):
             embeds = functional.embedding(input_ids.to(weight.device), weight).to(input_ids.device, self.dtype)
         if self.config.layers.model_type != GEMMA:
             return embeds
-        return embeds * torch.tensor(self.config.layers.hidden_size**0.5, dtype=embeds.dtype)  # rounded as Gemma's
+        return embeds * torch.tensor(self.config.layers.hidden_size**0.5, dtype=embeds.dtype)  # rounded as in Gemma
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn hidden states (..., hidden) into logits over the draft vocabulary."""
@@ -222,9 +222,9 @@ class DraftModel(PreTrainedModel, Speculator):
         attention_mask: Any,
         past_key_values: Cache | None,
     ) -> Tensor:
-        """Run the decoder layers on ``hidden`` (batch, length, hidden); the first one is given ``beside`` as well.
+        """Run the decoder layers on ``hidden`` (batch, length, hidden); only the first one is also given ``beside``.
 
-        ``position_ids`` (batch or 1, length) count on from the cache by default. ``attention_mask`` is what any model
+        ``position_ids`` (batch or 1, length) continue after the cache by default. ``attention_mask`` is what any model
         of transformers takes, or a dict of masks by kind of layer.
         """
         position_ids = next_positions(hidden, past_key_values) if position_ids is None else position_ids
@@ -267,21 +267,21 @@ class DraftModel(PreTrainedModel, Speculator):
         self.config.check_target(target.config)
         if (reason := why_no_masks(self.config._attn_implementation)) is not None:
             raise ValueError(f"the draft {type(self).__name__} {reason}")
-        if input_device(target).type == "meta":  # an outline of a target that will be read, and checked again
+        if input_device(target).type == "meta":  # a target without weights yet; it is checked again once it is loaded
             return
         ends = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
         for name in self.config.shared_with_target or ():
             lendable(ends[name], name, self.config)
-        self.config.warn_of_another(target.config)  # last: what is refused needs no warning
+        self.config.warn_of_another(target.config)  # last: a draft that is refused needs no warning
 
     @classmethod
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
     ) -> dict[str, list[str]]:
-        """List by engine what is in its way to serve such a draft; of nobody else's kind nobody serves any.
+        """List by engine why it cannot serve such a draft; by default no engine knows the kind.
 
-        With ``checkpoint`` in ``layout``: nothing if the engine reads these files as they were meant. Without: what it
-        cannot serve whatever layout the draft is converted to.
+        With ``checkpoint`` in ``layout``: empty if the engine reads these files as they were meant. Without: the
+        reasons that remain in any layout.
         """
         kind = cls.config_class.speculators_model_type
         return {engine: [f"does not know drafts of kind {kind!r}"] for engine in ("vLLM", "SGLang", "llama.cpp")}
@@ -294,25 +294,25 @@ class DraftModel(PreTrainedModel, Speculator):
         return vllm_command(cls.vllm_method, target, path, config.num_speculative_tokens)
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
-        """Draft ``steps`` guesses from every position of a text at once, as training needs it.
+        """Draft ``steps`` tokens from every position of a text at once, for training.
 
-        ``recompute`` keeps of a step only what it is given and what it gives. A draft that is fed its own output needs
-        nothing but its ``forward`` for this.
+        ``recompute`` keeps only the inputs and outputs of a step (gradient checkpointing). A draft that is fed its own
+        output needs only its ``forward`` for this.
         """
         from .unrolling import unroll_with_feedback  # compiles kernels, which only training needs
 
         return unroll_with_feedback(self, given, steps, recompute)
 
     def unroll_steps(self, wanted: int) -> int:
-        """Return how many steps are trained where ``wanted`` are asked for."""
+        """Return how many steps are trained if ``wanted`` are asked for."""
         return wanted
 
     def sort_features(self) -> None:
-        """Read the same hidden states in ascending order from now on: readers of other projects sort them."""
+        """Read the same hidden states in ascending order from now on, because other projects' readers sort them."""
 
     @property
     def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where looking is free."""
+        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where reading a value is free."""
         return self.ends_chains and self.device.type == "cpu"
 
     def defaults(self) -> SpeculationConfig:
@@ -323,7 +323,7 @@ class DraftModel(PreTrainedModel, Speculator):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Load as any model of transformers, but strictly.
+        """Load like any model of transformers, but strictly.
 
         Errors: a ValueError that lists tensors which are missing, left over, of the wrong shape or not finite, or an
         unusable ``d2t``; an OSError for files that are missing or cut off.
@@ -344,7 +344,7 @@ class DraftModel(PreTrainedModel, Speculator):
         return (model, info) if wants_info else model
 
     def check_weights(self, info: dict[str, Any]) -> None:
-        """Raise a ValueError if transformers' loading ``info``, a weight or the vocabulary is not as it must be."""
+        """Raise a ValueError if transformers' loading ``info``, a weight or the vocabulary is wrong."""
         problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
         problems += [f"{name} is not part of this draft" for name in sorted(info["unexpected_keys"])]
         problems += [
@@ -377,7 +377,7 @@ class DraftModel(PreTrainedModel, Speculator):
 
 
 def _check_size(kind: type[DraftModel], path: Any, kwargs: dict[str, Any]) -> None:
-    """Raise a ValueError if the config describes far more values than there are, before room is made for them."""
+    """Raise a ValueError if the config describes far more values than the files hold, before they are allocated."""
     if (tensors := kwargs.get("state_dict")) is not None:
         values = sum(tensor.numel() for tensor in tensors.values())
     else:
@@ -415,7 +415,7 @@ def _broken(tensor: Tensor) -> bool:
 
 
 def next_positions(hidden: Tensor, past_key_values: Cache | None) -> Tensor:
-    """Count on from the cache for ``hidden`` (batch, length, ...): (1, length)."""
+    """Return the positions of ``hidden`` (batch, length, ...) after the cache: (1, length)."""
     start = past_key_values.get_seq_length() if past_key_values is not None else 0
     return start + torch.arange(hidden.shape[1], device=hidden.device)[None]
 

@@ -53,7 +53,7 @@ class EagleDraftModel(DraftModel):
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> DraftOutput:
-        """Take one step, as ``Eagle3DraftModel.forward``; both kinds of hidden state are (batch, length, hidden)."""
+        """Run one step, as ``Eagle3DraftModel.forward``; both kinds of hidden state are (batch, length, hidden)."""
         both = [self.embed(input_ids), only_one(features, hidden_states)]
         hidden = self.fc(torch.cat(both, dim=-1))  # (batch, length, hidden)
         hidden = self.decode(hidden, (), position_ids, attention_mask, past_key_values)

@@ -18,18 +18,17 @@ from ...settings import is_int
 
 
 class MedusaSpeculatorConfig(SpeculatorConfig):
-    """Describe Medusa heads (arXiv 2401.10774), which have no decoder layers: ``layers`` is this config itself.
+    """The config of Medusa heads (arXiv 2401.10774). They have no decoder layers: ``layers`` is this config itself.
 
-    They read the target's last hidden state after the final norm. vLLM served such heads once, in a format of its own
-    that ``AutoDraftModel`` reads, and does not any more; of the engines only hf_spec reads this
-    ``speculators_model_type``.
+    They read the target's last hidden state after the final norm. vLLM no longer serves such heads; its own format is
+    still read by ``AutoDraftModel``. Only hf_spec reads this ``speculators_model_type``.
 
     Args:
-        num_heads: how many tokens are guessed at once; head i guesses the token i + 2 places after the one it reads.
+        num_heads: draft tokens per forward; head i predicts the token i + 2 positions after the one it reads.
         num_hidden_layers: residual blocks per head.
         hidden_size: width of the target's hidden states.
-        vocab_size: tokens of the target; ``None`` if unknown, as in files whose heads end in the target's own.
-        draft_vocab_size: tokens the heads can guess; ``None`` for the whole vocabulary.
+        vocab_size: tokens of the target; ``None`` if unknown, as in files whose heads end in the target's layer.
+        draft_vocab_size: tokens the heads can propose; ``None`` for the full vocabulary.
         shared_with_target: ``["lm_head"]`` if every head ends in the target's output layer ("version 2"), ``[]`` if
             each ends in its own (the published heads).
     """
@@ -56,7 +55,7 @@ class MedusaSpeculatorConfig(SpeculatorConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
-        """Describe new heads for the target with config ``target``; the rest are fields of this config."""
+        """Return the config of new heads for the target with config ``target``; the rest are fields of this config."""
         text = target.get_text_config()
         shape = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "shared_with_target": ["lm_head"]}
         cut_draft_vocabulary(flags, target)

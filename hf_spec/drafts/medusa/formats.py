@@ -1,7 +1,7 @@
 """Medusa heads in files, by themselves or within a target (``medusa_head.*``).
 
 ===============  ==============================================  =============================================
-format           how it is recognised                            what its files leave unsaid
+format           how it is recognised                            what its files do not say
 ===============  ==============================================  =============================================
 ``medusa``       ``0.0.linear.*``, also within a target          number of heads; whose output layers they end in
 ``medusa-vllm``  ``blocks.0.layers.0.*`` (vLLM before 0.33)      biases are zero; the same
@@ -56,7 +56,7 @@ def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[MedusaSpecul
         speculators_config=speculators_config,
         dtype=raw.get("dtype", raw.get("torch_dtype")),
     )
-    # Blocks that were one module in training are one storage in a pickled file. Here they are not.
+    # Blocks that shared a module in training share a storage in a pickled file. Clones separate them.
     renamed = {
         f"heads.{found[name][1]}" if name in found else name: tensor.clone() for name, tensor in tensors.items()
     }
@@ -74,7 +74,7 @@ def _read_vllm(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MedusaSpe
         tensors[f"{place}.{match[3]}"] = tensor = tensors.pop(match[0])
         tensors.setdefault(f"{place}.bias", tensor.new_zeros(len(tensor)))
     for head in {match[1] for match in found}:
-        weight = tensors.pop(f"lm_heads.{head}.weight", lm_head)  # all heads may end in one
+        weight = tensors.pop(f"lm_heads.{head}.weight", lm_head)  # all heads may share one output layer
         if weight is not None:
             tensors[f"{head}.{end}.weight"] = weight if ids is None else weight[ids.argsort()]
     if ids is not None and len(ids) < raw["vocab_size"]:
@@ -98,7 +98,7 @@ FORMATS = (
 
 
 def unserved() -> dict[str, list[str]]:
-    """List what each engine cannot serve of such heads, whatever layout they are converted to."""
+    """List by engine why it cannot serve such heads in any layout."""
     return {
         "vLLM": ["serves no Medusa heads since 0.33"],
         "SGLang": ["has no Medusa"],

@@ -1,11 +1,11 @@
-"""Medusa heads (arXiv 2401.10774): several guesses at once from the target's last hidden state.
+"""Medusa heads (arXiv 2401.10774): several draft tokens at once from the target's last hidden state.
 
-The state in which the target has read token t gives it token t + 1, the root. Head i guesses token t + 2 + i from the
-same state, so all heads speak at once, and none knows what the ones before it guess::
+From the hidden state at token t the target predicts token t + 1, the root. Head i predicts token t + 2 + i from the
+same state. All heads run at once, so none depends on the draft tokens of the ones before it::
 
     state at t ─┬─ target's own head   t + 1   root
                 ├─ head 0              t + 2   depth 1
-                └─ head 1              t + 3   depth 2, the same distribution behind every guess of depth 1
+                └─ head 1              t + 3   depth 2, the same distribution after every draft token of depth 1
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..unrolling import Unrolled, UnrollInput
 
 # How many children each node has in "mc_sim_7b_63", the shape published with the heads for Vicuna 7B: the node "01" is
-# the second-best guess of head 1 behind the best one of head 0. Data of FasterDecoding/Medusa (Apache-2.0).
+# the second-best token of head 1 after the best one of head 0. Data of FasterDecoding/Medusa (Apache-2.0).
 _CHILDREN = {"": 10, "0": 10, "1": 7, "2": 3, "3": 2, **dict.fromkeys("456789", 1)}
 _CHILDREN |= {"00": 10, "01": 3, "02": 2, **dict.fromkeys(("03", "04", "05", "06", "07"), 1), "10": 2, "20": 1}
 _CHILDREN |= {"000": 2}
@@ -40,7 +40,7 @@ MEDUSA_TREE = [(*map(int, node), rank) for node, children in _CHILDREN.items() f
 
 
 class ResidualBlock(nn.Module):
-    """Add silu(W x + b) to a hidden state: nothing before training, when W and b are zero."""
+    """A residual block x + silu(W x + b): the identity before training, when W and b are zero."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaDraftModel(DraftModel):
-    """Guess with Medusa heads. New ones with the target's own head guess what the target does one token earlier."""
+    """Medusa heads. New ones that end in the target's head repeat its prediction for the position before."""
 
     config_class = MedusaSpeculatorConfig
     formats = FORMATS
@@ -73,7 +73,7 @@ class MedusaDraftModel(DraftModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # transformers does not hand over modules without weights of their own, such as the block around this one.
+        # transformers skips modules without weights of their own, such as the block around this one.
         if isinstance(module, nn.Linear) and module.bias is not None:
             init.zeros_(module.weight)
 
@@ -92,9 +92,9 @@ class MedusaDraftModel(DraftModel):
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> DraftOutput:
-        """Take the only step: all guesses behind ``features`` (batch, length, hidden), which is all that heads read.
+        """Run all heads on ``features`` (batch, length, hidden), the only input that they read.
 
-        The ``logits`` are (batch, length, heads, draft vocabulary), and nothing is fed back.
+        The ``logits`` are (batch, length, heads, draft vocabulary). Nothing is fed back.
         """
         state = only_one(features, hidden_states)[:, -logits_to_keep:]
         ends = torch.stack([head(state) for head in self.heads], dim=2)  # (batch, length, heads, hidden or vocabulary)
@@ -119,7 +119,7 @@ class MedusaDraftModel(DraftModel):
         raise ValueError("Medusa heads that end in the target's output layer have no place for one of their own")
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
-        """Let every head read the same states: head k is step k, and nothing is fed back."""
+        """Run every head on the same states: head k is step k, and nothing is fed back."""
         from ..unrolling import Unrolled
 
         assert given.features is not None  # the trainer reads the layers that the draft names
@@ -137,7 +137,7 @@ class MedusaDraftModel(DraftModel):
 
 
 class MedusaDrafter(StaticDrafter):
-    """Look up the distribution of a node's depth: there is nothing to remember."""
+    """A drafter without state: the distribution after a node depends only on its depth."""
 
     attends = False
 
@@ -151,7 +151,7 @@ class MedusaDrafter(StaticDrafter):
         return self._request.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Let all heads read the state before the root, then combine what they say."""
+        """Run all heads on the state before the root, then grow a proposal from their distributions."""
         told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
         return self.guess(told, min(limit, len(self._draft.heads))).to(accepted.tokens.device)
 
@@ -164,14 +164,14 @@ class MedusaDrafter(StaticDrafter):
         return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
 
     def read(self, told: Told) -> None:
-        """Read nothing: only the last state counts."""
+        """Do nothing: only the last state counts."""
 
     def make_room(self, columns: int) -> None:
-        """Hold nothing."""
+        """Do nothing: there is no cache."""
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only: nothing is kept of any."""
+        """Keep ``rows`` only: there is no state per row."""
 
     def join(self, other: Drafter) -> bool:
-        """Go on with the rows of ``other``, too: nothing is kept of any."""
+        """Append the rows of ``other``: there is no state per row."""
         return True

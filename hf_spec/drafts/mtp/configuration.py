@@ -1,4 +1,4 @@
-"""The config of a multi-token-prediction layer that stands by itself."""
+"""The config of a multi-token-prediction layer in files of its own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MTP_FLAGS = ("features_after_norm", "feedback_after_norm", "hidden_first")
 
 
 class MTPSpeculatorConfig(SpeculatorConfig):
-    """Describe one MTP layer beside a target, as the speculators library's ``mtp`` does; any llama-like layer will do.
+    """The config of one MTP layer outside its target, as speculators' ``mtp``; any llama-like layer works.
 
     vLLM serves such a layer only under the names of the target's own checkpoint: ``convert(..., to="native")``.
 
     Args:
-        num_nextn_predict_layers: 1; the layer is fed its own output for further guesses.
-        features_after_norm: read the target's last hidden state after its final norm, as engines serve it, and not
-            before it, as the speculators library trains.
-        feedback_after_norm: feed the output back after the layer's last norm, and not before it (MiMo).
-        hidden_first: project (hidden state, embedding), and not (embedding, hidden state) (MiMo).
+        num_nextn_predict_layers: 1; the layer is fed its own output for further draft tokens.
+        features_after_norm: read the target's last hidden state after its final norm, as engines do. ``False``: before
+            it, as the speculators library trains.
+        feedback_after_norm: feed the output back after the layer's last norm. ``False``: before it (MiMo).
+        hidden_first: project (hidden state, embedding) (MiMo). ``False``: (embedding, hidden state).
     """
 
     speculators_model_type: str = "mtp"

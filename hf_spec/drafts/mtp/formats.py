@@ -1,6 +1,6 @@
 """MTP layers in files: of the speculators library, and in the checkpoints of Qwen3-Next, Qwen3.5 and MiMo.
 
-transformers drops the layers that those targets keep, and loads those of others itself (``TargetMtp``).
+transformers drops the MTP layers of those targets. It loads those of other targets itself (``TargetMtp``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...configuration import default_speculators_config
 from ..files import Files, Format, in_speculators, needed, shared_with_target
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
-# How the names of tensors begin in the target's checkpoint, and in our files, which use those of speculators.
+# Prefixes of tensor names: in the target's checkpoint -> in our files, which use those of speculators.
 NATIVE_NAMES = {
     "qwen": {
         "mtp.fc.": "mtp_layers.0.input_proj.",
@@ -29,8 +29,8 @@ NATIVE_NAMES = {
     },
     "mimo": {"model.mtp_layers.0.": "mtp_layers.0."},
 }
-# How the engines (vLLM 0.33) run them: features after the target's final norm, feedback after the layer's own, and
-# the hidden state before the embedding.
+# How vLLM 0.33 runs them: whether features are after the target's final norm, whether feedback is after the layer's
+# own norm, and whether the hidden state comes before the embedding.
 NATIVE_FLAGS: dict[str, dict[str, Any]] = {
     "qwen": dict(zip(MTP_FLAGS, (True, True, False), strict=True)),
     "mimo": dict(zip(MTP_FLAGS, (False, False, True), strict=True)),
@@ -43,7 +43,7 @@ def _read_speculators(
 ) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
     """Read a draft of the speculators library, whose config describes the target's layers and not the draft's one.
 
-    Where the config does not say it, the features are those that the library trains with: before the final norm.
+    By default the features are those that the library trains with: before the final norm.
     """
     if not isinstance(raw.get("transformer_layer_config"), dict):
         raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
@@ -58,7 +58,7 @@ def _read_speculators(
 
 
 def _read_native(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
-    """Read the layer that a target keeps beside its own; ``raw`` is the config of the target."""
+    """Read the MTP layer in a target's checkpoint; ``raw`` is the config of the target."""
     family = "qwen" if "mtp.fc.weight" in given else "mimo"
     names = NATIVE_NAMES[family]
     tensors = _stack_experts({_renamed(name, names): tensor for name, tensor in given.items()})
@@ -86,9 +86,9 @@ FORMATS = (
 
 
 def write_native(draft: Any) -> Files:
-    """Write our layer under the names of its target, to be put beside its files and named in their index.
+    """Write our layer under the names of its target, to be added to its files and their index.
 
-    Errors: a ValueError for targets that keep no such layer.
+    Errors: a ValueError for targets without such a layer.
     """
     config: MTPSpeculatorConfig = draft.config
     tensors: dict[str, Tensor] = draft.state_dict()
@@ -101,13 +101,13 @@ def write_native(draft: Any) -> Files:
 
 
 def _family(config: MTPSpeculatorConfig) -> str:
-    """Name the targets that keep such a layer, empty if there are none."""
+    """Return the family of targets with such a layer; empty if there is none."""
     kind = config.layers.model_type
     return "qwen" if kind.startswith(("qwen3_next", "qwen3_5")) else "mimo" if kind == "qwen2" else ""
 
 
 def why_not_native(config: MTPSpeculatorConfig) -> str | None:
-    """Say why the layer cannot be written as in its target, or return ``None`` if it can."""
+    """Return why the layer cannot be written as in its target, or ``None`` if it can."""
     if not (family := _family(config)):
         return (
             f"the layer is one of {config.layers.model_type}; only those of Qwen3-Next, Qwen3.5 and MiMo are written "
@@ -120,18 +120,18 @@ def why_not_native(config: MTPSpeculatorConfig) -> str | None:
 
 
 def in_the_way(config: MTPSpeculatorConfig, layout: str) -> dict[str, list[str]]:
-    """List what is in each engine's way to serve files in ``layout``, nothing if it reads them as meant."""
+    """List by engine why it cannot serve files in ``layout``; empty if it reads them as meant."""
     return ({"vLLM": []} if layout == "mtp" else unserved(config)) | {"speculators": in_speculators(config, layout)}
 
 
 def unserved(config: MTPSpeculatorConfig) -> dict[str, list[str]]:
-    """List what each engine cannot serve of such a layer that stands by itself."""
+    """List by engine why it cannot serve such a layer outside its target."""
     cure = "; convert to native" if why_not_native(config) is None else ""
     return {"vLLM": [f"reads such a layer only as a part of its target{cure}"]}
 
 
 def _one_layer(raw: dict[str, Any], is_dense: bool) -> Any:
-    """Describe one full-attention layer of the target with the config ``raw``; it may stand anywhere in the target."""
+    """Return the config of one full-attention layer of the target with config ``raw``, at whatever depth it is."""
     kind = "qwen2" if raw["model_type"] == "mimo" else raw["model_type"]  # MiMo's layers are those of Qwen2
     given = {name: value for name, value in raw.items() if name != "model_type"}
     layers = copy.deepcopy(AutoConfig.for_model(kind, **given).get_text_config(decoder=True))
@@ -153,7 +153,7 @@ def _renamed(name: str, beginnings: dict[str, str]) -> str:
 
 
 def _stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the weights of experts, which files may hold one by one and transformers' layers hold together."""
+    """Stack the weights of experts: files may hold one tensor per expert, transformers' layers hold one for all."""
     found = [match for name in tensors if (match := EXPERT.fullmatch(name))]
     stacked = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
     for place in {match[1] for match in found}:

@@ -1,4 +1,4 @@
-"""A multi-token-prediction layer of any origin, beside a target of any architecture; what it does: ``target.py``."""
+"""A multi-token-prediction layer of any origin, for a target of any architecture. How it works: ``target.py``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class MTPDraftModel(DraftModel):
-    """Guess with one MTP layer of any llama-like architecture, under the speculators library's names for its parts."""
+    """One MTP layer of any llama-like architecture; its parts have the speculators library's names."""
 
     config_class = MTPSpeculatorConfig
     ends_chains = True
@@ -58,7 +58,7 @@ class MTPDraftModel(DraftModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # Experts and routers are bare parameters, which only the model of their architecture would know.
+        # Experts and routers are bare parameters, which only their architecture's own model class initialises.
         if not type(module).__module__.startswith("torch."):
             for weight in module.parameters(recurse=False):
                 if weight.dim() > 1:
@@ -79,7 +79,7 @@ class MTPDraftModel(DraftModel):
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
     ) -> DraftOutput:
-        """Take one step, as ``Eagle3DraftModel.forward``; both kinds of hidden state are (batch, length, hidden)."""
+        """Run one step, as ``Eagle3DraftModel.forward``; both kinds of hidden state are (batch, length, hidden)."""
         config, layer = self.config, cast(Any, self.mtp_layers[0])
         both = [layer.token_layernorm(self.embed(input_ids))]
         both.insert(0 if config.hidden_first else 1, layer.hidden_layernorm(only_one(features, hidden_states)))
@@ -114,5 +114,5 @@ class MTPDraftModel(DraftModel):
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         unrolled = super().unroll(given, steps, recompute)
-        # What stands in for the state before the target's last norm is no guess at the one after it.
+        # A prediction of the state before the target's final norm cannot be compared with the one after it.
         return unrolled if self.config.features_after_norm else replace(unrolled, guesses=[])

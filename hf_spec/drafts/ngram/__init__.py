@@ -1,1 +1,1 @@
-"""Guesses looked up in the text itself."""
+"""Draft tokens copied from the text itself."""

@@ -1,7 +1,8 @@
-"""Remember what was written: the latest tokens of finished texts, and where what followed what.
+"""A memory of finished texts: their latest tokens, and an index from n-grams to what followed them.
 
-Every place is found by the last 1, 2, 4 or 8 tokens in front of it, and then read as far back as it agrees. All of it
-stands in flat arrays: about 100 bytes a token, whatever the texts are. Known as suffix decoding (arXiv 2411.04975).
+Each position is indexed by the last 1, 2, 4 and 8 tokens before it. A match is then extended backwards for as long as
+tokens are equal. All data is in flat arrays: about 100 bytes a token, whatever the texts are. The method is known as
+suffix decoding (arXiv 2411.04975).
 """
 
 from __future__ import annotations
@@ -12,43 +13,44 @@ from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any
 
-# Stands behind each remembered text. No token id, so no text ends in it and no continuation may contain it.
+# Separator after each remembered text. It is no token id, so it never matches, and no continuation may contain it.
 BREAK = -1
-# Lengths of the ends of a text that are looked up, the longest first.
+# Sizes of the n-grams that are indexed, the longest first.
 SIZES = (8, 4, 2, 1)
-# Places that are looked at, the latest ones: bounds a step however common the end of a text is.
+# Latest positions that are compared per n-gram: bounds the time of a step, however common the n-gram is.
 LOOK_BACK = 32
-# Tokens in front of a place that are compared.
+# Tokens before a position that are compared at most.
 LONGEST_MATCH = 64
-# Places by hash that there are at first, as a power of two; there are more once so many tokens are remembered.
+# Initial number of hash buckets, as a power of two; there are more once as many tokens are remembered.
 FIRST_PLACES = 12
-# Tokens of a text that are recognised at once as the beginning of one that is remembered.
+# Tokens per block of a text's beginning, by which a text is recognised as the continuation of a remembered one.
 BLOCK = 64
 
-# Tokens, the position behind a match in them, and how many tokens in front of it agree.
+# Tokens, the position after a match in them, and how many tokens before it are equal.
 Place = tuple[Sequence[int], int, int]
 
 
 class Memory:
-    """Hold at most ``size`` tokens of whole texts, the latest ones; threads may share it.
+    """The latest ``size`` tokens of finished texts; threads may share it.
 
-    A text that begins as a remembered one, such as the next turn of a conversation, adds only what is new in it.
+    A text that begins like a remembered one, such as the next turn of a conversation, adds only its new part.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.largest = BREAK  # of the token ids that were ever remembered
+        self.largest = BREAK  # largest token id that was ever remembered
         self._lock = Lock()
         self._tokens = array("i")
         self._forgotten = 0  # tokens that were dropped before the first one of ``_tokens``
-        # For each size of n-gram: by its hash the latest place behind it; by place, the one before with that hash.
-        # Places count from the first token ever remembered, 1 is its own; 0 is none.
+        # For each size of n-gram, a linked list per hash: ``_latest`` maps a bucket to the latest position after such
+        # an n-gram, ``_before`` maps a position to the one before it with the same hash. Position 1 is the first
+        # token that was ever remembered; 0 is none.
         self._most = max(0, size - 1).bit_length()
         self._spread(min(self._most, FIRST_PLACES))
-        self._beginnings: dict[int, int] = {}  # hash of a whole beginning of a text -> place behind it
+        self._beginnings: dict[int, int] = {}  # hash of a text's first blocks -> position after them
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return a copy of what is remembered, without the lock: other threads may go on writing."""
+        """Return a copy of the state without the lock; other threads may go on writing."""
         with self._lock:
             return copy.deepcopy({name: one for name, one in vars(self).items() if one is not self._lock})
 
@@ -60,17 +62,17 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes that tokens and places take."""
+        """Count the bytes of tokens and index."""
         arrays = (self._tokens, *self._latest, *self._before)
         return sum(one.itemsize * len(one) for one in arrays)
 
     def tokens(self) -> list[int]:
-        """Return what is remembered, the oldest token first, BREAK behind each text."""
+        """Return the remembered tokens, the oldest first, with BREAK after each text."""
         with self._lock:
             return self._tokens[len(self._tokens) - len(self) :].tolist()
 
     def add(self, text: Sequence[int]) -> None:
-        """Remember ``text``, whole: the oldest tokens go, and of a text longer than the memory its beginning."""
+        """Remember a finished ``text``; the oldest tokens go, and of a text longer than the memory its beginning."""
         with self._lock:
             self.largest = max(self.largest, *text) if text else self.largest
             known = self._known(text)
@@ -79,8 +81,8 @@ class Memory:
             self._forget()
 
     def find(self, context: Sequence[int], size: int, depth: int) -> list[Place]:
-        """List the latest places behind the last ``size`` tokens of ``context``, each in a copy that goes on for
-        ``depth`` tokens."""
+        """List the latest positions after the last ``size`` tokens of ``context``, each in a copy with ``depth``
+        following tokens."""
         number = SIZES.index(size)
         found: list[Place] = []
         ngram = array("i", context[-size:])
@@ -113,13 +115,13 @@ class Memory:
             start = end
 
     def _spread(self, bits: int) -> None:
-        """Make room for ``1 << bits`` places by hash, none of them known: it comes with the tokens that need it."""
+        """Reset the index to ``1 << bits`` empty buckets; the table grows with the number of tokens."""
         self._mask = (1 << bits) - 1
         self._latest = [array("q", bytes(8 << bits)) for _ in SIZES]
         self._before = [array("q") for _ in SIZES]
 
     def _link(self, start: int, stop: int) -> None:
-        """Note the places in the text that ``_tokens[start:stop]`` is, with its BREAK."""
+        """Index the text ``_tokens[start:stop]``, its BREAK included."""
         for size, latest, before in zip(SIZES, self._latest, self._before, strict=True):
             before.extend([0] * min(size, stop - start))
             for index in range(start + size, stop):
@@ -128,7 +130,7 @@ class Memory:
                 latest[bucket] = self._forgotten + index + 1
 
     def _forget(self) -> None:
-        """Drop tokens that nobody may see: now and then, because the rest has to move."""
+        """Drop tokens beyond ``size``: only now and then, because it moves all others."""
         if (surplus := len(self._tokens) - self.size) > self.size // 4:
             for one in (self._tokens, *self._before):
                 del one[:surplus]
@@ -136,7 +138,7 @@ class Memory:
             self._beginnings = {key: place for key, place in self._beginnings.items() if place > self._forgotten}
 
     def _known(self, text: Sequence[int]) -> int:
-        """Count the tokens, in whole blocks, with which a text begins that is remembered."""
+        """Count the tokens at the start of ``text``, in complete blocks, that are remembered already."""
         first = self._forgotten + len(self._tokens) - len(self)
         known = 0
         for end, beginning in _beginnings(text):
@@ -146,8 +148,8 @@ class Memory:
         return known
 
     def _note_beginnings(self, text: Sequence[int], known: int) -> None:
-        """Note where each beginning of ``text`` ends, but for those that were ``known`` or were not kept."""
-        behind = self._forgotten + len(self._tokens) - 1  # of the text
+        """Index where each beginning of ``text`` ends, except those ``known`` before and those not kept."""
+        behind = self._forgotten + len(self._tokens) - 1  # position after the text
         for end, beginning in _beginnings(text):
             place = behind - (len(text) - end)
             if end > known and place - BLOCK >= behind + 1 - len(self):
@@ -155,7 +157,7 @@ class Memory:
 
 
 def _beginnings(text: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the length and the hash of every beginning of ``text`` that is whole blocks long."""
+    """Yield length and hash of every beginning of ``text`` that consists of complete blocks."""
     beginning = 0
     for end in range(BLOCK, len(text) + 1, BLOCK):
         beginning = hash((beginning, *text[end - BLOCK : end]))
@@ -163,7 +165,7 @@ def _beginnings(text: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def agreement(tokens: Sequence[int], position: int, context: Sequence[int]) -> int:
-    """Count the tokens in front of ``position`` that are those at the end of ``context``."""
+    """Count how many ``tokens`` before ``position`` equal the last ones of ``context``."""
     most = min(position, len(context), LONGEST_MATCH)
     for length in range(1, most + 1):
         if tokens[position - length] != context[-length]:

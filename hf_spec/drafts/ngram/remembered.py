@@ -1,4 +1,4 @@
-"""The file of a memory: token ids in a safetensors file, and which tokenizer made them. Nothing in it is executed."""
+"""The file of a memory: token ids in a safetensors file, and a hash of their tokenizer. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ...untrusted import check_ends
 from .memory import BREAK
 
 FORMAT, VERSION = "hf_spec memory", "1"
-SIZE = re.compile(r"[1-9][0-9]{0,17}")  # of a memory, as a file says it
+SIZE = re.compile(r"[1-9][0-9]{0,17}")  # the size of a memory, as written in a file
 
 
 @dataclass(frozen=True)
 class Remembered:
-    """Hold what a memory of ``size`` tokens held: ``tokens``, the oldest first, with BREAK behind each text."""
+    """The content of a memory of ``size`` tokens: ``tokens``, the oldest first, with BREAK after each text."""
 
     size: int
     tokens: list[int]
@@ -37,17 +37,17 @@ class Remembered:
 
 
 def write_remembered(path: str | os.PathLike[str], remembered: Remembered, tokenizer: Any) -> None:
-    """Write ``remembered`` to ``path``, which never holds half of it: what was there stays until all is written.
+    """Write ``remembered`` to ``path`` atomically: the old file stays until the new one is complete.
 
-    Targets have more tokens than their tokenizers, as padding, and may draw one. It stands for no word, and would make
-    the file look damaged: there a text is cut in two.
+    Targets have more tokens than their tokenizers, as padding, and may sample one. In the file such an id would look
+    like damage, so BREAK replaces it, and the text is cut in two there.
     """
     marks = {"format": FORMAT, "version": VERSION, "size": str(remembered.size), "tokenizer": _mark(tokenizer)}
     tokens, most = torch.tensor(remembered.tokens, dtype=torch.int32), _largest(tokenizer)
     content = save({"tokens": tokens.masked_fill(tokens > most, BREAK)}, metadata=marks)
     folder, name = os.path.split(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    handle, partial = tempfile.mkstemp(prefix=f".{name}-", dir=folder)  # readable by its owner alone, and so it stays
+    handle, partial = tempfile.mkstemp(prefix=f".{name}-", dir=folder)  # readable by its owner only, also afterwards
     try:
         with open(handle, "wb") as file:
             file.write(content)
@@ -100,13 +100,13 @@ def _largest(tokenizer: Any) -> int:
 
 
 def _mark(tokenizer: Any) -> str:
-    """Return what tells tokenizers apart: a hash of which id stands for what."""
+    """Return a hash of the vocabulary, which tells tokenizers apart."""
     words = sorted((id, token) for token, id in _vocabulary(tokenizer).items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 def _vocabulary(tokenizer: Any) -> dict[str, int]:
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # the one inside a processor
     if not hasattr(tokenizer, "get_vocab"):
         raise TypeError(f"tokenizer must be a tokenizer of transformers, or a processor, got {tokenizer!r:.80}")
     found: dict[str, int] = tokenizer.get_vocab()

@@ -9,12 +9,12 @@ from ..fusing import FusingSpeculatorConfig
 
 
 class PEagleSpeculatorConfig(FusingSpeculatorConfig):
-    """Describe a P-EAGLE draft (arXiv 2602.01469): EAGLE-3's layers, which guess all depths at once.
+    """The config of a P-EAGLE draft (arXiv 2602.01469): EAGLE-3's layers, which predict all depths at once.
 
-    ``norm_output`` has no say, for nothing is fed back.
+    ``norm_output`` has no effect, because nothing is fed back.
 
     Args:
-        mask_token_id: the token that the later depths read in place of a guess.
+        mask_token_id: the token that later depths read instead of the draft token before them.
     """
 
     method: ClassVar[str] = "P-EAGLE"

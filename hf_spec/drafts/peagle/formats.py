@@ -1,4 +1,4 @@
-"""P-EAGLE drafts in files, which are those of the speculators library, and who serves them."""
+"""P-EAGLE drafts in files, which are those of the speculators library, and which engines serve them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS = (Format("speculators", _is_ours, _read),)
 
 
 def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> dict[str, list[str]]:
-    """List what is in the way of vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter."""
+    """List why vLLM 0.33, SGLang 0.5.23 and llama.cpp's 2026 converter cannot serve such a draft."""
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
     ids = config.eagle_aux_hidden_state_layer_ids or []
     vllm = applying(

@@ -1,11 +1,11 @@
-"""P-EAGLE drafts (arXiv 2602.01469): EAGLE-3's layers, which guess all depths in one forward.
+"""P-EAGLE drafts (arXiv 2602.01469): EAGLE-3's layers, which predict all depths in one forward.
 
-What became text is read as EAGLE-3 reads it, each token beside the features of the position before. Behind the root
-stand as many positions more as there are further depths to guess. They read a mask token beside ``mask_hidden``, which
-takes the place of features that are not known yet, so that no depth knows what the others guess::
+Accepted tokens are read as in EAGLE-3, each together with the features of the position before. One position more
+follows the root for each further depth. It reads a mask token and ``mask_hidden``, in place of features that are not
+known yet. So no depth depends on the draft tokens of the others::
 
-    x1|g0  x2|g1  x3|g2 │ mask|m  mask|m         root x3; guesses of depth 1, 2 and 3 from the last three positions
-    └──── kept ───────┘   └─ forgotten ┘         (m: mask_hidden, through the same norms and fc as a feature)
+    x1|g0  x2|g1  x3|g2 │ mask|m  mask|m         root x3; depths 1, 2 and 3 are predicted at the last three positions
+    └──── kept ───────┘   └─ dropped ──┘         (m: mask_hidden, through the same norms and fc as a feature)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class PEagleDraftModel(FusingDraftModel):
-    """Guess with a P-EAGLE draft of any flags (see ``PEagleSpeculatorConfig``); ``forward`` is EAGLE-3's."""
+    """A P-EAGLE draft with any flags (see ``PEagleSpeculatorConfig``); ``forward`` is EAGLE-3's."""
 
     config_class = PEagleSpeculatorConfig
     config: PEagleSpeculatorConfig
@@ -52,14 +52,14 @@ class PEagleDraftModel(FusingDraftModel):
             init.normal_(self.mask_hidden, std=self.layer_config.initializer_range)
 
     def with_masks(self, tokens: Tensor, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Put ``count`` mask tokens behind ``tokens`` (batch, length), and ``mask_hidden`` behind their features."""
+        """Append ``count`` mask tokens to ``tokens`` (batch, length), and ``mask_hidden`` to their features."""
         batch = len(tokens)
         masks = tokens.new_full((batch, count), self.config.mask_token_id or 0)
         hidden = self.mask_hidden.to(features).expand(batch, count, -1)
         return torch.cat([tokens, masks], dim=1), torch.cat([features, hidden], dim=1)
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
-        """Guess all depths from every position of a text: each sees the text before it and its own depths."""
+        """Predict all depths from every position of a text; each sees the text before it and its own depths."""
         from ..unrolling import unroll_in_parallel  # compiles kernels, which only training needs
 
         return unroll_in_parallel(self, given, steps, recompute)
@@ -79,7 +79,7 @@ class PEagleDraftModel(FusingDraftModel):
 
 
 class PEagleDrafter(StaticDrafter):
-    """Keep what was read of one call's text, and ask for all depths behind it at once."""
+    """The KV cache of one call's text; all depths after it are drafted in one forward."""
 
     def __init__(self, draft: PEagleDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
@@ -93,7 +93,7 @@ class PEagleDrafter(StaticDrafter):
         return self._request.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Read what became text, and the mask tokens behind it; then combine what they say."""
+        """Read accepted tokens and the mask tokens after them, then grow a proposal from their distributions."""
         told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
         return self.guess(told, limit).to(accepted.tokens.device)
 
@@ -119,19 +119,19 @@ class PEagleDrafter(StaticDrafter):
         cast(StaticReader, self._reader).keys.make_room(columns)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         self._reader.keep_rows(rows.to(self._draft.device))
 
     def join(self, other: Drafter) -> bool:
-        """Go on with the rows of ``other``, too, unless some are padded."""
+        """Append the rows of ``other``; refuse if some are padded."""
         assert isinstance(other, PEagleDrafter)
         return self._reader.join(other._reader)
 
 
 def ancestors_behind(counts: Tensor, width: int, more: int) -> Tensor:
-    """Let ``more`` positions follow ``counts[b]`` of ``width`` tokens: (batch, width + more, width + more) bool.
+    """Return who sees whom if ``more`` positions follow ``counts[b]`` of ``width`` tokens.
 
-    Each sees the tokens that count and those of the others that stand before it.
+    (batch, width + more, width + more) bool. Each of them sees the tokens that count, and the added ones before it.
     """
     place = torch.arange(width + more, device=counts.device)
     seen = (place <= place[:, None]).repeat(len(counts), 1, 1)

@@ -1,1 +1,1 @@
-"""Guesses of a smaller language model."""
+"""Draft tokens of a smaller language model."""
