@@ -1,17 +1,17 @@
-"""Targets and drafts that keep a recurrent state, which cannot take rejected guesses back.
+"""Targets and drafts with a recurrent state, from which rejected draft tokens cannot be removed.
 
-``LazyRunner`` (*lazy commit*) is for chains. The state is saved at the last point where everything read was text.
-When a block turns out wrong somewhere, the state goes back there, and the tokens that did become text are *carried*:
-they are the head of the next block, so that no extra forward is needed. ::
+``LazyRunner`` (*lazy commit*) is for chains. The state is saved at the last point where everything read was accepted.
+When a block holds a rejected token, the state is rolled back to that point. The accepted tokens of the block are
+*carried*: they become the head of the next block, so that no extra forward is needed. ::
 
     saved state ┐
-    block 1     [ x5 | a  b  c ]        root x5; a was right, b was not: text is x5 a x7
-    block 2     [ x5 a | x7 | d  e ]    state went back; x5 and a are carried, x7 is the root
-    block 3     [ x9 | ...              all of block 2 was right: its state is saved, nothing is carried
+    block 1     [ x5 | a  b  c ]        root x5; a is accepted, b is rejected: the sequence is x5 a x7
+    block 2     [ x5 a | x7 | d  e ]    state rolled back; x5 and a are carried, x7 is the root
+    block 3     [ x9 | ...              all of block 2 was accepted: its state is saved, nothing is carried
 
 ``StepRunner`` is for trees, for drafts, and for models that read a block differently from single tokens. Inside one
-forward every recurrent layer reads token by token, each from the state that its parent left, and keeps a state per
-open node; nothing is carried.
+forward every recurrent layer reads token by token, each from the state after its parent. It keeps a state per open
+node; nothing is carried.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ logger = logging.get_logger(__name__)
 
 
 class RecurrentRunner(ModelRunner):
-    """What both ways share: transformers' cache can be given back where all rows end at the same length."""
+    """What both runners share: transformers' cache can be returned if all rows end at the same length."""
 
     def _start(self, cache: DynamicCache, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
         self._batch = batch
         self._live = Live(self.slots.cache.layers_with_states)
         self._states = self._new_states()
-        self._set_aside: dict[int, tuple[int, list[Tensor]]] = {}  # length and states of rows that are done
+        self._set_aside: dict[int, tuple[int, list[Tensor]]] = {}  # by batch index: length and states of finished rows
 
     def _new_states(self) -> States | NodeStates:
-        """Return what takes the states back where guesses were wrong."""
+        """Return the object that rolls states back after rejections."""
         raise NotImplementedError
 
     def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        """Return False: the state behind the prompt is wanted, not the one behind guesses."""
+        """Return False: the state after the prompt is needed, and not the one after draft tokens."""
         return False
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
         if keep_finished:
             self._set_rows_aside(set(range(len(self.slots.cache.batch))) - set(numbers_of(rows)))
         super().keep_rows(rows, keep_finished)
         self._states.keep_rows(rows)
 
     def _set_rows_aside(self, rows: Collection[int]) -> None:
-        """Copy the states of ``rows``, which are those after all of their text but its last token."""
+        """Copy the states of ``rows`` after all of their tokens but the last emitted one."""
         cache = self.slots.cache
         self._read_carried(rows)
         for row in rows:
@@ -74,20 +74,20 @@ class RecurrentRunner(ModelRunner):
             self._set_aside[cache.batch[row]] = cache.rows.cpu_lengths[row], states
 
     def _read_carried(self, rows: Collection[int]) -> None:
-        """Let the states of ``rows`` take in all of their text that the target has scored."""
+        """Bring the states of ``rows`` up to all accepted tokens that the target has scored."""
 
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
-        """Go on with some rows. The others end early, and no cache is given back: a state cannot be padded."""
+        """Keep the rows ``going_on``. The others end early, and no cache is returned: a state cannot be padded."""
         self.keep_rows(uploaded(going_on, last_tokens.device))
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Do nothing: rows of different lengths get no cache back."""
 
     def release(self, committed: int) -> Cache | None:
-        """Give transformers' cache back with all the text of rows that are equally long.
+        """Return transformers' cache with all tokens, if the rows are equally long.
 
-        ``None``, and one warning, where they are not: a state cannot be padded. ``None`` too for states that are in no
-        cache of transformers, as ``generate`` itself does.
+        Otherwise return ``None``, and warn once: a state cannot be padded. States that are in no cache of transformers
+        give ``None`` too, as in plain ``generate``.
         """
         cache = self.slots.cache
         if not isinstance(cache.shown, Cache):
@@ -111,38 +111,39 @@ class RecurrentRunner(ModelRunner):
         return released
 
     def _ends_together(self, rest: Iterable[int]) -> bool:
-        """Tell whether no row is lost, and those set aside and the ``rest`` have equally much text."""
+        """Tell whether no row is missing, and the rows set aside and the ``rest`` are equally long."""
         lengths = [length for length, _ in self._set_aside.values()] + [self._length(row) for row in rest]
         return len(lengths) == self._batch and len(set(lengths)) <= 1
 
     def _length(self, row: int) -> int:
-        """Count the columns of a row whose tokens are text and scored."""
+        """Count the columns of a row that are accepted and that the target has scored."""
         length: int = self.slots.cache.rows.cpu_lengths[row]
         return length
 
     def abandon(self, committed: int) -> None:
-        """Give transformers' cache back in the middle of a call: a single row's, as ``release`` does."""
+        """Restore transformers' cache in the middle of a call, at batch size 1 only, as ``release`` does."""
         self.drop()
         if self._batch == 1:
             self.release(committed)
 
 
 class LazyRunner(RecurrentRunner):
-    """Score chains behind a text whose recurrent state is committed late."""
+    """A runner for chains with lazy commit: the saved state may lag behind the accepted tokens."""
 
     _states: States
     _carried: list[list[int]]
-    _block: list[list[int]]  # per row: carried tokens, root and guesses of the last forward
+    _block: list[list[int]]  # per row: carried tokens, root and draft tokens of the last forward
 
     def _new_states(self) -> States:
         self._carried = [[] for _ in range(self._batch)]
         return States(self.slots.cache.layers_with_states)
 
     def fit(self, proposal: Proposal, limit: int) -> Proposal:
-        """Keep what a row's carried tokens and guesses have room for in a block of ``2 * limit + 1`` columns.
+        """Drop draft tokens until each row's carried tokens, root and draft tokens fit into a block.
 
-        A row with a long carry so guesses less, until a whole block is text and its state is saved. The room is known
-        before the guesses are, so that leaving some out changes no distribution.
+        The block has ``2 * limit + 1`` columns. So a row that carries many tokens gets fewer draft tokens, until a
+        complete block is accepted and its state saved. How many fit is known before drafting, so that dropping some
+        does not bias the output.
 
         Errors: a ValueError if the proposal is a tree.
         """
@@ -158,7 +159,7 @@ class LazyRunner(RecurrentRunner):
         return Proposal(proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True, chosen=chosen)
 
     def score(self, proposal: Proposal) -> Scores:
-        """Read every row's carried tokens, root and guesses in one forward, and score its root and guesses."""
+        """Read carried tokens, root and draft tokens of all rows in one forward; score the root and draft tokens."""
         rows = torch.cat([proposal.present.sum(1, keepdim=True), proposal.tokens], dim=1).tolist()  # in one transfer
         self._block = [
             carried + tokens[:length] for carried, (length, *tokens) in zip(self._carried, rows, strict=True)
@@ -169,7 +170,10 @@ class LazyRunner(RecurrentRunner):
         return scores.at(columns.clamp(max=max(map(len, self._block)) - 1))
 
     def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
-        """Build the arguments of a forward; padding stands where its row ends, not beyond what the text may reach."""
+        """Build the arguments of a forward; padding gets the position of its row's last token.
+
+        Positions beyond that might exceed the maximum length.
+        """
         inputs = super()._inputs(tokens, block)
         if (positions := inputs.get("position_ids")) is not None:  # (..., batch, nodes)
             last = uploaded([len(row) - 1 for row in self._block], positions.device)
@@ -185,7 +189,7 @@ class LazyRunner(RecurrentRunner):
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make ``counts[b]`` tokens behind the carried ones text; save the state of rows whose whole block is text."""
+        """Commit ``counts[b]`` tokens after the carried ones; save the states of rows with a fully accepted block."""
         width = max(map(len, self._block))
         ends = [len(carried) + count for carried, count in zip(self._carried, counts, strict=True)]
         settled = [end == width for end in ends]
@@ -194,24 +198,24 @@ class LazyRunner(RecurrentRunner):
         self.slots.commit(path[:, :0], [width if all_text else 0 for all_text in settled], in_place=True)
 
     def drop(self) -> None:
-        """Forget the last block, and take the states back to where they were saved; what is carried stays so."""
+        """Drop the last block, and roll the states back to the saved ones; carried tokens stay carried."""
         super().drop()
         self._states.settle([False] * len(self._carried))
 
     def abandon(self, committed: int) -> None:
-        """Give transformers' cache back in the middle of a call, with what is carried if the model can read it."""
+        """Restore transformers' cache in the middle of a call, with the carried tokens if the model can read them."""
         try:
             super().abandon(committed)
-        except Exception:  # it may be what failed before: then the text of the saved state
+        except Exception:  # the model itself may be what failed: then without the carried tokens
             super().abandon(committed)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; ``keep_finished`` saves the others for the cache that is handed back."""
+        """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
         super().keep_rows(rows, keep_finished)
         self._carried = [self._carried[row] for row in numbers_of(rows)]
 
     def _read_carried(self, rows: Collection[int]) -> None:
-        """Read what ``rows`` carry: a forward for each length of it, in which the states of other rows stay."""
+        """Read the carried tokens of ``rows``: one forward per different length, which keeps other rows' states."""
         while pending := [row for row in rows if self._carried[row]]:
             width = min(len(self._carried[row]) for row in pending)
             self._block = [carried[:width] or [0] for carried in self._carried]
@@ -230,7 +234,7 @@ class LazyRunner(RecurrentRunner):
 
 
 class StepRunner(RecurrentRunner):
-    """Score trees by letting every recurrent layer read token by token, with a state for each open node."""
+    """A runner for trees: every recurrent layer reads token by token and keeps a state for each open node."""
 
     _states: NodeStates
 
@@ -253,40 +257,40 @@ class StepRunner(RecurrentRunner):
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make the first ``counts[b]`` nodes of ``path[b]`` (batch, m) text."""
+        """Commit the first ``counts[b]`` nodes of ``path[b]`` (batch, m)."""
         paths = [range(count) for count in counts] if in_place else path.tolist()
         last = [nodes[count - 1] if count else NO_PARENT for nodes, count in zip(paths, counts, strict=True)]
         self._states.commit(last)
         super().commit(path, counts, in_place, on_device)
 
     def drop(self) -> None:
-        """Forget the open forest, and take the states back to where the text ends."""
+        """Drop the open forest, and roll the states back to the last committed token."""
         super().drop()
         self._states.drop()
 
 
 class States:
-    """The recurrent states of a cache, and a copy of each row's from when all it had read was text."""
+    """The recurrent states of a cache, and a saved copy of each row's from when all it had read was accepted."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._live = Live(layers)
         self._saved = self._live.copy()
 
     def settle(self, right: Sequence[bool]) -> None:
-        """Save the states of the rows that are ``right`` and take the others back to what was saved."""
+        """Save the states of rows that are ``right`` (their block was fully accepted); roll the others back."""
         keep = {device: uploaded(right, device) for device in {saved.device for saved in self._saved}}
         for saved, live in zip(self._saved, self._live, strict=True):
             saved.copy_(torch.where(keep[live.device].view(-1, *[1] * (live.ndim - 1)), live, saved))
             live.copy_(saved)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         self._live.keep_rows(rows)
         self._saved = [saved.index_select(0, rows.to(saved.device)) for saved in self._saved]
 
 
 class NodeStates:
-    """The recurrent states of a cache behind every open node, kept as modules read and write them node by node."""
+    """The recurrent states of a cache after every open node, stored as modules read and write them node by node."""
 
     def __init__(self, cache: SlotCache, batch: int) -> None:
         self._cache = cache
@@ -300,7 +304,7 @@ class NodeStates:
 
     @contextlib.contextmanager
     def behind(self, parents: list[int]) -> Iterator[None]:
-        """Show what reads the cache in here the states behind node ``parents[b]`` of row b, and keep its own."""
+        """Give modules in this context the states after node ``parents[b]`` of row b; store those that they write."""
         touched: dict[tuple[int, int], Branches] = {}
 
         def touch(layer: int, number: int) -> None:
@@ -317,48 +321,48 @@ class NodeStates:
             branches.add_node()
 
     def commit(self, last: list[int]) -> None:
-        """Make the states behind node ``last[b]`` of row b those behind the text, and forget the others."""
+        """Commit the states after node ``last[b]`` of row b, and drop the others."""
         for branches in self._branches.values():
             branches.commit(last)
 
     def drop(self) -> None:
-        """Go back to the states behind the text, wherever a forward has stopped."""
+        """Roll back to the committed states, also after a forward that failed half-way."""
         for branches in self._branches.values():
             branches.drop()
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         for branches in self._branches.values():
             branches.keep_rows(rows)
 
 
 class Branches:
-    """One state behind the text and behind every open node; its layer holds that of one of them per row."""
+    """The committed value of one state, and its value after every open node; the layer holds one of them per row."""
 
     def __init__(self, layer: Any, number: int, batch: int) -> None:
         self._live = Live([layer], number)
-        self._saved: list[list[Tensor]] = []  # behind the text, then behind each open node
+        self._saved: list[list[Tensor]] = []  # the committed value, then that after each open node
         self._at = [NO_PARENT] * batch  # the node whose state the layer holds, per row
 
     def read_behind(self, parents: list[int]) -> None:
-        """Let row b go on behind node ``parents[b]``, -1 being the text."""
+        """Let row b continue after node ``parents[b]``; -1 is the last committed token."""
         if not self._saved:
             self._saved.append(self._live.copy())
         self._go_to(parents)
 
     def add_node(self) -> None:
-        """Keep what the layer holds as the state behind a new node."""
+        """Store what the layer holds as the state after a new node."""
         self._saved.append(self._live.copy())
         self._at = [len(self._saved) - 2] * len(self._at)
 
     def commit(self, last: list[int]) -> None:
-        """Make the state behind node ``last[b]`` of row b the one behind the text, and forget the others."""
-        if self._saved:  # some layers have room for states that nobody uses
+        """Commit the state after node ``last[b]`` of row b, and drop the others."""
+        if self._saved:  # some layers declare states that no module uses
             self._go_to(last)
         self._saved, self._at = [], [NO_PARENT] * len(last)
 
     def drop(self) -> None:
-        """Go back to the state behind the text, whatever the layer holds now."""
+        """Roll back to the committed state, whatever the layer holds now."""
         if self._saved:
             for saved, live in zip(self._saved[0], self._live, strict=True):
                 live.copy_(saved)
@@ -384,14 +388,14 @@ class Branches:
 
 @functools.lru_cache(maxsize=256)
 def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return ``rows`` (n,) as a tensor, once: every layer asks for them, at every node."""
+    """Return ``rows`` (n,) as a cached tensor: every layer asks for it, at every node."""
     return uploaded(rows, device)
 
 
 class Live:
-    """States as transformers' layers hold them, in dicts: kernels write in place, some models put a new tensor there.
+    """Views of the states in the dicts of transformers' layers, also after a model has replaced a tensor there.
 
-    ``number`` picks one where a layer has several.
+    Kernels write in place; some models store a new tensor. ``number`` selects one state where a layer has several.
     """
 
     def __init__(self, layers: Sequence[Any], number: int | None = None) -> None:
@@ -406,30 +410,33 @@ class Live:
         return [state.clone() for state in self]
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         for holder, key in self._places:
             if (state := holder[key]) is not None:
                 holder[key] = state.index_select(0, rows.to(state.device))
 
     def replace(self, states: Sequence[Tensor]) -> None:
-        """Put ``states`` in place of those that are there, in the order in which they are listed."""
+        """Replace the states by ``states``, in the order of iteration."""
         there = [(holder, key) for holder, key in self._places if holder[key] is not None]
         for (holder, key), state in zip(there, states, strict=True):
             holder[key] = state
 
 
 def _parents(ancestors: Tensor) -> list[list[int]]:
-    """Find the parent of every new node, nodes outside and rows inside, in ``ancestors`` (batch, nodes, forest)."""
+    """Return the parent of every new node, ``[node][row]``, from ``ancestors`` (batch, nodes, forest).
+
+    It is the other ancestor with the highest number, because parents come before their children.
+    """
     new, forest = ancestors.shape[1:]
     above = ancestors.clone()
-    above[:, range(new), range(forest - new, forest)] = False  # a node is among its own ancestors
+    above[:, range(new), range(forest - new, forest)] = False  # a node counts as its own ancestor
     numbers = torch.arange(forest, device=above.device)
     found: list[list[int]] = torch.where(above, numbers, NO_PARENT).amax(2).T.tolist()
     return found
 
 
 def _mixers(model: PreTrainedModel) -> list[nn.Module]:
-    """Find the outermost modules that put a state into the cache, as their code says."""
+    """Find the outermost modules whose code writes a state to the cache."""
     found: list[nn.Module] = []
     seen: set[nn.Module] = set()
     for module in model.modules():  # from outside to inside
@@ -446,15 +453,15 @@ def _writes_state(kind: type[nn.Module]) -> bool:
 
 @contextlib.contextmanager
 def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[int]]) -> Iterator[None]:
-    """Let ``mixer`` read node by node during a forward, each behind its parent; ``parents[node][row]`` is a node.
+    """Let ``mixer`` read node by node in a forward, each after its parent, which is node ``parents[node][row]``.
 
-    The context in which the first node is read is opened in the hook before the call and closed in the hook after it,
-    or here if the call raises. The hook after the call then reads the other nodes and joins the outputs.
+    The model's own call reads the first node, in a context that the pre-forward hook opens. The forward hook closes
+    it, or this function if the call raises. The forward hook then reads the other nodes, and joins the outputs.
     """
     given: tuple[Any, Any] = (), {}
 
     def arguments(node: int) -> Any:
-        """Return the arguments of the call, with the column of one node where they have one per node."""
+        """Return the arguments of the call for one node: its column of those that have a column per node."""
 
         def column(value: Any) -> Any:
             has_columns = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == len(parents)
@@ -483,7 +490,7 @@ def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[i
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
-    """Put single tokens' outputs together: tensors (batch, 1, ...) or tuples of them."""
+    """Concatenate the outputs of single tokens: tensors (batch, 1, ...) or tuples of them."""
     if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs), dim=1)
     return tuple(_joined(parts) for parts in zip(*outputs, strict=True))

@@ -1,7 +1,7 @@
-"""Compare a small ragged block with plain steps before a target is trusted with slots and trees.
+"""Self-check: compare a small ragged block with plain steps before a target is run over slots and trees.
 
-Architectures differ in masks, positions and caches in ways that nobody can list. What the slot layout gets wrong shows
-in the logits at once, though often not in the tokens for a long time, so logits are compared.
+Architectures differ in masks, positions and caches in ways that nobody can list. An error of the slot layout shows in
+the logits at once, but often not in the tokens for a long time. So logits are compared.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from .trials import in_short, tried_once
 
 
 class _Shape(NamedTuple):
-    """A shape of guesses that is tried: the parents of its nodes, and which nodes the first row keeps of them."""
+    """A shape of proposal to try: the parents of its nodes, and the nodes that the first row commits."""
 
     parents: tuple[int, ...]
     kept: tuple[int, ...]
 
     @property
     def leaves(self) -> list[int]:
-        """List the nodes at which paths end."""
+        """List the leaf nodes."""
         return sorted(set(range(len(self.parents))) - set(self.parents))
 
 
-# The first row keeps the root and a child, the others the root: so the rows advance differently.
+# The first row commits the root and a child, the others the root only: so the rows advance differently.
 CHAIN = _Shape(parents=(-1, 0, 1, 2), kept=(0, 1))
-TREE = _Shape(parents=(-1, 0, 0, 1, 2, 2), kept=(0, 2))  # of two children the second: its states have to move
-# Largest difference that is put down to rounding, as a share of the logits' spread, however a model rounds.
+TREE = _Shape(parents=(-1, 0, 0, 1, 2, 2), kept=(0, 2))  # the second of two children: its slots have to move
+# Largest difference that may be due to rounding in any model, as a share of the logits' spread.
 TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
-# Where plain readings of the same tokens come closer to each other, so must the block: as many times as far apart, but
-# not nearer than this.
+# In half precision the limit is lower if two plain readings of the same tokens differ less: TIMES_APART times their
+# difference, but at least LEAST.
 TIMES_APART = 4
 LEAST = {torch.float16: 0.03, torch.bfloat16: 0.1}
-DRAWS = 3  # of tokens in half precision, where a mixture of experts may now and then route one token otherwise
+DRAWS = 3  # tries with other tokens in half precision, where rounding may route a token to other experts
 
 
 def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prompt: Prompt | None = None) -> None:
-    """Raise a ValueError if ``model`` scores chains (or ``trees``) over slots unlike its own steps.
+    """Raise a ValueError if ``model`` scores chains (and ``trees``) over slots differently from its plain steps.
 
-    ``prompt``: what the call hands to its first forward, if that is more than text; see ``Prompt.of_call``.
+    ``prompt``: the inputs of the call's prefill, if they are more than text; see ``Prompt.of_call``.
     """
     if model.training:  # dropout: no two forwards agree
         return
@@ -91,36 +91,36 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
 
 
 def _is_quantized(model: PreTrainedModel) -> bool:
-    """Tell whether transformers loaded quantised weights, or modules that keep such ones were put in."""
+    """Tell whether ``model`` was loaded with quantised weights, or has had modules with such weights put in."""
     if getattr(model.config, "quantization_config", None) is not None:
         return True
     return any(type(one).__module__.startswith("bitsandbytes") for one in model.modules())
 
 
 def _computes_in(model: PreTrainedModel) -> set[torch.dtype]:
-    """Return what products are worked out in, which modules of packed weights say themselves."""
+    """Return the dtypes of matrix products; modules with packed weights name their own."""
     said = {dtype for one in model.modules() if isinstance(dtype := getattr(one, "compute_dtype", None), torch.dtype)}
     return said or {model.dtype}
 
 
 def _why_not_scored(model: PreTrainedModel, shape: str, static: bool, prompt: Prompt | None, error: Exception) -> str:
-    """Say what raised ``error``: plain steps, then it is what they are given, or the block alone."""
+    """Say what raised ``error``: the block only, or plain steps as well, because of what they are given."""
     name, given = type(model).__name__, "text alone"
     if prompt is not None:
         given = f"the {', '.join(prompt.extra)} of this call"
     try:
         start = Prompt.of_text(model) if prompt is None else prompt
         _plain(model, start, [tokens_for(model, len(start.ids), 1).to(start.ids.device)], static)
-    except Exception as own:  # whatever a model makes of too little
+    except Exception as own:  # any error of a model that gets too few inputs
         return f"{name} cannot be compared with its own plain steps, which fail with {given} ({in_short(own)})"
     with_what = f" with {given}" if prompt is not None else ""
     return f"{name} cannot score a {shape} of guesses{with_what} ({in_short(error)})"
 
 
 def reads_prompts_causally(model: PreTrainedModel) -> bool:
-    """Tell whether the end of a prompt says the same when guesses are read with it; measured once.
+    """Tell whether a prompt's last logits are the same when draft tokens are read with it; measured once.
 
-    Prefix language models (PaliGemma) let a whole prompt look at all of itself.
+    They differ in prefix language models (PaliGemma), where every token of a prompt sees the complete prompt.
     """
     return not model.training and _reads_prompts_causally(model)
 
@@ -137,15 +137,18 @@ def _reads_prompts_causally(model: PreTrainedModel) -> bool:
 
 
 class _Read(NamedTuple):
-    """What the rows read along one path of the block: ``following`` (rows, tokens) comes after their prompts, and
-    ``logits``, one (path, vocabulary) for each row, are the block's own from token ``starts[row]`` of that on."""
+    """What the rows read along one path of the block.
+
+    ``following`` (rows, tokens) are the tokens after their prompts. ``logits``, one (path, vocabulary) for each row,
+    are the block's, from token ``starts[row]`` of ``following`` on.
+    """
 
     following: Tensor
     starts: list[int]
     logits: Tensor
 
     def apart(self, row: int, whole: Tensor) -> Tensor:
-        """Return the largest difference of a row from its logits in another reading, (tokens, vocabulary)."""
+        """Return the largest difference of a row from ``whole`` (tokens, vocabulary), its logits of all tokens."""
         start = self.starts[row]
         return difference(self.logits[row], whole[start : start + self.logits.shape[1]]).amax()
 
@@ -154,12 +157,12 @@ class _Read(NamedTuple):
 def difference_from_plain(
     model: PreTrainedModel, shape: _Shape, static: bool = False, prompt: Prompt | None = None
 ) -> tuple[float, float]:
-    """Score a block of rows of different lengths, two of text or those of a call, and compare it with plain steps
-    along every path of every row.
+    """Compare a block over rows of different lengths with plain steps, along every path of every row.
 
-    Returns the difference in logits of the worst path and row, and the most that may be put down to rounding. Each
-    path counts by itself. In half precision one that is too far off is tried again with other tokens, and its least
-    difference counts: rounding may send one token to other experts, but what is wrong is wrong with any tokens.
+    The rows are two of text or those of a call. Returns the difference in logits of the worst path and row, and the
+    largest one that may be due to rounding. In half precision a path that differs too much is tried again with other
+    tokens, and its smallest difference counts. Rounding may route one token to other experts, but an error shows with
+    any tokens.
     """
     draws = DRAWS if precision(model) in LEAST else 1
     apart, most = _differences(model, shape, static, prompt, 0)
@@ -174,9 +177,10 @@ def difference_from_plain(
 def _differences(
     model: PreTrainedModel, shape: _Shape, static: bool, given: Prompt | None, draw: int
 ) -> tuple[Tensor, float]:
-    """Return the differences (paths, rows), and the most that may be put down to rounding.
+    """Return the differences (paths, rows), and the largest one that may be due to rounding.
 
-    Some models of transformers read a padded row unlike the same row alone (Git): then the row alone counts.
+    Some models of transformers read a padded row differently from the same row alone (Git). Then the block may agree
+    with either.
     """
     prompt = Prompt.of_text(model, draw) if given is None else given
     reads = _read_block(model, shape, static, prompt, draw)
@@ -193,7 +197,7 @@ def _differences(
 
 
 def _read_block(model: PreTrainedModel, shape: _Shape, static: bool, prompt: Prompt, draw: int) -> list[_Read]:
-    """Let the rows advance differently in one block and read another one, both of this ``shape``."""
+    """Score a block, commit different numbers of nodes per row, and score a second block of the same ``shape``."""
     rows, is_chain = len(prompt.ids), shape == CHAIN
     kwargs = prompt.handed(model, static)
     runner = runner_for(model, cache_among(kwargs), one_chain=is_chain)
@@ -211,7 +215,7 @@ def _read_block(model: PreTrainedModel, shape: _Shape, static: bool, prompt: Pro
     for leaf in shape.leaves:
         path = second.ancestors[0, leaf].nonzero()[:, 0]
         following = [
-            # Equally long; the last is not compared.
+            # Padded to equal lengths; the padding is not compared.
             torch.nn.functional.pad(
                 torch.cat([first.tokens[row, list(own)], second.tokens[row, path]]), (0, 2 - len(own))
             )
@@ -228,12 +232,12 @@ def _plain(
     static: bool,
     at_once: Sequence[bool] = (False,),
 ) -> list[list[Tensor]]:
-    """Score each of ``followings`` of the prompt as plain ``generate`` does: (rows, tokens, vocabulary).
+    """Score each of ``followings`` of the prompt as plain ``generate`` does: (rows, tokens, vocabulary) each.
 
-    That is token by token, or ``at_once`` as it reads a prompt that goes on: a list for each of these. Over a
-    ``static`` cache some models read a prompt differently (PaliGemma).
+    ``at_once`` False reads token by token, True in one forward as the rest of a prompt; each gets a list of its own.
+    Over a ``static`` cache some models read a prompt differently (PaliGemma).
     """
-    if prompt.extra:  # nobody knows what of it belongs to which row
+    if prompt.extra:  # these arguments cannot be repeated: it is not known which rows they belong to
         texts, rows = list(followings), prompt
     else:
         texts, rows = [torch.cat(list(followings))], prompt.repeated(model, len(followings))
@@ -253,7 +257,7 @@ def _apart(reads: Sequence[_Read], plain: Sequence[Tensor]) -> Tensor:
 
 
 def _apart_alone(model: PreTrainedModel, prompt: Prompt, reads: Sequence[_Read], static: bool) -> Tensor:
-    """Return the differences (paths, rows) from plain steps of each row by itself; inf where it cannot be alone."""
+    """Return the differences (paths, rows) from plain steps of each row alone; inf where it cannot be separated."""
     nowhere = reads[0].logits.new_full((), float("inf"))
     apart: list[list[Tensor]] = [[] for _ in reads]
     for row in range(len(prompt.ids)):
