@@ -1,4 +1,4 @@
-"""Compare ways of decoding side by side in one run: speed, acceptance, and whether the text stays the same."""
+"""Benchmark of decoding methods, side by side in one run: speed, acceptance, and whether the text stays the same."""
 
 from .card import add_to_card
 from .prompts import Prompt, numbered_prompts, read_prompts

@@ -1,4 +1,4 @@
-"""Write what a benchmark found into the model card of the draft."""
+"""Benchmark results in the model card of the draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECTION = re.compile(r"\n*^## Benchmarks\n.*?(?=\n^## |\Z)", re.MULTILINE | re.D
 def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
     """Add the figures of the contenders of ``report`` to the model card at ``path``, in place of earlier ones.
 
-    They stand in a table, by category of prompts, and in the card's metadata as the Hub reads them (``model-index``).
+    They go into a table, by category of prompts, and into the metadata that the Hub reads (``model-index``).
     """
     content = Path(path).read_text(encoding="utf-8")
     card = ModelCard(content, ignore_metadata_errors=False)
@@ -31,7 +31,7 @@ def add_to_card(report: BenchReport, path: str | os.PathLike[str]) -> None:
             task_type="text-generation",
             dataset_type="prompts",
             dataset_name=category,
-            dataset_config=category,  # results are told apart by it, not by the name
+            dataset_config=category,  # identifies a result; the name does not
             metric_type="mean_accepted_length",
             metric_name=f"mean accepted length, {method}",
             metric_value=round(length, 3),

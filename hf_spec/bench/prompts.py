@@ -1,4 +1,4 @@
-"""What a benchmark asks: prompts of any common shape, from JSON lines."""
+"""Prompts of a benchmark, in any common format of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..untrusted import check_ends, check_sound
 
 @dataclass(frozen=True)
 class Prompt:
-    """Hold what is asked: ``turns`` of a user after the messages ``history``, or one raw text (``chat=False``)."""
+    """One prompt: ``turns`` of a user after the messages ``history``, or one raw text (``chat=False``)."""
 
     turns: tuple[str, ...]
     category: str = "prompts"
@@ -45,9 +45,9 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
     """Read a JSON-lines file, at most ``limit`` prompts per category.
 
     A line holds ``{"prompt": text}``, ``{"text": text}``, ``{"messages": [{"role", "content"}, ...]}`` (an answer at
-    the end is left out) or ``{"turns": [text, ...]}`` as in Spec-Bench, and optionally a ``"category"``.
+    the end is dropped) or ``{"turns": [text, ...]}`` as in Spec-Bench, and optionally a ``"category"``.
 
-    Errors: OSError if the file cannot be read, ValueError that names the line which is none of these, or a ``limit``
+    Errors: OSError if the file cannot be read; ValueError that names a line which is none of these, or for a ``limit``
     below 1.
     """
     if limit is not None and limit < 1:
@@ -67,7 +67,7 @@ def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt
     """Yield the prompts of a JSON-lines file with the numbers of their lines, one by one; see ``read_prompts``."""
     check_ends(path)
     try:
-        opened = Path(path).open("rb")  # noqa: SIM115  # json finds what is not UTF-8, so that its line is told
+        opened = Path(path).open("rb")  # noqa: SIM115  # json checks UTF-8, so the error names the line
     except OSError as error:
         raise type(error)(
             f"the prompts {str(path)!r} cannot be read ({error.strerror}); name a file of JSON lines"
@@ -77,7 +77,7 @@ def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line.rstrip())  # an error behind the line's end would be on line 2
+                entry = json.loads(line.rstrip())  # with the newline, an error at the end would be on line 2
                 check_sound(entry)
                 prompt = _parse_prompt(entry)
             except json.JSONDecodeError as error:
@@ -85,7 +85,7 @@ def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt
                     f"{path}, line {number}, column {error.colno} is no JSON ({error.msg}); write one object per "
                     'line, such as {"prompt": "Once upon"}'
                 ) from error
-            except (ValueError, RecursionError) as error:  # UnicodeDecodeError is, too deep a line
+            except (ValueError, RecursionError) as error:  # ValueError includes UnicodeDecodeError
                 raise ValueError(f"{path}, line {number}: {error}") from error
             yield number, prompt
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: figures by category and method, as JSON, table and picture."""
+"""The report of a benchmark: figures by category and method, as JSON, table and picture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ OVERALL = "overall"
 
 @dataclass(frozen=True)
 class Figures:
-    """Hold what one method did with the prompts of a category; ``None`` where a figure has no meaning.
+    """The figures of one method on the prompts of a category; ``None`` where a figure has no meaning.
 
-    Ratios are of tokens per second: over all prompts together, and the median of the prompts' own.
+    Ratios are of tokens per second: over all prompts together, and the median over prompts.
     ``mean_accepted_length`` is τ, or tokens per target forward for transformers' methods. ``outside_forwards`` is the
     share of the time in which neither target nor draft was in its ``forward``. ``differing_rows`` counts, for greedy
-    decoding, the rows whose text is not that of plain ``generate``. A spread is where nine of ten figures lie if as
-    many prompts are drawn anew, with repeats, out of those that were measured.
+    decoding, the rows whose text is not that of plain ``generate``. A spread is the 90 % interval of a bootstrap over
+    the measured prompts.
     """
 
     rows: int
@@ -64,7 +64,7 @@ TABLE = tuple(column for column in COLUMNS if column not in ("same text", "sprea
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Hold the figures of every category and ``"overall"``, by method: ``figures[category][method]``."""
+    """The figures of every category and ``"overall"``, by method: ``figures[category][method]``."""
 
     settings: dict[str, Any]
     environment: dict[str, Any]
@@ -80,9 +80,9 @@ class BenchReport:
         return asdict(self)
 
     def table(self, category: str = OVERALL, columns: Sequence[str] = TABLE) -> str:
-        """Lay out one category as text, with those of ``COLUMNS`` that say something about some method.
+        """Format one category as text, with those ``columns`` that have a value for any method.
 
-        Acceptance is in per cent of the guesses, at all and at each position.
+        Acceptance is in per cent of the draft tokens, overall and by position.
         """
         lines = [["method", *columns]]
         for method, one in self.figures[category].items():
@@ -112,7 +112,7 @@ class BenchReport:
         pyplot.close(picture)
 
     def draw(self, pyplot: Any) -> Any:
-        """Return the figure of matplotlib that ``plot`` writes: each method has one colour, in both parts."""
+        """Return the matplotlib figure that ``plot`` writes: each method has one colour, in both parts."""
         overall = self.overall
         colours = dict(zip(overall, _colours(pyplot, len(overall)), strict=True))
         picture, (speed, accepted) = pyplot.subplots(1, 2, figsize=(11, 1.5 + 0.5 * max(4, len(overall))))
@@ -130,12 +130,12 @@ class BenchReport:
         accepted.set(xlabel="position of the guess", ylabel="accepted", ylim=(0, 1.02))
         picture.tight_layout()
         if accepted.lines:
-            accepted.legend(loc="upper left", bbox_to_anchor=(1.02, 1))  # beside the axes, where no line is
+            accepted.legend(loc="upper left", bbox_to_anchor=(1.02, 1))  # outside the axes, so that it covers no line
         return picture
 
 
 def _colours(pyplot: Any, count: int) -> list[Any]:
-    """Return as many colours as methods, no two of them the same; beyond twenty along the rainbow."""
+    """Return ``count`` different colours; more than twenty come from a rainbow colormap."""
     if count <= len(listed := pyplot.colormaps["tab20"].colors):
         return list(listed[:count])
     return [pyplot.colormaps["turbo"](i / (count - 1)) for i in range(count)]

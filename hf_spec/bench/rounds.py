@@ -1,4 +1,4 @@
-"""What was measured of every batch of prompts: figures made of it, and a file in which it is kept."""
+"""Measurements of every batch of prompts, the file in which they are kept, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..metrics import Counts
 from .report import Figures
 
 PLAIN = "plain"
-DRAWS = 1000  # of the rounds, to tell by how much figures would change with other prompts
+DRAWS = 1000  # bootstrap samples of the rounds
 
 
 @dataclass(frozen=True)
 class Method:
-    """Name a way of decoding, ours or transformers' own, and say what ``generate`` is told of it.
+    """A decoding method, of this package or of transformers: its name and its ``options`` for ``generate``.
 
-    ``draft`` is the model whose forwards count beside the target's, ``theirs`` the length of a chain of transformers'
-    own methods, ``rival`` the name of assisted generation with the same draft. ``compiled`` is plain ``generate`` over
-    a static cache.
+    ``draft`` is the model whose forwards count together with the target's. ``theirs`` is the chain length of
+    transformers' own methods. ``rival`` is the name of assisted generation with the same draft. ``compiled`` is plain
+    ``generate`` over a static cache.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """One ``generate`` call: the emitted tokens of every row, and what they cost."""
+    """One ``generate`` call: the emitted tokens of every row, its times, forwards and statistics."""
 
     rows: list[list[int]]
     seconds: float
@@ -62,11 +62,11 @@ Round = dict[str, Run]  # one batch of prompts, by method
 
 
 class RoundLog:
-    """Keep every round in a file of JSON lines, so that a benchmark that was stopped goes on behind the last one.
+    """A file of JSON lines with every round, from which a benchmark that was stopped resumes after the last one.
 
-    The first line says what was measured, ``made_from``. Without a file nothing is kept.
+    The first line is ``made_from``, what was measured. Without a file nothing is kept.
 
-    Errors: a ValueError if the file holds rounds of something else, where it names what differs, or none at all.
+    Errors: a ValueError if the file holds rounds of something else, which names what differs, or no rounds.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, made_from: dict[str, Any]) -> None:
@@ -77,17 +77,17 @@ class RoundLog:
         header = json.dumps(made_from).encode()
         content = self._path.read_bytes() if self._path.exists() else b""
         end = content.rfind(b"\n") + 1
-        if not end and header.startswith(content):  # nothing is there, or the beginning of a first line
+        if not end and header.startswith(content):  # an empty file, or an incomplete first line
             self._path.write_bytes(header + b"\n")
             return
         first, *lines = content[:end].splitlines() or [b""]
         _refuse_others(self._path, first, json.loads(header))
         self._kept = [_read_round(self._path, line, number) for number, line in enumerate(lines, start=2)]
         self._kept.reverse()
-        os.truncate(self._path, end)  # a line cut off by a kill counts not
+        os.truncate(self._path, end)  # drops a line that a kill cut off
 
     def next(self) -> Round | None:
-        """Return the next round that was kept; ``None`` behind the last one."""
+        """Return the next round that was kept; ``None`` after the last one."""
         return self._kept.pop() if self._kept else None
 
     def add(self, found: Round) -> None:
@@ -129,7 +129,7 @@ def _read_run(kept: dict[str, Any]) -> Run:
 
 
 def figures_of(method: Method, rounds: Sequence[Round], greedy: bool) -> Figures:
-    """Sum up what ``method`` did in ``rounds``; ``greedy`` texts are compared with those of plain ``generate``."""
+    """Compute the figures of ``method`` over ``rounds``; ``greedy``: compare texts with plain ``generate``."""
     runs = [found[method.name] for found in rounds]
     tokens, seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     counts = _merged(runs)
@@ -168,7 +168,7 @@ def _merged(runs: Sequence[Run]) -> Counts | None:
 
 
 def _length(method: Method, runs: Sequence[Run]) -> float | None:
-    """Return τ; of transformers' own methods every target forward, the first included, is a step."""
+    """Return τ; for transformers' own methods every target forward, the first included, is a step."""
     if method.theirs is not None:
         return sum(run.tokens for run in runs) / sum(run.target_forwards for run in runs)
     counts = _merged(runs)
@@ -182,12 +182,12 @@ def _total(name: str, rounds: Sequence[Round]) -> float:
 
 
 def _ratios(name: str, other: str, rounds: Sequence[Round]) -> tuple[float, float]:
-    """Divide the tokens per second of two methods: over all rounds, and the median of each round's own."""
+    """Divide the tokens per second of two methods: over all rounds, and as the median of the rounds' ratios."""
     return _total(name, rounds) / _total(other, rounds), median(one[name].speed / one[other].speed for one in rounds)
 
 
 def _spread(found: Sequence[Any], figure: Callable[[Sequence[Any]], float]) -> tuple[float, float]:
-    """Return where nine of ten figures lie if as many of ``found`` are drawn anew, with repeats."""
+    """Return the 90 % interval of ``figure`` over bootstrap samples of ``found``."""
     rng = random.Random(0)
     drawn = sorted(figure(rng.choices(found, k=len(found))) for _ in range(DRAWS if len(found) > 1 else 1))
     return drawn[len(drawn) // 20], drawn[-1 - len(drawn) // 20]

@@ -1,7 +1,7 @@
-"""Run every method on every prompt, in turns, and take the time.
+"""The benchmark: every method runs on every prompt, in turns, and is timed.
 
 Seconds differ between machines and from minute to minute; ratios taken prompt by prompt in one run hardly do. So every
-prompt goes through all methods before the next one comes, and another method begins each time.
+prompt goes through all methods before the next prompt, and each time another method is first.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from .report import OVERALL, BenchReport
 from .rounds import PLAIN, Method, Round, RoundLog, Run, figures_of
 
 COMPILED, ASSISTED, LOOKUP = "plain, compiled", "assisted", "prompt lookup"
-COMPILING = 2  # runs that make graphs: in the second one torch sees which numbers change
-WARM = 8  # tokens of a prompt for runs that do not count
+COMPILING = 2  # runs for compilation: in the second one torch recompiles with dynamic shapes
+WARM = 8  # tokens of a prompt in warmup runs
 EVERYWHERE: Any = CompileConfig(mode="default")
 EVERYWHERE._compile_all_devices = True  # transformers' own switch: on a CPU, too
-OFF = {"speculator": False}  # also where set_speculator has given the target a default
+OFF = {"speculator": False}  # turns off a default that set_speculator has set
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Name a way of speculating: what ``generate`` is given as ``speculator`` and ``speculation_config``."""
+    """A speculator to measure, and its ``speculation_config``, under a name."""
 
     name: str
     speculator: Any
@@ -58,14 +58,14 @@ class Contender:
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Say how to run: the rest is the models' own ``generation_config``.
+    """Settings of a benchmark; all others are those of the models' ``generation_config``.
 
     Args:
         max_new_tokens: per turn. batch_size: prompts decoded together, of one category.
         temperature: 0 decodes greedily.
-        repeats: timed runs per prompt and method, of which the middle one counts; ``warmup`` are run before the first.
-        baselines: measure transformers' assisted generation with every vanilla draft and its prompt lookup too, which
-            know batches of one prompt only.
+        repeats: timed runs per prompt and method, of which the median counts. warmup: runs before the first of them.
+        baselines: measure transformers' assisted generation with every vanilla draft and its prompt lookup, too. Both
+            support batches of one prompt only.
         compiled: measure plain ``generate`` over a static cache with the model compiled, too, on a CPU as well.
         seed: set before each run.
 
@@ -98,13 +98,13 @@ def run_bench(
     progress: bool = False,
     rounds_file: str | os.PathLike[str] | None = None,
 ) -> BenchReport:
-    """Decode ``prompts`` plainly and in every other way, and report what each way gains.
+    """Decode ``prompts`` plainly and with every other method, and report the gain of each.
 
-    The answers to earlier turns of a conversation are those of plain ``generate``, for all methods.
-    Every batch of prompts is kept in ``rounds_file``, and a call that was stopped goes on behind the last one in it.
+    The answers to earlier turns of a conversation are those of plain ``generate``, for all methods. Every batch of
+    prompts is kept in ``rounds_file``, and a call that was stopped resumes after the last one in it.
 
     Errors: ValueError for two contenders of one name, a category called "overall" or a ``rounds_file`` that was
-    measured otherwise, with other weights among that, and whatever ``generate`` raises for an unfit speculator.
+    measured with other settings or weights, and whatever ``generate`` raises for an unfit speculator.
     """
     settings = settings or BenchSettings()
     if any(prompt.category == OVERALL for prompt in prompts):
@@ -135,7 +135,7 @@ def run_bench(
 
 
 def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings: BenchSettings) -> list[Method]:
-    """List plain decoding, transformers' own ways of guessing if they are wanted, and the contenders."""
+    """List plain decoding, transformers' own speculative methods if they are wanted, and the contenders."""
     ours: list[Method] = []
     assisted: dict[tuple[int, int], Method] = {}  # by draft and length: contenders may share one
     lengths: list[int] = []
@@ -146,7 +146,7 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
         length = config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
         weights = network_of(speculator)
-        if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers can use, too
+        if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers supports, too
             theirs = Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
             rival = assisted.setdefault((id(weights), length), theirs).name
         options = {"speculator": speculator, "speculation_config": config}
@@ -161,13 +161,13 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
 
 
 def _baselines(assisted: Iterable[Method], lengths: list[int]) -> list[Method]:
-    """List what transformers can do itself: prompt lookup as long as the longest chain, and assisted generation."""
+    """List transformers' own methods: prompt lookup as long as the longest chain, and assisted generation."""
     longest = max(lengths, default=DEFAULT_NUM_SPECULATIVE_TOKENS)
     return [Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, theirs=longest), *assisted]
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
-    """Cut each category, in the order of its first prompt, into batches."""
+    """Split each category, in the order of its first prompt, into batches."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
@@ -175,7 +175,7 @@ def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
 
 
 class _Bench:
-    """Run every method on conversations; another one begins each time."""
+    """A run of every method on conversations; each round another method is first."""
 
     def __init__(
         self,
@@ -186,23 +186,23 @@ class _Bench:
         advance: Callable[..., Any],
         log: RoundLog,
     ) -> None:
-        # What to run, what to call after each run, and where rounds are kept.
+        # ``advance`` is called after each run; ``log`` keeps the rounds.
         self.target: Any = target  # `generate` is of a mixin that the type does not know
         self.tokenizer, self.methods, self.settings = tokenizer, methods, settings
         self._advance, self._log = advance, log
-        # Rounds so far: this method, modulo their number, begins the next one.
+        # Rounds so far; modulo the number of methods, the index of the one that is first in the next round.
         self._turn = 0
         self._warm = False
-        # By rows and slots: static caches that a graph was made for.
+        # Static caches that a graph was compiled for, by (rows, slots).
         self._caches: dict[tuple[int, int], StaticCache] = {}
-        # Tokens that end a text, and one that fills up rows.
+        # Tokens that end a text, and the padding token.
         ends = target.generation_config.eos_token_id
         self._ends = set(ends if isinstance(ends, list) else [ends])
         pads = (tokenizer.pad_token_id, target.generation_config.pad_token_id, *self._ends, 0)
         self._pad = next(token for token in pads if token is not None)
 
     def converse(self, prompts: list[Prompt]) -> Iterator[Round]:
-        """Take the prompts through all their turns."""
+        """Run the conversations of ``prompts`` turn by turn."""
         answers: dict[int, list[str]] = {number: [] for number in range(len(prompts))}
         while asking := [number for number, given in answers.items() if len(given) < len(prompts[number].turns)]:
             rows = [prompts[number].render(answers[number], self.tokenizer) for number in asking]
@@ -219,16 +219,16 @@ class _Bench:
             yield found
 
     def _round(self, inputs: dict[str, Tensor]) -> Round:
-        """Run every method ``repeats`` times, in an order that rotates, and keep the middle run of each."""
+        """Run every method ``repeats`` times, in a rotating order, and keep the median run of each."""
         if not self._warm:
-            # The end of a prompt only, so that nobody remembers an answer before it is asked for.
+            # The end of a prompt only, so that a draft with a memory does not learn the answer before it is measured.
             few = {name: tensor[:, -WARM:] for name, tensor in inputs.items()}
             for method in [one for one in self.methods if not one.compiled] * self.settings.warmup:
                 self._run(method, few)
             self._warm = True
         for method in self.methods:
             if method.compiled and (len(inputs["input_ids"]), self._slots(inputs)) not in self._caches:
-                for _ in range(COMPILING):  # no table is about how long compilers take
+                for _ in range(COMPILING):  # compile time is not measured
                     self._run(method, inputs)
         runs: dict[str, list[Run]] = {method.name: [] for method in self.methods}
         for _ in range(self.settings.repeats):
@@ -266,7 +266,7 @@ class _Bench:
         return Run(rows, seconds, clock.seconds(), clock.calls[0], counts)
 
     def _slots(self, inputs: dict[str, Tensor]) -> int:
-        """Return how long a static cache is made: a power of two, so that few graphs serve all prompts."""
+        """Return the length of a static cache: a power of two, so that few graphs serve all prompts."""
         return power_of_two(inputs["input_ids"].shape[1] + self.settings.max_new_tokens)
 
     def _static_cache(self, inputs: dict[str, Tensor]) -> StaticCache:
@@ -282,7 +282,7 @@ class _Bench:
 
 @contextlib.contextmanager
 def _constant_length(method: Method) -> Iterator[None]:
-    """Let an assistant guess as long a chain as ours: always, however sure it is."""
+    """Let an assistant draft chains of the same length as ours, whatever its confidence."""
     if method.theirs is None or not isinstance(method.draft, PreTrainedModel):
         yield
         return
@@ -298,10 +298,10 @@ def _constant_length(method: Method) -> Iterator[None]:
 
 
 class ForwardClock:
-    """Add up the time that ``models`` spend in ``forward`` inside a ``with`` block; ``calls`` counts them per model.
+    """The time that ``models`` spend in ``forward`` inside a ``with`` block; ``calls`` counts the forwards per model.
 
-    On CUDA by events on the device's own clock, so that the CPU does not wait for each forward and what it does
-    beside them counts as it would without a clock.
+    On CUDA it is measured by events on the device's own clock. So the CPU does not wait for each forward, and its
+    other work takes the same time as without a clock.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -314,7 +314,7 @@ class ForwardClock:
     def __enter__(self) -> ForwardClock:
         for number, model in enumerate(self.models):
             device = next(model.parameters()).device
-            # Part of no graph of a compiled model: there each clock, and each number of calls, would be another one.
+            # Outside of a compiled model's graph, which would be recompiled for each clock and each number of calls.
             begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
             self._hooks.append(model.register_forward_pre_hook(looking(partial(begin, device))))
             self._hooks.append(model.register_forward_hook(looking(partial(end, device, number))))
@@ -332,7 +332,7 @@ class ForwardClock:
         self.calls[number] += 1
 
     def seconds(self) -> float:
-        """Return the sum; the devices must have finished."""
+        """Return the sum of all forwards; the devices must have finished."""
         return sum(
             end - start if isinstance(end, float) else float(start.elapsed_time(end)) / 1e3
             for start, end in self._spans
@@ -370,7 +370,7 @@ def _environment(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Name the processor as the system does."""
+    """Return the processor's name from the operating system."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

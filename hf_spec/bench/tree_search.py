@@ -1,9 +1,9 @@
-"""Find the static tree that a draft's guesses fill best, from how often each of them is right.
+"""Search for the best static tree of a draft, from the accuracy of each rank at each depth.
 
-A tree's guess of rank r at depth d is the draft's r-th best one behind d - 1 right guesses. How often that one is what
-the target says is measured at every position of the target's own greedy text, with the draft led along that text. A
-path comes true about as often as the product of its guesses, and greedy expansion by that product gives the best tree
-(Medusa, arXiv 2401.10774, section 3.3.3).
+The node of rank r at depth d is the draft's r-th best token after d - 1 right draft tokens. How often it is the
+target's token is measured at every position of the target's own greedy text; the draft is forced along that text. A
+path is accepted about as often as the product of its nodes' accuracies. Greedy expansion by that product gives the
+best tree (Medusa, arXiv 2401.10774, section 3.3.3).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Tree = list[tuple[int, ...]]
 
 
 def search_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Tree:
-    """Find the static tree of ``nodes`` guesses that accepts the most if guesses are right independently.
+    """Find the static tree of ``nodes`` draft tokens with the most accepted ones, if accuracies are independent.
 
-    ``accuracies[d][r]`` is how often the guess of rank r at depth d is right (``rank_accuracies``). No longer path is
-    right more often, so that taking the best ones makes a tree. Returns paths for ``SpeculationConfig(tree=...)``,
-    fewer than ``nodes`` where there are no more that are ever right.
+    ``accuracies[d][r]`` is how often the token of rank r at depth d is right (``rank_accuracies``). A longer path is
+    never right more often, so the best paths form a tree. Returns paths for ``SpeculationConfig(tree=...)``, fewer
+    than ``nodes`` if no others are ever right.
     """
     found: Tree = []
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # what promises most first; ties by path
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # (-probability, path), a heap
     while waiting and len(found) <= nodes:
         minus, path = heapq.heappop(waiting)
         found.append(path)
@@ -45,7 +45,7 @@ def search_tree(accuracies: Sequence[Sequence[float]], nodes: int) -> Tree:
 
 
 def expected_length(accuracies: Sequence[Sequence[float]], tree: Tree) -> float:
-    """Return the tokens per target forward that ``tree`` promises, the target's own included."""
+    """Return the expected tokens per target forward with ``tree``, the target's own included."""
     length = 1.0
     for path in tree:
         share = 1.0
@@ -64,12 +64,12 @@ def rank_accuracies(
     ranks: int = 10,
     max_new_tokens: int = 128,
 ) -> list[list[float]]:
-    """Measure how often the guess of each rank at each depth is what the target says: (up to ``depth``, ``ranks``).
+    """Measure how often the draft token of each rank at each depth is the target's: (up to ``depth``, ``ranks``).
 
-    ``prompts`` are token ids, (1, length) each. At depth d only positions count whose earlier guesses were right with
-    ranks below ``ranks``. Depths that the draft never reached are left out.
+    ``prompts`` are token ids, (1, length) each. At depth d only positions count at which all earlier tokens were right
+    with ranks below ``ranks``. Depths that the draft never reached are dropped.
 
-    Errors: ValueError if the draft ranks no guesses, as n-grams do not, and what ``generate`` raises.
+    Errors: ValueError if the draft does not rank tokens, as n-grams do not, and what ``generate`` raises.
     """
     probe = _Probe(as_speculator(speculator, target), ranks)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
@@ -88,7 +88,7 @@ def rank_accuracies(
 
 
 class _Probe(Speculator):
-    """Lead a draft along ``text`` and count the ranks that it gives the tokens of that text; guess nothing."""
+    """A speculator that forces a draft along ``text`` and counts the ranks of its tokens; it proposes nothing."""
 
     def __init__(self, inner: Speculator, ranks: int) -> None:
         self.inner = inner
@@ -107,7 +107,7 @@ class _Probe(Speculator):
         return _ProbeDrafter(self, request)
 
     def count(self, depth: int, rank: int) -> None:
-        """Note that the right token had ``rank`` at ``depth``."""
+        """Count that the right token had ``rank`` at ``depth``."""
         if depth == len(self.tried):
             self.tried.append(0)
             self.right.append([0] * self.ranks)
@@ -117,30 +117,30 @@ class _Probe(Speculator):
 
 
 class _ProbeDrafter(Drafter):
-    """Lead a draft along the known text: whatever it says, its best guess becomes what the text says.
+    """Teacher forcing of a draft along the known text: the text's next token becomes the draft's best token.
 
-    The draft asks for log-probabilities once per depth. Each time it is given a distribution that is sure of the next
-    token of the text, after the rank of that token in its own distribution has been counted::
+    The draft asks for log-probabilities once per depth. First the rank of the text's next token in the draft's own
+    distribution is counted. Then the draft is given a distribution with all mass on that token::
 
-        text behind the root    the  cat  sat
+        text after the root     the  cat  sat
         depth                    0    1    2
         rank in the draft        0    3    0     counted: depth 0 rank 0, depth 1 rank 3, depth 2 rank 0
     """
 
     def __init__(self, probe: _Probe, request: DraftContext) -> None:
         self._probe = probe
-        self._known = request.input_ids.shape[1]  # tokens of the text that the draft was told
-        self._ahead: list[int] = []  # tokens of the text behind those, as far as they are to be guessed
-        self._depth = 0  # of the next guess
-        self._counts = True  # False behind a guess that no tree would hold, and where the text is not the target's
+        self._known = request.input_ids.shape[1]  # tokens of the text that the draft was given
+        self._ahead: list[int] = []  # the following tokens of the text, as many as are to be drafted
+        self._depth = 0  # of the next draft token
+        self._counts = True  # False after a rank that no tree holds, and where the text is not the target's
         self._log_probs = request.log_probs
         self._drafter = probe.inner.drafter(replace(request, log_probs=self._lead))
 
     def _lead(self, logits: Tensor) -> Tensor:
-        """Turn draft logits (..., vocabulary) into log-probabilities that lead along the text; count its ranks."""
+        """Turn draft logits (..., vocabulary) into log-probabilities that force the text; count its ranks."""
         log_probs = self._log_probs(logits)
         led = torch.full(log_probs.shape, -torch.inf, device=log_probs.device)
-        # One distribution per depth: a chain of one text has one at a time, heads of Medusa come all at once.
+        # One distribution per depth: autoregressive drafts give one at a time, Medusa heads all at once.
         for own, one in zip(log_probs.flatten(0, -2), led.flatten(0, -2), strict=True):
             if self._depth == len(self._ahead):
                 break
@@ -159,13 +159,13 @@ class _ProbeDrafter(Drafter):
             self._counts = rank < self._probe.ranks
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Let the draft guess but propose nothing, so that the text advances by one token and each is asked for."""
+        """Let the draft run but propose nothing, so that the text advances by one token and every position counts."""
         self._known += int(accepted.counts[0])
         known, text = self._known, self._probe.text
         self._ahead = text[known : known + limit]
-        self._depth, self._counts = 0, text[known - 1 : known] == accepted.root.tolist()  # half precision may stray
+        self._depth, self._counts = 0, text[known - 1 : known] == accepted.root.tolist()  # half precision may differ
         self._drafter.propose(accepted, limit)
         return Proposal.nothing(accepted.root)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Do nothing: there is one row."""
+        """Do nothing, because there is only one row."""

@@ -1,1 +1,1 @@
-"""Generate for many prompts: more than fit into one batch, or into memory."""
+"""Generation for many prompts: more than fit into one batch, or into memory."""

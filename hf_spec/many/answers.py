@@ -1,4 +1,4 @@
-"""A file of answers that a killed run goes on with."""
+"""A file of answers from which a killed run resumes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from ..checkpoints.fingerprint import differences
 
-Question = dict[str, Any]  # what was asked, under one of these names
+Question = dict[str, Any]  # the prompt, under one of the names of ``ASKED``
 ASKED = ("prompt", "messages")
 
 
 class AnswerFile:
-    """Write one JSON line per answer, as it comes: its ``index``, what was asked, and what was answered.
+    """A file with one JSON line per answer, as it comes: its ``index``, the prompt, and the answer.
 
-    A line counts once it has its end: what a kill or a full disk has cut off is removed, and answered again. A file
-    beside it, its name with ``.made_from.json``, says what the answers are made with, so that none of another origin
-    are added.
+    A line counts only with its newline. A line that a kill or a full disk cut off is removed, and answered again. A
+    second file next to it, with ``.made_from.json`` after its name, holds the settings of the answers. So no answers
+    with other settings are added.
 
     Args:
         path: of the file. settings: what the answers are made with, as JSON holds it.
@@ -30,7 +30,7 @@ class AnswerFile:
         self.path = Path(path)
         self.settings = settings
         self._made_from = self.path.with_name(f"{self.path.name}.made_from.json")
-        self._done: dict[int, bytes] = {}  # the digest of what was asked
+        self._done: dict[int, bytes] = {}  # digest of each prompt by its index
 
     def __contains__(self, index: int) -> bool:
         return index in self._done
@@ -39,9 +39,9 @@ class AnswerFile:
         return len(self._done)
 
     def prepare(self) -> None:
-        """Make a new file ready, or remove a line that was cut off from the end of one that is there.
+        """Create the file, or remove an incomplete line at the end of an existing one.
 
-        Errors: a ValueError if its answers were made with something else; an OSError if it cannot be written.
+        Errors: a ValueError if its answers were made with other settings; an OSError if it cannot be written.
         """
         if self.path.exists() and self.path.stat().st_size:
             self._check_made_from()
@@ -49,7 +49,7 @@ class AnswerFile:
                 whole = sum(len(line) for line in file if line.endswith(b"\n"))
             os.truncate(self.path, whole)
             return
-        self.path.touch()  # where it cannot be written, nothing is run
+        self.path.touch()  # fails before anything runs if it cannot be written
         beside = self._made_from.with_name(f"{self._made_from.name}.new")
         beside.write_text(json.dumps(self.settings, indent=1), encoding="utf-8")
         beside.replace(self._made_from)
@@ -69,9 +69,9 @@ class AnswerFile:
             )
 
     def read(self, questions: Iterable[Question]) -> int:
-        """Find out which of ``questions`` are answered, and count them all.
+        """Find out which of ``questions`` are answered, and count all ``questions``.
 
-        Errors: a ValueError that names the line which is no answer, or answers none of ``questions``.
+        Errors: a ValueError that names a line which is no answer, or answers none of ``questions``.
         """
         lines: dict[int, int] = {}
         with self.path.open("rb") as file:
@@ -95,7 +95,7 @@ class AnswerFile:
         return count
 
     def write(self, index: int, asked: Question, answer: dict[str, Any]) -> None:
-        """Add the answer to what was ``asked``. Errors: an OSError if there is no room; the file stays usable."""
+        """Append the answer to what was ``asked``. Errors: an OSError if the disk is full; the file stays usable."""
         line = json.dumps({"index": index, **asked, **answer}, ensure_ascii=False) + "\n"
         try:
             with self.path.open("a", encoding="utf-8", newline="\n") as file:

@@ -1,4 +1,4 @@
-"""Answer prompts in batches by ``generate``, so that no answer depends on what else was in its batch."""
+"""Batches for ``generate``, in which no answer depends on the other prompts of its batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..scoring.plain import input_device
 from ..verify.processors import is_declared_pure, pure
 from .prompts import Completion, Pending
 
-# Options that look at all tokens of a row, where padding counts as text, and their values that do nothing. Not so
-# repetition_penalty, for which transformers leaves padding out.
+# Options that read all tokens of a row, so that padding counts as text, and their values that do nothing. Not
+# repetition_penalty, for which transformers ignores padding.
 OF_THE_WHOLE_ROW: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
@@ -37,11 +37,11 @@ PER_BATCH = ("logits_processor", "stopping_criteria")
 
 
 class Batches:
-    """Generate for a few prompts at a time, of lengths as alike as there are.
+    """Generation for a few prompts at a time, of similar lengths.
 
-    Left-padded rows do not see each other, but what looks at the tokens of a whole row sees the padding: then only
-    prompts of one length are put together. Rows that nothing but a stop string or a criterion ends would go on until
-    all are done: those are alone.
+    Left-padded rows do not affect each other, except through options that read all tokens of a row, padding included.
+    With these, only prompts of the same length are batched. Rows that only a stop string or a criterion can end would
+    be generated until all are done. So without an end-of-sequence token they are decoded one by one.
     """
 
     def __init__(self, model: Any, size: int, options: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class Batches:
         self.stops, tokenizer = bool(strings) or any(stops), options.get("tokenizer")
         self.strings = StopStringCriteria(tokenizer, strings) if strings and tokenizer and not any(stops) else None
         self.size = 1 if self.stops and not self.ends else size
-        # Rows that are done are filled up with what is hardly their last token: the last word of the vocabulary.
+        # Finished rows are padded with a token that is hardly ever emitted: the last one of the vocabulary.
         words = model.config.get_text_config(decoder=True).vocab_size
         self.filler = next(token for token in range(words - 1, -1, -1) if token not in self.ends)
 
@@ -66,7 +66,7 @@ class Batches:
                 raise
 
     def of(self, prompts: Iterable[Pending]) -> Iterator[list[Pending]]:
-        """Put prompts of about one length together."""
+        """Batch prompts of similar lengths."""
 
         def kind(one: Pending) -> tuple[Any, ...]:
             return (str(one.kind), 0 if self.pads else -len(one.ids))
@@ -92,7 +92,7 @@ class Batches:
 
     def _until_end(self, prompt: list[int], row: list[int]) -> list[int]:
         end = next((place + 1 for place, token in enumerate(row) if token in self.ends), None)
-        if end is None and self.stops:  # a stop string or a criterion: what follows is filled up
+        if end is None and self.stops:  # a stop string or a criterion: padding follows
             end = len(row) - next((place for place, token in enumerate(reversed(row)) if token != self.filler), 0)
             if self.strings is not None:
                 strings = cast(Any, self.strings)
@@ -102,7 +102,7 @@ class Batches:
 
 
 def _inputs(batch: list[Pending], filler: int, device: torch.device) -> dict[str, Tensor]:
-    """Pad on the left, (batch, longest) each; images and the like stand one after the other."""
+    """Pad on the left, (batch, longest) each; images and the like are concatenated."""
     widest = max(len(one.ids) for one in batch)
 
     def left(rows: Iterable[Tensor], value: int) -> Tensor:
@@ -116,12 +116,12 @@ def _inputs(batch: list[Pending], filler: int, device: torch.device) -> dict[str
 
 
 def _made(given: Any, indices: list[int]) -> Any:
-    """Return a list of processors or criteria: as it was given, or made anew for the prompts of a batch."""
+    """Return a list of processors or criteria: the given one, or a new one for the prompts of a batch."""
     return given(indices) if callable(given) and not isinstance(given, list) else given
 
 
 def _by_index(allowed: Callable[[int, Tensor], Any], indices: list[int]) -> Callable[[int, Tensor], Any]:
-    """Let a function of a row and its tokens be asked about the prompt's place among all prompts."""
+    """Call ``allowed`` with the prompt's index among all prompts, in place of its batch row."""
 
     @functools.wraps(allowed, updated=())
     def of_row(row: int, ids: Tensor) -> Any:

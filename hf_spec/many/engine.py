@@ -1,4 +1,4 @@
-"""Answer prompts by transformers' continuous batching, where a prompt takes the place of one that is done."""
+"""Generation by transformers' continuous batching, where a prompt takes the place of a finished one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = ("continuous_batching_config", "generation_config", "tokenizer", *KEYWORD
 
 
 class Engine:
-    """Generate by ``model``'s continuous batching, at most ``size`` prompts at a time."""
+    """Generation by ``model``'s continuous batching, at most ``size`` prompts at a time."""
 
     def __init__(self, model: Any, size: int, options: dict[str, Any]) -> None:
         self.model, self.size, self.options = model, size, options
@@ -29,7 +29,7 @@ class Engine:
 
     def answer(self, prompts: Sequence[Pending]) -> Iterator[Completion]:
         """Generate for ``prompts``, the longest first. Errors: a RuntimeError that names the prompt that failed."""
-        if not prompts:  # fewer are left than there are processes
+        if not prompts:  # there are more processes than prompts left
             return
         waiting = {str(one.index): one for one in sorted(prompts, key=lambda one: (-len(one.ids), one.index))}
         if with_tensors := [one.index for one in prompts if one.per_token or one.others]:
@@ -55,12 +55,12 @@ class Engine:
                     elif result.is_finished():
                         yield _completion(waiting.pop(result.request_id), result)
             finally:
-                for name in waiting:  # nobody reads on: the engine would end only when all are answered
+                for name in waiting:  # the caller stopped reading: else the engine would first answer them all
                     manager.cancel_request(name)
 
 
 def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
-    """Say why the engine cannot answer as ``generate`` would with these ``options``; None if it can."""
+    """Say why the engine cannot do the same as ``generate`` with these ``options``; None if it can."""
     config, others = merged_config(model, options)
     if others:
         return f"it takes no {sorted(others)[0]}"
@@ -69,7 +69,7 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
     if option(model, options, "cache_implementation"):
         return "it has a cache of its own, and no cache_implementation"
     if "sliding_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
-        # Also without guesses: 2 of 18 greedy texts of a tiny random Gemma 2 differed, at near-ties.
+        # Also without draft tokens: 2 of 18 greedy texts of a tiny random Gemma 2 differed, at near-ties.
         return "with layers of a sliding window it does not always write what generate does"
     speculator, settings = options.get("speculator"), options.get("speculation_config")
     if speculator is None:
@@ -87,7 +87,7 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
 
 
 def merged_config(model: Any, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
-    """Put together what ``generate`` would find in a call and two generation configs, and what no config knows."""
+    """Merge the options of a call and two generation configs as ``generate`` does; also return unknown options."""
     config = copy.deepcopy(options.get("generation_config") or GenerationConfig())
     fill_in(model, config)
     others: dict[str, Any] = config.update(**{name: value for name, value in options.items() if name not in OURS})

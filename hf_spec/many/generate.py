@@ -1,4 +1,4 @@
-"""``generate_many``: an iterator over what a model answers to any number of prompts."""
+"""``generate_many``: an iterator over a model's answers to any number of prompts."""
 
 from __future__ import annotations
 
@@ -64,26 +64,26 @@ def generate_many(
     progress: bool = True,
     **generate_kwargs: Any,
 ) -> Iterator[Completion]:
-    """Yield a ``Completion`` for each prompt as soon as it is there; a prompt's text depends on no other prompt.
+    """Yield a ``Completion`` for each prompt as soon as it is finished; its text depends on no other prompt.
 
     A prompt is a text or a list of messages (with ``tokenizer``), a list or tensor of token ids, or for multimodal
-    models what their processor returns for one prompt. ``prompts`` may be longer than memory: ``look_ahead`` of them
-    are read at a time, 16 batches by default, and those of about the same length are decoded together.
+    models what their processor returns for one prompt. ``prompts`` need not fit into memory: ``look_ahead`` of them
+    are read at a time, 16 batches by default, and those of similar lengths are decoded together.
 
     Args:
         speculator, speculation_config, num_speculative_tokens: as in ``generate``.
-        ordered: yield in the order of the prompts; else as they are done, with ``index`` to tell whose they are.
+        ordered: yield in the order of the prompts; else as they finish, where ``index`` says whose they are.
         engine: what decodes them: ``"generate"``, in batches, or ``"generate_batch"``, transformers' continuous
-            batching, where the next prompt takes the place of one that is done, with ``continuous_batching_config``.
-            ``"auto"``: that one on an accelerator, where it takes the model and all options, else batches. The text
-            is the same.
+            batching. There the next prompt takes the place of a finished one; ``continuous_batching_config`` sets it
+            up. ``"auto"``: continuous batching on an accelerator, if it supports the model and all options, else
+            batches. The text is the same.
         accelerator: share the prompts among its processes, which all call this with the same prompts, read all
             completions, and have a copy of the model each.
         progress: draw a bar, with the tokens that a verification step emits (τ).
         **generate_kwargs: go to ``generate``; ``max_new_tokens`` must be among them or in a generation config.
-            ``logits_processor`` and ``stopping_criteria`` may be functions that make a list for the prompts of a
-            batch, given as a list of their indices, for those that keep a state. A ``prefix_allowed_tokens_fn`` is
-            given the index of the prompt.
+            ``logits_processor`` and ``stopping_criteria`` may be functions, for those that keep a state: given the
+            prompts of a batch, as a list of indices, they return a list. A ``prefix_allowed_tokens_fn`` is given the
+            index of the prompt.
 
     Errors: before anything runs a ValueError for options that make no sense for many prompts; a TypeError or
     ValueError for a bad prompt once it is read; those of ``generate``.
@@ -92,7 +92,7 @@ def generate_many(
     _check(model, prompts, batch_size, ahead, generate_kwargs)
     check_settings(speculation_config)
     if speculator is not None and speculator is not False:
-        speculator = as_speculator(speculator, base_model(model))  # once: a path would be read for every batch
+        speculator = as_speculator(speculator, base_model(model))  # once, not for every batch
     given = (speculator, speculation_config, num_speculative_tokens)
     options = generate_kwargs | {name: value for name, value in zip(KEYWORDS, given, strict=True) if value is not None}
     if tokenizer is not None and option(model, options, "stop_strings"):
@@ -110,7 +110,7 @@ def generate_many(
 def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: dict[str, Any]) -> None:
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: pass a list of texts")
-    if isinstance(prompts, Mapping):  # of which only the names would be read, as texts
+    if isinstance(prompts, Mapping):  # iterating would yield its keys, as texts
         raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list with one for each prompt, or texts")
     for name, number in (("batch_size", batch_size), ("look_ahead", look_ahead)):
         if not is_int(number) or number < 1:
@@ -118,7 +118,7 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
     for name, instead in NOT_FOR_MANY.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for generate_many: {instead}")
-    for name in ("num_return_sequences", "min_length"):  # which a generation config may hold
+    for name in ("num_return_sequences", "min_length"):  # a generation config may set them, too
         if (option(model, options, name) or 0) > 1:
             raise ValueError(f"{name} of the generation config is not for generate_many: {NOT_FOR_MANY[name]}")
     if option(model, options, "max_new_tokens") is None:
@@ -126,7 +126,7 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
 
 
 def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoice) -> Batches | Engine:
-    """Choose what decodes. Errors: a ValueError if the engine is asked for and does not take the call."""
+    """Choose what decodes. Errors: a ValueError if the engine is requested but does not support the call."""
     if engine not in get_args(EngineChoice):
         raise ValueError(f"engine is {engine!r}; choose one of {get_args(EngineChoice)}")
     reason = None if engine == "generate" else why_not_engine(model, options)
@@ -148,9 +148,9 @@ def _completions(
     decoder: Batches | Engine,
     processes: Processes,
 ) -> Iterator[Completion]:
-    """Read ``ahead`` prompts at a time and answer them; with several processes, each a part, and all get all.
+    """Read ``ahead`` prompts at a time and answer them; of several processes each answers a part, and all get all.
 
-    ``words`` are the tokenizer, if there is one, and how many tokens the model knows.
+    ``words`` are the tokenizer, if there is one, and the size of the model's vocabulary.
     """
     numbered = zip(count(), prompts, strict=False)
 
@@ -166,12 +166,12 @@ def _completions(
 
 
 def _mine(window: list[Pending], processes: Processes) -> list[Pending]:
-    """Choose this process's part of the prompts of a ``window``: as many as the others, and about as long."""
+    """Choose this process's part of the prompts of a ``window``: as many as the others' and of similar lengths."""
     return sorted(window, key=lambda one: (len(one.ids), one.index))[processes.number :: processes.count]
 
 
 def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
-    """Hold back what is done before its turn: no more than is read at a time."""
+    """Hold back completions until their turn; at most as many are held as prompts are read at a time."""
     waiting: dict[int, Completion] = {}
     due = 0
     for one in completions:
@@ -184,7 +184,7 @@ def _in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
 def _finished(
     completions: Iterator[Completion], tokenizer: Any, total: int | None, progress: bool
 ) -> Iterator[Completion]:
-    """Add the text, and move the bar."""
+    """Add the text to each completion, and advance the progress bar."""
     counts = Counts()
     decoder = getattr(tokenizer, "tokenizer", tokenizer)
     bar: Any = logging.tqdm(total=total, desc="Generating", disable=not progress)

@@ -1,4 +1,4 @@
-"""What a prompt may be, and what is kept of one until it is answered."""
+"""Prompts of ``generate_many``: the accepted forms, what is kept until they are answered, and the answers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ EXAMPLES = "a text, a list of token ids, a list of messages such as {'role': 'us
 
 @dataclass
 class Completion:
-    """Hold what was generated for one prompt of ``generate_many``.
+    """What was generated for one prompt of ``generate_many``.
 
-    ``index`` is the prompt's place among the prompts. ``tokens`` are the new ones, the end-of-sequence token included,
-    ``text`` is what they say, without special tokens, if there was a tokenizer. ``speculation`` counts for this prompt
-    alone; ``None`` if nothing was guessed.
+    ``index`` is the prompt's place among the prompts. ``tokens`` are the new ones, the end-of-sequence token included.
+    ``text`` is their text without special tokens, if there was a tokenizer. ``speculation`` holds the statistics of
+    this prompt alone; ``None`` if nothing was drafted.
     """
 
     index: int
@@ -33,10 +33,10 @@ class Completion:
 
 @dataclass
 class Pending:
-    """Hold a prompt that waits: its token ids, what else there is for each token, and what belongs to it as a whole.
+    """A prompt that waits for its answer: its token ids, other tensors per token, and tensors of the complete prompt.
 
-    ``per_token`` are (1, length) each, such as token types; ``others`` are images and the like, whose first dimension
-    counts images, patches or prompts, as in what processors of transformers return.
+    ``per_token`` are (1, length) each, such as token types. ``others`` are images and the like, whose first dimension
+    counts images, patches or prompts, as transformers' processors return them.
     """
 
     index: int
@@ -54,13 +54,13 @@ class Pending:
 def pending(index: int, prompt: Any, tokenizer: Any, vocabulary: int) -> Pending:
     """Turn what a user passes as a prompt into token ids, and tensors if there are some.
 
-    Errors: a TypeError for what is no prompt, and a ValueError for one that is empty, needs a tokenizer, or has tokens
-    beyond the ``vocabulary``; both name its place.
+    Errors: a TypeError for what is no prompt. A ValueError for a prompt that is empty, needs a tokenizer, or has
+    tokens outside the ``vocabulary``. Both name its index.
     """
     found = _parse(index, prompt, tokenizer)
     if not found.ids:
         raise ValueError(f"prompt {index} is empty: it needs one token at least, such as the one that begins a text")
-    unknown = [] if found.others else [one for one in found.ids if not 0 <= one < vocabulary]  # images stand anywhere
+    unknown = [] if found.others else [one for one in found.ids if not 0 <= one < vocabulary]  # but for image tokens
     if unknown:
         raise ValueError(f"prompt {index} has token {unknown[0]}, but the model knows {vocabulary}: use its tokenizer")
     return found
@@ -86,7 +86,7 @@ def _parse(index: int, prompt: Any, tokenizer: Any) -> Pending:
 def _needed(tokenizer: Any, index: int) -> Any:
     if tokenizer is None:
         raise ValueError(f"prompt {index} is text, which needs the model's tokenizer: pass tokenizer=, or token ids")
-    return getattr(tokenizer, "tokenizer", tokenizer)  # that of a processor
+    return getattr(tokenizer, "tokenizer", tokenizer)  # a processor has it as an attribute
 
 
 def _chat(messages: list[Any], tokenizer: Any, index: int) -> list[int]:
@@ -94,7 +94,7 @@ def _chat(messages: list[Any], tokenizer: Any, index: int) -> list[int]:
         raise ValueError(f"prompt {index} is a chat, but the tokenizer has no chat template: set one, or pass a text")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # what templates raise is their own
+    except Exception as error:  # templates may raise anything
         raise ValueError(f"prompt {index}: the chat template does not take its messages ({error})") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
