@@ -1,4 +1,4 @@
-"""The slots of one model's text and the open forest behind it: what a forward over new nodes is shown."""
+"""Masks and positions for a forward over new nodes, from the slots of a cache and the open forest after them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .masks import Block, depths_with, showing
 
 @dataclass(frozen=True)
 class _Ahead:
-    """Positions (..., batch, n) of columns behind the text, counted from ``origin``.
+    """Cached positions (..., batch, n) of columns after the committed ones, counted from ``origin``.
 
-    They begin at column ``begin`` where rows are equally long, whatever their length is by now (``version`` is
-    ``None``), or behind each row's text of one ``version`` of the lengths.
+    Where rows are equally long they begin at column ``begin``, and hold for later lengths too (``version`` is
+    ``None``). Otherwise they begin at each row's length, and hold for one ``version`` of the lengths.
     """
 
     origin: Tensor
@@ -31,18 +31,18 @@ class _Ahead:
     positions: Tensor
 
     def holds(self, origin: Tensor, version: object, rows: int, begin: int, end: int) -> bool:
-        """Tell whether those of ``rows`` rows from ``begin`` to ``end`` are among them."""
+        """Tell whether they include the columns from ``begin`` to ``end`` of ``rows`` rows."""
         batch, count = self.positions.shape[-2:]
         is_same = self.origin is origin and self.version is version and batch == rows
         return is_same and self.begin <= begin and end <= self.begin + count
 
 
 class Slots:
-    """Hold the slots of one model's text, the open forest behind it, and the masks over both.
+    """The committed slots of one model, the open forest after them, and the masks over both.
 
-    ``cache`` stands in for ``transformers_cache``. ``padding`` (batch, prompt) bool is False at left padding; ``None``
-    where there is none. Where nodes are open already, they are a chain whose root is the last token of the prompt. No
-    row gets more than ``most_new`` tokens behind the prompt.
+    ``cache`` replaces ``transformers_cache``. ``padding`` (batch, prompt) bool is False at left padding; ``None``
+    without any. Nodes that are open already are a chain whose root is the last token of the prompt. No row gets more
+    than ``most_new`` tokens after the prompt.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class Slots:
         self._transformers_cache: Any = transformers_cache
         self.prompt: int = cache.rows.longest + min(cache.rows.open, 1)  # columns
         self._end = None if most_new is None else self.prompt + most_new
-        if padding is not None:  # an adapter's virtual tokens or Git's images stand in front of what the mask knows
+        if padding is not None:  # an adapter's virtual tokens or Git's images precede the columns of the mask
             before = max(0, self.prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
         self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
         self._ahead: _Ahead | None = None  # see ``positions``
         self._depths: tuple[Tensor, ...] | None = None  # (batch, nodes) each, of the open nodes if they are a tree
-        self._shift: Tensor | None = None  # (batch, 1), how far the rows have been moved to the right
+        self._shift: Tensor | None = None  # (batch, 1), how far ``align`` has shifted the rows to the right
 
     @property
     def device(self) -> torch.device:
-        """Return where lengths, paths and ancestors are kept."""
+        """Return the device of lengths, paths and ancestors."""
         device: torch.device = self.cache.rows.device
         return device
 
@@ -71,12 +71,12 @@ class Slots:
     def scoring(
         self, count: int, ancestors: Tensor | None, config: PreTrainedConfig, level: int | None = None
     ) -> Iterator[Block]:
-        """Open the forest for ``count`` new nodes per row during one forward of the model with ``config``.
+        """Add ``count`` new nodes per row to the forest, in one forward of the model with ``config``.
 
-        ``ancestors`` (batch, nodes, forest) bool tells which nodes of the forest, the new ones last, lie on the path
-        to each new node, itself included; a node without ancestors but itself follows the committed text. ``level`` of
-        them each new node has beside itself, if that is known. ``None``: the new nodes continue the forest, a chain so
-        far, one after the other.
+        ``ancestors`` (batch, nodes, forest) bool: which nodes of the forest, the new ones last, lie on the path to
+        each new node, itself included. A node with no other ancestor follows the last committed token. ``level`` is
+        the number of other ancestors, if it is known and the same for all new nodes. Without ``ancestors`` the forest
+        is a chain, which the new nodes continue.
 
         Errors: a ValueError if the model never asked for a mask.
         """
@@ -114,9 +114,9 @@ class Slots:
     def positions(self, origin: Tensor, block: Block) -> Tensor:
         """Return the positions of the new nodes, (..., batch, nodes).
 
-        That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of chains and of
-        levels are worked out once for each length of the text, and for many lengths at once where all rows are equally
-        long.
+        That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of chains, and of
+        nodes of one known depth, are cached: for many lengths where all rows are equally long, else for the present
+        lengths.
         """
         rows = self.cache.rows
         scattered = block.depths is not None and block.level is None
@@ -135,9 +135,9 @@ class Slots:
         return positions.expand(*positions.shape[:-1], block.count)
 
     def mask(self, block: Block) -> Tensor | None:
-        """Return the plain mask (batch, columns) for models that look at it: 0 at left padding, ``None`` without any.
+        """Return the 2D mask (batch, columns) for models that read it: 0 at left padding, ``None`` without any.
 
-        A model of states alone has read the padding before the first block and takes no mask afterwards.
+        A purely recurrent model has read the padding with the prompt, and takes no mask afterwards.
         """
         if self.padding is None or not self.cache.attends:
             return None
@@ -149,21 +149,21 @@ class Slots:
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make ``counts[b]`` nodes of ``path[b]`` (batch, m) text, and forget the rest of the forest.
+        """Commit ``counts[b]`` nodes of ``path[b]`` (batch, m), and drop the rest of the forest.
 
-        ``in_place``: every path stands where it belongs. The counts may also be ``on_device``, (batch,).
+        ``in_place``: no node moves, as in a chain. ``on_device`` (batch,) are the same counts, if known there.
         """
         on_device = None if on_device is None else on_device.to(self.device)
         self.cache.commit(path.to(self.device), counts, in_place, on_device)
         self._depths = None
 
     def drop(self) -> None:
-        """Forget the open forest, and clear what its forward has written."""
+        """Drop the open forest, and zero what its forward has written."""
         self.cache.drop()
         self._depths = None
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with ``rows`` only; ``keep_finished`` saves the others for ``release``."""
+        """Keep ``rows`` only; ``keep_finished`` saves the others for ``release``."""
         self.cache.keep_rows(rows.to(self.device), keep_finished)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.device))
@@ -172,9 +172,9 @@ class Slots:
             self._shift = self._shift.index_select(0, rows.to(self.device))
 
     def join(self, other: Slots) -> bool:
-        """Take over the rows of ``other``, slots of the same model, behind one's own; open forests are dropped.
+        """Append the rows of ``other``, slots of the same model, and tell whether that was possible.
 
-        Tell whether that is possible: not where some are padded, or where not all that is kept lies in slots.
+        It is not where rows are padded, or where something is kept outside slots. Open forests are dropped.
         """
         if not self.cache.joins or any(
             one.padding is not None and not bool(one.padding.all()) for one in (self, other)
@@ -185,14 +185,14 @@ class Slots:
         return True
 
     def align(self) -> Tensor:
-        """Let all rows end in the same column, as in plain ``generate``: no node of an ordinary step needs a place or
-        a mask of its own then. What stands in front of a row is padding. ::
+        """Shift all rows to the right until they end in the same column, and return the shifts (batch, 1).
 
-            p p p t t          p p p t t
-            p p p t       →    - p p p t
+        Then, as in plain ``generate``, a plain step needs no column or mask per row. The slots before a row become
+        padding. ::
+
+            p p p t t          - - p p p t t
+            p p p t       →    - - - p p p t
             - p p t t t t      - p p t t t t
-
-        Return how far each row went to the right, (batch, 1).
         """
         rows = self.cache.rows
         most = rows.longest - rows.shortest
@@ -206,17 +206,17 @@ class Slots:
 
     @property
     def committed(self) -> int | None:
-        """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
+        """Return how many tokens after the prompt all rows have committed; ``None`` if no row is left."""
         rows = self.cache.rows
         return rows.shortest - self.prompt if rows.cpu_lengths else None
 
     @property
     def cache_is_the_users(self) -> bool:
-        """Tell whether the user handed the cache in, and so expects the text in it."""
+        """Tell whether the user passed the cache in, and so expects it to be filled."""
         return bool(getattr(self._transformers_cache, "_is_user_defined", False))
 
     def release(self, committed: int) -> Cache:
-        """Give transformers' cache back with the prompt and at most ``committed`` tokens of every row."""
+        """Return transformers' cache with the prompt and at most ``committed`` tokens of every row."""
         self.cache.release(self._transformers_cache, self.prompt + committed)
         cache: Cache = self._transformers_cache
         return cache

@@ -1,11 +1,11 @@
-"""Slots of fixed shape, for forwards that are compiled: what ``StaticCache`` is to ``DynamicCache``.
+"""A slot cache of fixed shape, for compiled forwards: what ``StaticCache`` is to ``DynamicCache``.
 
-Their buffers are rings (``rings.py``). A forward always returns whole rings. What is not there, no longer seen or
-beside the path is hidden by the mask. Where new nodes are written is worked out outside the forward, so that a graph
-holds no number that changes.
+Its buffers are rings (``rings.py``). A layer always returns complete rings. The mask hides slots that are empty, out
+of the window, or off a node's path. The slots for new nodes are computed outside the forward, so that a graph holds no
+number that changes.
 
-Rows sit in *seats*, 1, 2, 4, 8, ... of them. A row that is done leaves its seat empty until half of them are; an
-empty seat goes on behind the prompt of some row, and nobody looks at it.
+Tensors have 1, 2, 4, 8, ... batch rows, called *seats*. A finished row leaves its seat empty; when half of the seats
+are empty, the batch shrinks. An empty seat keeps the prompt of some row, and its scores are ignored.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .masks import Block
 from .rings import Ring, RingBlock, fewest_slots, ring_size
 from .slots import Slots
 
-DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}  # where the slots of a layer's buffers are
+DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}  # the slot dimension of each buffer of a layer
 
 
 class StaticSlotLayer(CacheLayerMixin):
-    """One layer's rings; ``window`` is how many columns a query sees at most, itself included (``None``: all)."""
+    """The rings of one layer; a query sees at most ``window`` columns, itself included (``None``: all)."""
 
     is_compileable = True
 
@@ -47,31 +47,31 @@ class StaticSlotLayer(CacheLayerMixin):
         self.indexer_keys: Tensor | None = None
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are in use, each seen as (seats, slots, ...)."""
+        """Return the buffers that are in use, each viewed as (seats, slots, ...)."""
         held = {name: getattr(self, name) for name in DIMS}
         return {name: buffer.transpose(1, DIMS[name]) for name, buffer in held.items() if buffer is not None}
 
     def put(self, name: str, by_slot: Tensor) -> None:
-        """Hold ``by_slot`` (seats, slots, ...) under ``name`` from now on."""
+        """Use ``by_slot`` (seats, slots, ...) as the buffer ``name`` from now on."""
         buffer = by_slot.transpose(1, DIMS[name]).contiguous()
         torch._dynamo.mark_static_address(buffer)
         setattr(self, name, buffer)
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make empty rings: the prefill has left none here."""
+        """Allocate empty rings, where the prefill has left no keys and values."""
         for name, states in (("keys", key_states), ("values", value_states)):
             batch, heads, _, width = states.shape
             self.put(name, states.new_zeros((batch, self.ring.size, heads, width)))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of new nodes and return the whole rings."""
+        """Write the states of new nodes and return the complete rings."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self._write("keys", key_states), self._write("values", value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys of a sparse-attention indexer, (seats, nodes, width), and return the whole ring."""
+        """Write the keys of a sparse-attention indexer, (seats, nodes, width), and return the complete ring."""
         return self._write("indexer_keys", indexer_key_states)
 
     def _write(self, name: str, states: Tensor) -> Tensor:
@@ -82,11 +82,11 @@ class StaticSlotLayer(CacheLayerMixin):
         return buffer
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many slots ``update`` returns, and 0."""
+        """Return how many slots ``update`` returns, and 0 as the first of them."""
         return self.ring.size, 0
 
     def get_seq_length(self) -> Any:
-        """Return the columns in use by the longest row: in a graph a tensor, for a number would stay what it is."""
+        """Return the number of columns that the longest row uses; a tensor in graphs, where a number is constant."""
         if torch.compiler.is_compiling():
             return self.rows.lengths.max()
         return self.rows.longest + self.rows.open
@@ -98,36 +98,36 @@ class StaticSlotLayer(CacheLayerMixin):
 
 @dataclass
 class _Leaver:
-    """The text of a row that has left: ``length`` columns, and its last ones, of each layer and buffer, by column."""
+    """A finished row: its ``length`` in columns, and for each layer the last columns of each buffer, by name."""
 
     length: int
     states: list[dict[str, Tensor]]
 
 
 class StaticSlotCache(Cache):
-    """Stand in for transformers' ``StaticCache`` while guesses are scored, and hand it back afterwards."""
+    """The cache that replaces transformers' ``StaticCache`` while draft tokens are scored; ``release`` fills that."""
 
     attends, own_states, touch = True, None, None
 
     def __init__(self, layers: list[Any], rows: Rows, shortest: int) -> None:
         super().__init__(layers=layers)
         self.rows = rows
-        self._shortest = shortest  # slots of a ring for whole texts
+        self._shortest = shortest  # least size of a ring for full attention
         self.slot_layers: list[StaticSlotLayer] = [layer for layer in layers if isinstance(layer, StaticSlotLayer)]
         self.rings = {layer.ring.size: layer.ring for layer in self.slot_layers}
         windows = {layer.window for layer in self.slot_layers}
         self.window: int | None = windows.pop() if len(windows) == 1 else None
         self._left: dict[int, _Leaver] = {}
-        self._room = 0, 0  # a ring for whole texts that all rings were made for, and the nodes behind these
+        self._room = 0, 0  # what the rings suffice for: the size of one for full attention, and nodes of a block
 
     @classmethod
     def adopt(
         cls, cache: StaticCache, batch_size: int, device: torch.device, widest: int, most_new: int | None = None
     ) -> StaticSlotCache:
-        """Take over what the prefill left in ``cache``, all of whose rows have the same length.
+        """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
-        ``widest`` is the number of nodes that a block will have at most, as far as is known, and ``most_new`` the
-        number of tokens that a row may still get.
+        ``widest`` is the largest number of nodes of a block, as far as is known, and ``most_new`` the largest number
+        of tokens that a row may still get.
         """
         length = max(int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, StaticLayer))
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
@@ -140,7 +140,7 @@ class StaticSlotCache(Cache):
 
     @property
     def shown(self) -> StaticSlotCache:
-        """Return what the model is given as its cache."""
+        """Return the cache that the model is given."""
         return self
 
     @property
@@ -149,7 +149,7 @@ class StaticSlotCache(Cache):
         return max(self.rings)
 
     def make_room(self, count: int) -> None:
-        """Let every ring hold the text, or a window of it, and a block of ``count`` nodes behind it."""
+        """Grow the rings until each holds all committed columns, or the window, and a block of ``count`` nodes."""
         end, ends = self.rows.longest + count, self.rows.lengths
         whole = ring_size(None, end, count, self._shortest)
         if whole == self._room[0] and count <= self._room[1]:
@@ -161,7 +161,7 @@ class StaticSlotCache(Cache):
             size = max(old.size, ring_size(layer.window, end, count, self._shortest))
             layer.ring = rings.setdefault(size, known.get(size) or Ring(size))
             if layer.ring is not old:
-                column = layer.ring.columns(ends)  # (seats, new slots), of the columns that are text
+                column = layer.ring.columns(ends)  # (seats, new slots), of the committed columns
                 row = torch.arange(len(ends), device=ends.device)[:, None]
                 for name, by_slot in layer.buffers().items():
                     place = row.to(by_slot.device), (column % old.size).to(by_slot.device)
@@ -169,7 +169,7 @@ class StaticSlotCache(Cache):
         self.rings = rings
 
     def aim(self, count: int) -> None:
-        """Let the next forward write ``count`` nodes behind the text."""
+        """Set the slots of the ``count`` nodes that the next forward writes."""
         columns = self.rows.lengths[:, None] + numbers(count, self.rows.device, self.rows.open)
         for ring in self.rings.values():
             ring.aim(columns)
@@ -177,11 +177,11 @@ class StaticSlotCache(Cache):
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make the first ``counts[b]`` nodes of ``path[b]`` part of the row in seat b, and drop the rest.
+        """Commit the first ``counts[b]`` nodes of ``path[b]`` to the row in seat b, and drop the rest.
 
         ``path`` is (seats, m), parents first; ``in_place`` says that each path is 0, 1, 2, ..., so that nothing moves.
         """
-        self.rows.open = 0  # first: a forest whose nodes were moved in part is none
+        self.rows.open = 0  # first: after an error in the middle of the moves, the forest must not be used again
         lengths = self.rows.lengths
         if path.shape[1] > 1 and not in_place:
             target = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
@@ -198,7 +198,7 @@ class StaticSlotCache(Cache):
         self.rows.set(lengths + taken, cpu_lengths)
 
     def drop(self) -> None:
-        """Forget the block and clear its slots: a nan there would reach queries that do not see it, as 0 * nan."""
+        """Drop the block and zero its slots: a nan there would reach even queries that mask it, as 0 * nan."""
         if self.rows.open == 0:
             return
         lengths = self.rows.lengths[:, None]
@@ -210,7 +210,7 @@ class StaticSlotCache(Cache):
         self.rows.open = 0
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Go on with the seats ``rows`` only, in that order; a seat may be there twice."""
+        """Keep the seats ``rows`` only, in that order; a seat may be repeated."""
         for layer in self.slot_layers:
             for name, by_slot in layer.buffers().items():
                 layer.put(name, by_slot.index_select(0, rows.to(by_slot.device)))
@@ -218,12 +218,12 @@ class StaticSlotCache(Cache):
         self.rows.set(self.rows.lengths.index_select(0, rows), cpu_lengths)
 
     def empty(self, seats: Sequence[int], length: int) -> None:
-        """Let ``seats`` stand behind their first ``length`` columns."""
+        """Set the length of the rows in ``seats`` to ``length`` columns."""
         lengths = [length if seat in seats else old for seat, old in enumerate(self.rows.cpu_lengths)]
         self.rows.set(uploaded(lengths, self.rows.lengths.device), lengths)
 
     def save(self, seat: int, row: int) -> None:
-        """Keep the text of the row in ``seat`` for ``release``, as number ``row`` of the batch."""
+        """Save the committed columns of the row in ``seat`` for ``release``, as row ``row`` of the batch."""
         length = self.rows.cpu_lengths[seat]
         states = []
         for layer in self.layers:
@@ -236,7 +236,7 @@ class StaticSlotCache(Cache):
         self._left[row] = _Leaver(length, states)
 
     def release(self, cache: StaticCache, longest: int) -> None:
-        """Write at most ``longest`` columns of every row saved into ``cache``; shorter rows end in zeros."""
+        """Write at most ``longest`` columns of every saved row to ``cache``; shorter rows end in zeros."""
         rows = [leaver for _, leaver in sorted(self._left.items())]
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, StaticLayer) and rows and rows[0].states[index]:
@@ -244,7 +244,7 @@ class StaticSlotCache(Cache):
 
 
 def unsupported_static_layer(cache: StaticCache) -> str | None:
-    """Say why rings cannot stand in for ``cache``, or return ``None`` if they can."""
+    """Say why rings cannot replace ``cache``, or return ``None`` if they can."""
     if cache.offloading:
         return "a StaticCache with offloading"
     known = (StaticLayer, StaticSlidingWindowLayer, StaticIndexedLayer, DummyLayer)
@@ -270,7 +270,7 @@ def _adopt_layer(layer: Any, rows: Rows, rings: dict[int, Ring], widest: int, sh
 
 
 def undo_static_reading(cache: StaticCache) -> Callable[[], None]:
-    """Return what puts ``cache`` back as it is now, whatever is read in between."""
+    """Return a function that restores ``cache`` to its state now, whatever is read in between."""
     undone = [_undo_layer(layer) for layer in cache.layers if isinstance(layer, StaticLayer)]
 
     def put_back() -> None:
@@ -288,7 +288,7 @@ def _undo_layer(layer: StaticLayer) -> Callable[[], None]:
         for name, value in held.items()
         if name.endswith("cumulative_length") and value is not None  # an indexer has none before it has read anything
     }
-    if layer.is_sliding and layer.is_initialized:  # moves what it holds
+    if layer.is_sliding and layer.is_initialized:  # such a layer shifts its columns
         tensors |= {name: getattr(layer, name).clone() for name in ("keys", "values")}
 
     def undo() -> None:
@@ -302,7 +302,7 @@ def _undo_layer(layer: StaticLayer) -> Callable[[], None]:
 
 
 def _forget(cache: StaticCache) -> None:
-    """Let go of the memory of ``cache``, which nobody looks at before ``release``."""
+    """Free the memory of ``cache``, which nobody reads before ``release``."""
     for layer in cache.layers:
         for name in DIMS:
             if isinstance(layer, StaticLayer) and hasattr(layer, name):
@@ -323,7 +323,7 @@ def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], long
             if start < end:
                 target[start - first : end - first] = states[start - row.length + len(states) :][: end - start]
     if isinstance(layer, StaticSlidingWindowLayer):
-        if layer.cumulative_length_int <= layer.max_cache_len:  # as plain `generate`, which stops counting when full
+        if layer.cumulative_length_int <= layer.max_cache_len:  # plain `generate` also stops counting when it is full
             layer.cumulative_length.fill_(min(longest, layer.max_cache_len))
         layer.cumulative_length_int = longest
     else:
@@ -333,10 +333,10 @@ def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], long
 
 
 class StaticSlots(Slots):
-    """Hold the rings of one model's text, the block behind it, and the masks over both.
+    """The rings of one model, the block of new nodes after them, and the masks over both.
 
     ``seats`` are those of the rows that go on. Where some seats are empty, ``row_in_seat`` (seats,) and
-    ``seat_of_row`` (rows,) are the way there and back; in an empty seat is row 0, whose scores nobody looks at.
+    ``seat_of_row`` (rows,) map between both. An empty seat counts as row 0, and its scores are ignored.
     """
 
     cache: StaticSlotCache
@@ -350,7 +350,7 @@ class StaticSlots(Slots):
         self.seat_of_row = torch.empty(0, dtype=torch.long, device=self.device)
 
     def sit(self, seats: list[int]) -> None:
-        """Let the rows that go on sit in ``seats``, and empty the others."""
+        """Assign the rows that go on to ``seats``, and empty the other seats."""
         count = len(self.cache.rows.cpu_lengths)
         self.seats, self.row_in_seat = seats, None
         if free := sorted(set(range(count)) - set(seats)):
@@ -366,7 +366,7 @@ class StaticSlots(Slots):
 
     @property
     def committed(self) -> int | None:
-        """Return how many tokens behind the prompt all rows have in their slots; ``None`` if no row is left."""
+        """Return how many tokens after the prompt all rows have committed; ``None`` if no row is left."""
         return min(self.lengths) - self.prompt if self.seats else None
 
     def _block(
@@ -379,11 +379,11 @@ class StaticSlots(Slots):
         return RingBlock(*shape, cache.window, level, end=self._end)
 
     def positions(self, origin: Tensor, block: Block) -> Tensor:
-        """Return the positions of the new nodes, (..., seats, nodes), in memory that is laid out alike every time."""
+        """Return the positions of the new nodes, (..., seats, nodes), with the same memory layout every time."""
         return origin + block.query
 
     def mask(self, block: Block) -> Tensor:
-        """Return the plain mask (seats, slots of the longest ring) for models that look at it: 0 at left padding."""
+        """Return the 2D mask (seats, slots of the longest ring) for models that read it: 0 at left padding."""
         longest, mask = self.cache.longest_ring, self._plain_mask
         if mask is None or mask.shape != (len(block.lengths), longest):
             padding = self.padding
@@ -396,7 +396,7 @@ class StaticSlots(Slots):
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Make ``counts[b]`` nodes of ``path[b]`` (rows, m) text, and forget the rest of the block."""
+        """Commit ``counts[b]`` nodes of ``path[b]`` (rows, m), and drop the rest of the block."""
         if self.row_in_seat is not None:
             path = path.to(self.device).index_select(0, self.row_in_seat)
             taken = dict(zip(self.seats, counts, strict=True))

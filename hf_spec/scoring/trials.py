@@ -1,4 +1,4 @@
-"""Try a model once and remember what came out."""
+"""Run a trial once per model, and remember its result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from .adapters import adapted_layers, with_adapters
 from .changes import way_of_forward
 
-MOST_WAYS = 32  # of one model that are remembered: hooks that are made anew for each call make a new one each
+MOST_WAYS = 32  # results remembered per model: hooks that are rebuilt for each call give a new key each time
 Options = ParamSpec("Options")
 Found = TypeVar("Found")
 
 
 def in_short(error: Exception) -> str:
-    """Say what an error is in one line: a compiler's may fill pages."""
+    """Describe an error in one line: a compiler's may fill pages."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first}"[:300]
 
@@ -28,10 +28,10 @@ def in_short(error: Exception) -> str:
 def tried_once(
     trial: Callable[Concatenate[PreTrainedModel, Options], Found],
 ) -> Callable[Concatenate[PreTrainedModel, Options], Found]:
-    """Let ``trial(model, ...)`` run once for each model, each way of its forward and other arguments.
+    """Run ``trial(model, ...)`` once for each model, key of its forward (``way_of_forward``) and other arguments.
 
-    What it returns is remembered, what it raises is not. It runs without gradients and leaves the model as it was. An
-    argument that has a ``kind`` is remembered by that.
+    Results are remembered, errors are not. It runs without gradients and leaves the model as it was. An argument that
+    has a ``kind`` is remembered by that.
     """
     known: WeakKeyDictionary[PreTrainedModel, dict[Hashable, Found]] = WeakKeyDictionary()
 
@@ -55,7 +55,7 @@ def tried_once(
 
 @contextlib.contextmanager
 def _left_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what trial forwards change on ``model``: how far positions lag behind the images of the last prompt."""
+    """Restore what trial forwards change on ``model``: the ``rope_deltas`` of the last prompt with images."""
     lags = [(module, module.rope_deltas) for module in model.modules() if hasattr(module, "rope_deltas")]
     try:
         yield

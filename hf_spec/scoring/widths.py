@@ -1,4 +1,4 @@
-"""Measure how much longer a forward takes for more tokens, on the largest layers of the model alone."""
+"""Measure how much longer a forward takes for more tokens, on the model's largest linear layers only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 
 from .plain import input_device
 
-PASSES = 5  # over the layers, for each number of tokens
-SHARE = 1 / 4  # of the model's weights beside its embeddings, that say how the others behave
+PASSES = 5  # timed passes over the layers, for each number of tokens
+SHARE = 1 / 4  # least share of the weights without embeddings that must be measured, to speak for the others
 
 
 @torch.no_grad()
 def costs_of_widths(model: PreTrainedModel, widths: Sequence[int]) -> list[float] | None:
-    """Return what forwards of so many tokens take, as multiples of the first one; ``None`` if that cannot be told.
+    """Return the time of a forward of each width (in tokens), relative to the first; ``None`` if it is unknown.
 
-    Measured on the largest linear layers of ``model``, one behind the other: like in a forward, none finds its weights
-    in a fast memory where the last pass has left them. Where most weights are experts', quantized, or split between
-    devices, these layers would tell nothing about the others.
+    Measured on the largest linear layers of ``model``, one after the other. As in a forward, no layer finds its
+    weights still cached from the last pass. It is unknown where most weights are experts', quantized, or split between
+    devices: these layers would say nothing about the others.
     """
     weights, device = _largest_weights(model), input_device(model)
     taken: dict[int, list[float]] = {width: [] for width in widths}
@@ -41,7 +41,7 @@ def costs_of_widths(model: PreTrainedModel, widths: Sequence[int]) -> list[float
 
 
 def _largest_weights(model: PreTrainedModel) -> list[Tensor]:
-    """Return the weights of the largest linear layers, all of one shape; none if they are but a small part."""
+    """Return the weights of the largest linear layers, all of one shape; none if they are too small a part."""
     ends = {id(one) for layer in _ends(model) for one in layer.parameters()}
     weights = [layer.weight for layer in model.modules() if type(layer) is nn.Linear]
     weights = [one for one in weights if _is_plain(one, model) and id(one) not in ends]
@@ -60,7 +60,7 @@ def _is_plain(weight: Tensor, model: PreTrainedModel) -> bool:
 
 
 def now(device: torch.device) -> float:
-    """Return the seconds of a clock once ``device`` has done what it was given."""
+    """Return the time in seconds, after all work queued on ``device`` is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
