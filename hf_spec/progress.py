@@ -1,4 +1,4 @@
-"""How far work is: a bar where one can be drawn, and a sentence for who asks."""
+"""Progress of long work: a tqdm bar, and ``str()`` of it as a sentence."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers.utils import logging
 
-working: list[Progress] = []  # what goes on now, the innermost last
+working: list[Progress] = []  # the work in progress now, the innermost last
 
 
 class Progress:
-    """A count of ``done`` things out of ``total`` (``None``: nobody knows) while ``what`` goes on."""
+    """A count of ``done`` units of work ``what``, out of ``total`` (``None``: unknown)."""
 
     def __init__(self, what: str, total: int | None, unit: str, shown: bool = True, done: int = 0) -> None:
         self.what, self.total, self.unit, self.done = what, total, unit, done
@@ -46,7 +46,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Say for people how long ``seconds`` are."""
+    """Format ``seconds`` for people."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""What files of others may hold that does harm: names that steer a terminal, pipes without an end, broken text."""
+"""Guards against harmful content of foreign files: terminal escapes in names, endless pipes, broken text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import stat
 from typing import Any
 
-DEEPEST = 50  # lists and objects within each other: more than any conversation, tool or recipe has
+DEEPEST = 50  # maximum nesting of lists and objects: more than any conversation, tool or recipe has
 
 
 def printable(text: object) -> str:
-    """Return ``text`` with escapes in the place of what steers a terminal; line ends and tabs stay."""
+    """Return ``text`` with unprintable characters escaped, which could control a terminal; keep line ends and tabs."""
     return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in str(text))
 
 
@@ -18,7 +18,7 @@ def check_ends(path: str | os.PathLike[str]) -> None:
     """Raise an OSError if ``path`` is a pipe, a socket or a device, which may never end. A missing file passes."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # whoever opens it says what is wrong
+    except (OSError, ValueError):  # opening the file will say what is wrong
         return
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(

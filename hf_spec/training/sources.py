@@ -1,4 +1,4 @@
-"""Where the commands get their data: files, the Hub, and what ``hf-spec prepare`` wrote."""
+"""The data of the commands: from files, the Hub, or what ``hf-spec prepare`` wrote."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .vocabulary import count_tokens, most_frequent
 
 logger = logging.get_logger(__name__)
 
-HELD_OUT = 64
-MIXED = 1000  # examples of a stream that wait for their turn
+HELD_OUT = 64  # examples for evaluation by default, at most
+MIXED = 1000  # examples in a stream's shuffle buffer
 
 
 def load_raw(name: str, split: str = "train", streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
-    """Load a file, what ``save_to_disk`` wrote, or a dataset of the Hub or of a directory.
+    """Load a file, a directory that ``save_to_disk`` wrote, or a dataset of the Hub or of a directory of files.
 
     Errors: those of ``read_file``, and a ValueError if there is no dataset, or a broken one.
     """
@@ -65,12 +65,12 @@ def saved(name: str) -> Any:
     """Load what ``save_to_disk`` wrote. Errors: a ValueError if it is damaged."""
     try:
         return datasets.load_from_disk(name)
-    except Exception as error:  # datasets and Arrow raise what they like
+    except Exception as error:  # datasets and Arrow may raise anything
         raise ValueError(f"the dataset in {name} is damaged ({error}): prepare or copy it again") from error
 
 
 def conversations(data: datasets.Dataset) -> Any:
-    """Return what ``regenerate`` reads of ``data``. Errors: a ValueError if there are no conversations."""
+    """Return the conversations of ``data`` for ``regenerate``. Errors: a ValueError if there are none."""
     columns = chat_columns(data.column_names, questions=True)
     if not columns:
         raise ValueError(
@@ -81,7 +81,7 @@ def conversations(data: datasets.Dataset) -> Any:
 
 
 def weights_of(data: Any) -> dict[str, float]:
-    """Return the weight of each file or dataset that ``data`` of a recipe names: one, a list, or names with weights.
+    """Return the weight of each file or dataset in a recipe's ``data``: a name, a list, or names with weights.
 
     Errors: a ValueError for anything else, and for a weight that is not above 0.
     """
@@ -101,14 +101,14 @@ def weights_of(data: Any) -> dict[str, float]:
 def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: int = 0, **options: Any) -> Any:
     """Prepare ``data`` as ``prepare_dataset`` does, and split them into ``"train"`` and ``"test"``.
 
-    ``data`` may be several datasets, pairs of each one and its weight: an example of weight 2 stands twice among those
-    to train on, and of those of weight 0.5 every other one, chosen at random. Examples held out are left as they are.
-    ``positions`` are how many the target is made for, if it says so: a greater ``max_length`` is cut to that.
-    ``held_out`` examples are for evaluation, by default a tenth, but none of a single one.
+    ``data`` may be several datasets, as pairs of a dataset and its weight. An example of weight 2 is trained on twice,
+    and one of weight 0.5 with a probability of one half. Weights do not affect held-out examples. ``positions`` is
+    the target's maximum length, 0 if unknown; a greater ``max_length`` is cut to it. ``held_out`` examples are for
+    evaluation, by default a tenth, at most 64, and none if there is only one example.
 
-    Streams stay streams. The first 64 documents are held out, or as many as asked for, and the others come in an order
-    that is mixed a thousand at a time. Of several streams the weights say how often each one's next example is taken,
-    until one of them ends.
+    Streams stay streams. The first 64 documents are held out, or ``held_out``; the others are shuffled in a buffer of
+    a thousand. The weights of several streams are the probabilities of taking the next example from each, until one
+    of them ends.
 
     Errors: those of ``prepare_dataset``; a ValueError if no example would be left to train on.
     """
@@ -155,7 +155,8 @@ def _split_streams(
     first = list(_mixed(streams, shares).take(count + 1))
     if not 0 <= count < len(first):
         raise ValueError(f"held_out is {count}, but there are only {len(first)}: keep fewer, or do not stream")
-    # Other passes and other workers come to them at other places, and would pack them with others.
+    # Held-out examples are filtered by content: other passes and workers meet them at other places of the stream.
+    # Packing comes last, because packed with others they could not be recognised.
     is_new = partial(_is_new, {tuple(numbers(one["input_ids"])) for one in first[:count]})
     streams = [one.filter(is_new, input_columns="input_ids") for one in streams]
     if packing:
@@ -183,10 +184,10 @@ def sizes(examples: Any) -> tuple[int, int]:
 
 
 def coverage(examples: Any, vocabulary: int, held_out: Any = None) -> dict[int, float]:
-    """Say for several sizes of a draft vocabulary which share of the answers' tokens it has.
+    """Return the share of the answers' tokens that a draft vocabulary covers, for several sizes of it.
 
-    The tokens are chosen by ``examples``, which they fit better than others. The share is that of ``held_out`` ones,
-    if any are given.
+    The vocabulary is the most frequent tokens of ``examples``, so their own share is too optimistic. If ``held_out``
+    examples are given, the share is theirs.
     """
     counts = count_tokens(examples, vocabulary)
     met = counts if held_out is None else count_tokens(held_out, vocabulary)
@@ -198,7 +199,7 @@ def coverage(examples: Any, vocabulary: int, held_out: Any = None) -> dict[int, 
 
 
 def default_layers(target: PreTrainedModel) -> tuple[int, ...]:
-    """Return the layers that an EAGLE-3 draft of ``target`` reads if nothing else is said."""
+    """Return the layers that an EAGLE-3 draft of ``target`` reads by default."""
     config: Eagle3SpeculatorConfig = Eagle3SpeculatorConfig.for_target(target.config)
     return config.feature_layers(target.config.get_text_config().num_hidden_layers)
 

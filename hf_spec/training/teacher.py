@@ -1,4 +1,4 @@
-"""Read texts with a language model: features, last hidden states, and the distributions at a few positions."""
+"""Forward passes of a language model over texts: features, last hidden states, and logits at a few positions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..scoring.trials import tried_once
 
 
 class Reader:
-    """Run ``model`` over whole texts without working out their logits."""
+    """The forward pass of ``model`` over complete texts, without the logits."""
 
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()) -> None:
         self.model: Any = model
@@ -32,7 +32,8 @@ class Reader:
     def read(self, input_ids: Tensor, document_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:
         """Return the states of each feature layer (batch, length, width) and the last ones (batch, length, hidden).
 
-        Packed documents (batch, length) do not see each other. Padding is on the right, where no text sees it.
+        Packed documents (batch, length) do not attend to each other. Padding is on the right, where no token of the
+        text attends to it.
         """
         if document_ids is None or not bool((document_ids != document_ids[:, :1]).any()):
             return self._read(input_ids)
@@ -43,10 +44,7 @@ class Reader:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise a ValueError if the model lets a text look at what follows in it, which drafts have to guess.
-
-        Or if its states are no numbers.
-        """
+        """Raise a ValueError if states are not finite, or if tokens attend to later ones, which drafts must predict."""
         ids = _some_ids(self.model)
         states = self._read(ids)[1]
         if not bool(states.isfinite().all()):
@@ -66,7 +64,7 @@ class Reader:
         if position_ids is not None:
             kwargs["position_ids"] = position_ids
         if self.model._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = torch.tensor([-1])  # for the number 1, Gemma 4 gives no more states either
+            kwargs["logits_to_keep"] = torch.tensor([-1])  # a tensor: given the number 1, Gemma 4 cuts the states too
         last: list[Any] = []
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -77,9 +75,9 @@ class Reader:
         return self._features.states(outputs, caught), last[-1].last_hidden_state
 
     def _read_in_rows(self, input_ids: Tensor, starts: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Read every document as a row of its own, as many at a time as take no more room than the batch.
+        """Read each document as its own batch row, as many at a time as need no more memory than the batch.
 
-        ``starts`` (documents,) are where they begin in the flattened batch.
+        ``starts`` (documents,) are their first tokens in the flattened batch.
         """
         lengths = starts.diff(append=starts.new_tensor([input_ids.numel()])).tolist()
         documents = input_ids.flatten().split(lengths)
@@ -98,8 +96,8 @@ class Reader:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits (n, vocabulary) of the last hidden states (n, hidden) of any n positions.
 
-        The model's own ``forward`` works them out around a decoder that gives these states, so that they are capped
-        and scaled where the model does that.
+        The model's own ``forward`` computes them, with its decoder replaced by one that returns these states. So they
+        are capped and scaled where the model does that.
         """
         with _answering(decoder_of(self.model), _Answer(last_hidden_state=hidden[None])):
             outputs = self.model(input_ids=hidden.new_zeros(1, len(hidden), dtype=torch.long), return_dict=True)
@@ -108,9 +106,9 @@ class Reader:
 
 @tried_once
 def separates_documents(model: PreTrainedModel) -> bool:
-    """Tell whether ``model`` reads documents apart if their positions begin anew.
+    """Tell whether ``model`` keeps packed documents separate when the position ids restart at each one.
 
-    Many models of transformers take positions but do not see in them where a document begins.
+    Many models of transformers accept position ids but do not find the documents' beginnings in them.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return False
@@ -130,7 +128,7 @@ def _alike(states: Tensor, others: Tensor) -> bool:
 
 
 class _Answer(BaseModelOutputWithPast):
-    """Hold last hidden states, and nothing of what else the decoders of some models give."""
+    """A decoder's output with last hidden states; any further field that a model reads is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -142,14 +140,14 @@ _one_answer_at_a_time = threading.Lock()
 
 @contextlib.contextmanager
 def _answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Let ``module`` give ``output`` whatever this thread asks it."""
+    """Let ``module`` return ``output`` for any call of this thread; other threads get its own ``forward``."""
     thread = threading.get_ident()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return output if threading.get_ident() == thread else own_forward(*args, **kwargs)
 
     with _one_answer_at_a_time:
-        wrapped = module.__dict__.get("forward")  # by whoever spreads models over devices
+        wrapped = module.__dict__.get("forward")  # accelerate sets one where a model is split over devices
         own_forward = module.forward
         module.forward = forward
         try:

@@ -1,4 +1,4 @@
-"""Train a draft with everything that ``transformers.Trainer`` has, while the target looks on."""
+"""A ``transformers.Trainer`` for drafts: the frozen target provides hidden states and distributions."""
 
 from __future__ import annotations
 
@@ -58,28 +58,27 @@ logger = logging.get_logger(__name__)
 
 
 class DraftTrainer(Trainer):
-    """Train ``model``, a draft of any kind, to guess what ``target`` says.
+    """A trainer of ``model``, a draft of any kind, on what ``target`` would say.
 
     Datasets have the columns ``input_ids``, ``loss_mask`` (1 where a token is the target's own answer) and, if packed,
-    ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and else stays as it is; it runs in
-    this process, but not on datasets that are a ``FeatureCache``: with those alone, ``cache.load_target()`` will do.
-    ``evaluate()`` adds what speculative generation measures: ``eval_acceptance_length`` and ``eval_acceptance_k``, how
-    often the first k guesses are accepted; ``metric_for_best_model="eval_acceptance_length"`` picks checkpoints by it.
+    ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and is not changed otherwise. It
+    runs in this process, except on a ``FeatureCache``; if all datasets are caches, ``cache.load_target()`` is enough.
+    ``evaluate()`` also generates speculatively and adds ``eval_acceptance_length`` and ``eval_acceptance_k``, how
+    often the first k draft tokens are accepted. ``metric_for_best_model`` may name these.
 
     Args:
         model: a ``DraftModel``, or a small causal language model to distil; or use ``model_init``.
-        target: the language model it drafts for; may carry an adapter of PEFT.
+        target: the language model it drafts for; may have an adapter of PEFT.
         eval_prompts: held-out prompts as token ids; taken from ``eval_dataset`` by default.
         peft_config: train an adapter of PEFT on the draft instead of the draft.
         **kwargs: all that ``Trainer`` takes.
 
-    Errors: a ValueError if the draft was made for another target, if cached features are not those that it reads of
-    this one, if examples were prepared with another tokenizer than ``processing_class``, if training is spread over
-    several devices by threads (start one process per device instead), or if the target's states or a loss are not
-    finite.
+    Errors: a ValueError if the draft was made for another target, if cached features are not those that it needs from
+    this one, if examples were prepared with another tokenizer than ``processing_class``, if one process sees several
+    devices (start one process per device instead), or if the target's states or a loss are not finite.
     """
 
-    loss_is_scaled_for_ga = True  # by the positions of all batches of a step, see _get_num_items_in_batch
+    loss_is_scaled_for_ga = True  # the loss is divided by the positions of all accumulated batches already
 
     def __init__(
         self,
@@ -98,8 +97,8 @@ class DraftTrainer(Trainer):
         self.eval_prompts = None if eval_prompts is None else token_ids(eval_prompts, self._vocabulary)
         self._peft_config = peft_config
         self._tokenizer = kwargs.get("processing_class")
-        self._sums = {True: RunningSums(), False: RunningSums()}  # of training, of evaluation
-        self._order = torch.Generator()  # of examples that are grouped by length
+        self._sums = {True: RunningSums(), False: RunningSums()}  # is training? -> its metrics
+        self._order = torch.Generator()  # random order of examples that are grouped by length
         kwargs.setdefault("data_collator", DraftCollator())
         if args.muon_learning_rate is not None:
             kwargs["optimizer_cls_and_kwargs"] = muon.factory(args)
@@ -146,14 +145,14 @@ class DraftTrainer(Trainer):
         for data in self._data:
             self._admit(data)
         let_forward_compute_a_loss(draft)
-        self._around: dict[str, Any] = {}  # the draft, see ``as_trained``
+        self._around: dict[str, Any] = {}  # the draft's wrapped forward, see ``as_trained``
         self._steps = count_steps(draft, args.unroll_steps)
         if sharding.is_asked_for(args):
             sharding.hide_embeddings_and_head(model)
         return model
 
     def _admit(self, data: Any) -> None:
-        """Raise a ValueError if ``data`` are what the target or the draft cannot read."""
+        """Raise a ValueError if the target or the draft cannot read ``data``."""
         if isinstance(data, FeatureCache):
             data.check(self.target, self._reader.feature_layers)
         elif data is not None and not isinstance(data, str):
@@ -163,18 +162,18 @@ class DraftTrainer(Trainer):
                 raise ValueError("without its layers the target can read no text: cache the features of every dataset")
 
     def _forget_use_cache(self) -> None:
-        """Undo what transformers writes into any model's config: a draft has no such option."""
+        """Remove ``use_cache``, which Trainer writes into any model's config: a draft has no such option."""
         if isinstance(draft := self.draft, DraftModel):
             draft.config.__dict__.pop("use_cache", None)
 
     @property
     def draft(self) -> Any:
-        """Return the draft without what wraps it for training."""
+        """Return the draft without the wrappers of training and PEFT."""
         return base_model(self.accelerator.unwrap_model(self.model))
 
     @property
     def settings(self) -> DraftTrainingArguments:
-        """Return ``args`` by its type."""
+        """Return ``args`` with its type."""
         return cast(DraftTrainingArguments, self.args)
 
     # -- the loss -----------------------------------------------------------------------------------------------------
@@ -191,11 +190,11 @@ class DraftTrainer(Trainer):
         features = torch.cat([layer.to(hidden.device) for layer in layers], dim=-1) if layers else None
         text = UnrollInput(inputs["input_ids"], inputs.get("document_ids"), features, inputs.get("anchors"))
         batch_loss = functools.partial(self._batch_loss, text, self._counted(inputs), hidden, divisor)
-        with as_trained(self.draft, self._around):  # through the wrapped model: whatever wraps it sees one forward
+        with as_trained(self.draft, self._around):  # DDP and FSDP need all of it inside one forward of the wrapper
             loss, metrics, counted = model(batch_loss=batch_loss)
         may_overflow = self.args.fp16 or (self.args.fp16_full_eval and not model.training)
         check_finite(features, hidden, None if may_overflow else loss)
-        if not isinstance(self.draft, DraftModel):  # a language model, whose one step says all of its chains
+        if not isinstance(self.draft, DraftModel):  # a language model: its one step gives the metrics of all chains
             steps = self.settings.unroll_steps
             counted = counted_positions(inputs["loss_mask"], steps, inputs.get("document_ids"))
             metrics = of_chains(metrics, counted)
@@ -205,10 +204,10 @@ class DraftTrainer(Trainer):
     def _batch_loss(
         self, text: UnrollInput, counted: Tensor, hidden: Tensor, divisor: Tensor, draft: Any
     ) -> tuple[Tensor, StepMetrics, Tensor]:
-        """Return a batch's loss, metrics (losses not weighted by step), and the positions that count.
+        """Return a batch's loss, metrics (losses not weighted by step), and ``counted``.
 
-        These are ``counted`` (steps, batch, length - 1); ``hidden`` (batch, length, target hidden) are the target's
-        last hidden states, ``divisor`` (steps,) is what the positions' weights are divided by.
+        ``counted`` (steps, batch, length - 1) are the positions that count. ``hidden`` (batch, length, target hidden)
+        are the target's last hidden states. ``divisor`` (steps,) divides the positions' weights.
         """
         args = self.settings
         made = unrolled(draft, text, self._steps, bool(args.activation_checkpointing))
@@ -235,7 +234,7 @@ class DraftTrainer(Trainer):
         return loss, metrics, counted
 
     def _states(self, inputs: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
-        """Return what the target makes of a batch: each layer that the draft reads, and the last hidden states."""
+        """Return the target's states for a batch: each feature layer of the draft, and the last hidden states."""
         if (cached := inputs.get("states")) is not None:
             layers = [cached[layer] for layer in self._reader.feature_layers]
             return layers, cached[LAST].to(self.target.dtype)
@@ -243,7 +242,7 @@ class DraftTrainer(Trainer):
             return self._reader.read(inputs["input_ids"], inputs.get("document_ids"))
 
     def _own_precision(self) -> torch.autocast:
-        """Let the target compute as it does when it generates, whatever precision the draft is trained in."""
+        """Switch autocast off: the target computes as in generation, whatever precision the draft is trained in."""
         return torch.autocast(self.args.device.type, enabled=False)
 
     def _target_logits(self, hidden: Tensor) -> Tensor:
@@ -258,13 +257,14 @@ class DraftTrainer(Trainer):
         return position_weights(self._counted(inputs), normalizer, inputs.get("document_ids"))[1]
 
     def _counted(self, inputs: dict[str, Any]) -> Tensor:
-        """Mark the positions that count, (steps, batch, length - 1): of a block draft those before an anchor."""
+        """Mark the positions that count, (steps, batch, length - 1); for a block draft only those of its anchors."""
         counted = counted_positions(inputs["loss_mask"], self._steps, inputs.get("document_ids"))
         return counted & inputs["anchors"][:, 1:] if "anchors" in inputs else counted
 
     def _choose_anchors(self, inputs: dict[str, Any], number: int | None) -> None:
-        """Choose, once, where a block draft guesses: by the step and the ``number`` of its batch, also in a run that
-        was resumed; or always the same."""
+        """Sample a block draft's anchors once per batch, seeded by step and batch ``number`` for resumed runs.
+
+        Without a ``number``, in evaluation, they are always the same."""
         if "anchors" in inputs or not getattr(self.draft, "needs_anchors", False):
             return
         place = () if number is None else (self.state.global_step, self.args.process_index, number)
@@ -273,7 +273,7 @@ class DraftTrainer(Trainer):
         inputs["anchors"] = draw_anchors(*given, generator)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
-        """Count what the weights of each step are divided by, (steps,): over accumulated batches and processes."""
+        """Return the divisor of each step's weights, (steps,), summed over accumulated batches and processes."""
         if not batch_samples:
             return None
         for number, batch in enumerate(batch_samples):
@@ -332,7 +332,7 @@ class DraftTrainer(Trainer):
             return output
         sums = self._sums[False]
         figures = sums.averages(self._over_processes)
-        if sums.sums is not None:  # over all positions, where transformers averages batches
+        if sums.sums is not None:  # an average over all positions; transformers averages over batches
             together = self.settings.normalizer == "guess"
             figures["loss"] = sums.loss(self._step_weights(torch.device("cpu")), together, self._over_processes)
         figures |= self._measured(dataloader.dataset)
@@ -340,7 +340,7 @@ class DraftTrainer(Trainer):
         return output
 
     def _measured(self, dataset: Any) -> dict[str, float]:
-        """Generate from held-out prompts, each process from its own, and return what was accepted."""
+        """Generate from held-out prompts, split over processes, and return the acceptance metrics."""
         args, prompts = self.settings, self.eval_prompts
         if prompts is None:
             prompts = prompts_of(source_of(dataset), args.eval_prompts, args.eval_prompt_length)
@@ -363,16 +363,16 @@ class DraftTrainer(Trainer):
         return figures
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as ``Trainer`` does; ``True`` goes on from the last whole checkpoint, and starts anew without one.
+        """Train as ``Trainer`` does; ``True`` resumes from the last complete checkpoint, if there is one.
 
-        Errors: a ValueError if ``output_dir`` has the checkpoints of another run that this one does not go on from.
+        Errors: a ValueError if ``output_dir`` has the checkpoints of another run that is not resumed.
         """
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, cast(str, self.args.output_dir))
         if not asks_to_resume(resume_from_checkpoint) and not self.state.global_step:
             check_output_dir(cast(str, self.args.output_dir))
         if self.model is not None:
             check_draft(checkpoint, self.draft, self.accelerator.unwrap_model(self.model) is not self.draft)
-            vars(self.draft).update(self._around)  # for whatever wraps it now
+            vars(self.draft).update(self._around)  # training wraps the draft again, and must wrap this forward
         return super().train(checkpoint, *args, **kwargs)
 
     def _init_training_state(self, max_steps: int, steps: int, epochs: int, checkpoint: Any, *args: Any) -> Any:
@@ -386,14 +386,14 @@ class DraftTrainer(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _get_train_sampler(self, *args: Any) -> Any:
-        """Group by length by random numbers that come again in a run that is resumed."""
+        """Group by length with a generator of our own, so that a resumed run repeats the order."""
         sampler = super()._get_train_sampler(*args)
         if isinstance(sampler, LengthGroupedSampler):
             sampler.generator = self._order
         return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Train no more where all of ``max_steps`` are done: Trainer would take a step before it looks."""
+        """Stop if all of ``max_steps`` are done: Trainer would take one more step before it checks."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
@@ -423,7 +423,7 @@ class DraftTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write what hf_spec knows about the draft; transformers' card knows of no target."""
+        """Write the model card of hf_spec; transformers' own card does not name the target."""
         if self.is_world_process_zero():
             self._write_card(cast(str, self.args.output_dir))
 

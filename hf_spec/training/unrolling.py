@@ -1,4 +1,4 @@
-"""Unroll a draft of any kind, a small language model too, over the texts it is trained on."""
+"""Unrolling of a draft of any kind, also a small language model, over the texts it is trained on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .teacher import Reader
 def unrolled(draft: Any, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
     """Unroll ``draft``, a ``DraftModel`` or a causal language model, for ``steps`` steps; see ``DraftModel.unroll``.
 
-    A language model says at every position what comes next, so that one step is all it needs.
+    A language model predicts the next token at every position, so one step is enough for it.
     """
     if isinstance(draft, DraftModel):
         return draft.unroll(given, steps, recompute)
     reader = Reader(draft)
     _, hidden = reader.read(given.input_ids, given.document_ids)
-    head = type(draft).get_output_embeddings(draft)  # the instance's may be hidden, see sharding
+    head = type(draft).get_output_embeddings(draft)  # by the class: sharding overrides the instance's method
     return Unrolled([hidden[:, 1:]], lambda step, states: reader.logits(states), list(head.parameters()), [])
 
 

@@ -1,4 +1,4 @@
-"""Which of the target's tokens a draft can guess, and new drafts that begin with the target's own weights."""
+"""Draft vocabularies, which are subsets of the target's, and new drafts that start from the target's weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def count_tokens(dataset: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:
-    """Return the ``size`` most frequent tokens of ``counts`` (vocabulary,), ascending; of equals the lower ids.
+    """Return the ``size`` most frequent tokens of ``counts`` (vocabulary,), in ascending order; ties take lower ids.
 
-    Errors: a ValueError if there are not so many.
+    Errors: a ValueError if the vocabulary is smaller than ``size``.
     """
     if not 1 <= size <= len(counts):
         raise ValueError(f"a draft vocabulary of {size} tokens cannot be chosen from {len(counts)}")
@@ -39,10 +39,10 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
 
 
 def new_draft(config: SpeculatorConfig, target: PreTrainedModel, token_counts: Tensor | None = None) -> Any:
-    """Make an untrained draft of ``target`` whose embeddings and output layer begin as the target's.
+    """Make an untrained draft of ``target`` with the target's embeddings and output layer as initial weights.
 
-    ``token_counts`` (vocabulary,), see ``count_tokens``, choose the draft vocabulary if the config makes it smaller
-    than the target's.
+    If the config makes the draft vocabulary smaller than the target's, it gets the most frequent tokens of
+    ``token_counts`` (vocabulary,), see ``count_tokens``.
 
     Errors: a ValueError if counts are missing, or if a draft of another width would keep random embeddings.
     """

@@ -1,4 +1,4 @@
-"""What training puts around the ``forward`` of a draft, and how it is taken off for a while."""
+"""The ``forward`` of a draft that computes a loss in training, and how it is removed for a while."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..drafts.modeling import DraftModel
 def let_forward_compute_a_loss(draft: Any) -> None:
     """Let ``draft(batch_loss=function)`` return ``function(draft)``.
 
-    What wraps a draft for training expects all that is done with it for a batch inside one call of ``forward``.
+    Wrappers such as DDP and FSDP expect that all computations of a batch happen inside one call of ``forward``.
     """
     plain = type(draft).forward
 
@@ -22,7 +22,7 @@ def let_forward_compute_a_loss(draft: Any) -> None:
     def forward(self: Any, *args: Any, batch_loss: Any = None, **kwargs: Any) -> Any:
         if batch_loss is None:
             return plain(self, *args, **kwargs)
-        with _unwrapped(self):  # autocast would not end if a language model's forward were wrapped within itself
+        with _unwrapped(self):  # a language model calls its forward again; nested, autocast would not end
             return batch_loss(self)
 
     draft.forward = MethodType(forward, draft)
@@ -31,14 +31,14 @@ def let_forward_compute_a_loss(draft: Any) -> None:
 
 
 def _recompute_steps(**kwargs: Any) -> None:
-    """Do nothing: the steps of a draft are recomputed as a whole, see ``unrolling.outputs``."""
+    """Do nothing: each step of a draft is recomputed as one unit, see ``unrolling.outputs``."""
 
 
 @contextlib.contextmanager
 def as_trained(draft: Any, around: dict[str, Any]) -> Iterator[None]:
-    """Let ``draft`` have the ``forward`` that training has made of it, which ``around`` keeps meanwhile and between.
+    """Give ``draft`` its training ``forward``, which ``around`` keeps between the calls.
 
-    Whoever generates with the draft in the same process gets what is saved, without autocast.
+    So generation with the draft in the same process computes like the saved draft, without autocast.
     """
     draft.__dict__.update(around)
     try:
@@ -50,7 +50,7 @@ def as_trained(draft: Any, around: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def weights_put_back(draft: Any) -> Iterator[None]:
-    """Put back the weights of ``draft`` in the end: Trainer evaluates in half precision by rounding them in place."""
+    """Restore the weights of ``draft`` at the end: to evaluate in half precision, Trainer rounds them in place."""
     weights = [(tensor, tensor.data) for tensor in draft.parameters()]
     buffers = [(module, dict(module._buffers)) for module in draft.modules()]
     try:
@@ -65,7 +65,7 @@ def weights_put_back(draft: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_loaded(draft: Any) -> Iterator[None]:
-    """Let ``draft`` compute as it will when it is loaded: in evaluation mode, without autocast around ``forward``."""
+    """Let ``draft`` compute as after loading: in evaluation mode, without autocast around ``forward``."""
     training = draft.training
     draft.eval()
     try:
@@ -77,7 +77,7 @@ def as_loaded(draft: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwrapped(draft: Any) -> Iterator[None]:
-    """Give ``draft`` the ``forward`` of its class, without what training has put around it."""
+    """Give ``draft`` the ``forward`` of its class instead of the wrapped one."""
     wrapped = draft.__dict__.pop("forward", None)
     try:
         yield
