@@ -1,6 +1,6 @@
-"""Attention of many queries to a long text, each to a stretch of it, without a mask of queries x keys.
+"""Attention of many queries to a long text, each to a range of its keys, without a mask of queries x keys.
 
-What training needs of attention: the queries are positions of a text, or slots of blocks in order of their roots.
+Training uses it. The queries are positions of a text, or slots of blocks in the order of their roots.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-BLOCK = 128  # queries whose scores are held at once where there is no FlexAttention
-NOTHING = -1e30  # the log-sum-exp of a query that attends to no key is about this
+BLOCK = 128  # queries whose scores are in memory at once, without FlexAttention
+NOTHING = -1e30  # about the log-sum-exp of a query that attends to no key; finite, because -inf - -inf is nan
 
 
 class Reach:
-    """Say what each query attends to: the keys from ``first`` up to before ``end``, both (batch, queries)."""
+    """The range of keys that each query attends to: ``first`` up to before ``end``, both (batch, queries)."""
 
     def __init__(self, first: Tensor, end: Tensor) -> None:
         self.first = first
@@ -26,7 +26,7 @@ class Reach:
 
     @cached_property
     def blocks(self) -> list[tuple[slice, slice]]:
-        """Return blocks of queries, and the keys to which any query of a block attends."""
+        """Return slices of queries, each with the slice of keys that any of them attends to."""
         found, start = [], 0
         for first, end in zip(self.first.split(BLOCK, dim=1), self.end.split(BLOCK, dim=1), strict=True):
             seen = slice(max(0, int(first.min())), max(1, int(end.max())))
@@ -35,11 +35,11 @@ class Reach:
         return found
 
     def within(self, block: slice, seen: slice) -> tuple[Tensor, Tensor]:
-        """Return first and end of a block of queries among the keys that it sees."""
+        """Return first and end of a block of queries, relative to the keys that it sees."""
         return self.first[:, block] - seen.start, self.end[:, block] - seen.start
 
     def mask(self, keys: int) -> BlockMask:
-        """Return the same for FlexAttention over so many ``keys``: made once, for all layers."""
+        """Return the ranges as a mask for FlexAttention over so many ``keys``; cached for all layers."""
         if self._mask is not None:
             return self._mask
         first, end, (batch, queries) = self.first, self.end, self.first.shape
@@ -52,18 +52,18 @@ class Reach:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, reach: Reach, flex: bool) -> tuple[Tensor, Tensor]:
-    """Attend as ``reach`` says: states like ``query`` (batch, key heads, group, queries, size), and log-sum-exps.
+    """Attend within ``reach``: outputs shaped as ``query`` (batch, key heads, group, queries, size), and log-sum-exps.
 
-    ``key`` and ``value`` are (batch, key heads, keys, size); the log-sum-exps (batch, key heads, group, queries) are
-    float32, for merging with what the queries attend to besides. ``flex``: by FlexAttention.
+    ``key`` and ``value`` are (batch, key heads, keys, size). The log-sum-exps (batch, key heads, group, queries) are
+    float32; they serve to merge the result with other keys of the same queries. ``flex``: use FlexAttention.
     """
-    query, value = query.to(key.dtype), value.to(key.dtype)  # under autocast norms make the later steps' states wider
+    query, value = query.to(key.dtype), value.to(key.dtype)  # under autocast, norms return later steps in float32
     found: tuple[Tensor, Tensor] = (_flex if flex else cast(Any, _ByBlocks.apply))(query, key, value, reach)
     return found
 
 
 class _ByBlocks(torch.autograd.Function):
-    """Attend a block of queries at a time; the gradient works scores out again."""
+    """Attention one block of queries at a time; the backward pass recomputes the scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class _ByBlocks(torch.autograd.Function):
 
 
 def _scores(query: Tensor, key: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Score queries in float32; each attends to the keys from ``first`` up to before ``end``, (batch, queries)."""
+    """Compute scores in float32; each query sees the keys from ``first`` up to before ``end``, (batch, queries)."""
     (group, queries), keys = query.shape[2:4], key.shape[2]
     scores: Tensor = (query.flatten(2, 3) @ key.mT).unflatten(2, (group, queries))  # (batch, heads, group, ·, keys)
     place = torch.arange(keys, device=key.device)
@@ -117,7 +117,7 @@ def _scores(query: Tensor, key: Tensor, first: Tensor, end: Tensor) -> Tensor:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-    """Attend by FlexAttention, compiled where there is a kernel for it."""
+    """Attend with FlexAttention, compiled where there is a kernel for it."""
     function = _compiled_flex() if query.is_cuda else flex_attention
     attended, aux = function(
         query.flatten(1, 2),

@@ -1,4 +1,4 @@
-"""What reads pairs of a token and a hidden state and keeps them: in slots that grow, or in fixed ones."""
+"""The KV state of a draft over pairs of a token and a hidden state: growing or static."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .static import StaticKeys, Told
 
 
 class Reader:
-    """Keep the slots of one reader, one pair of token and hidden state per slot."""
+    """A growing KV state, with one slot per pair of token and hidden state."""
 
     def __init__(self, draft: Any, number: int) -> None:
         self._draft = draft
         self._which = {"reader": number} if draft.num_readers > 1 else {}
         self._slots: Slots
-        self._origin: Tensor  # (batch, 1), the position that column 0 has or would have
+        self._origin: Tensor  # (batch, 1), the position of column 0, negative where it is padding
 
     def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
-        """Read pairs, padded where ``mask`` (batch, pairs) is 0, and return hidden states (batch, pairs, hidden).
+        """Read pairs, padded where ``mask`` (batch, pairs) is 0; return hidden states (batch, pairs, hidden).
 
         Without any pair they are zeros, (batch, 1, hidden).
         """
@@ -43,20 +43,21 @@ class Reader:
         return hidden
 
     def _hold(self, cache: DynamicCache, mask: Tensor, padding: Tensor | None) -> None:
-        """Keep what was read of the prompt in slots; ``padding`` is the ``mask`` if it hides anything."""
+        """Move the prompt's KV cache into slots; ``padding`` is the ``mask`` if anything is padded."""
         self._slots = Slots(SlotCache.adopt(cache, len(mask), mask.device), cache, padding)
         self._origin = mask.sum(1, keepdim=True) - mask.shape[1]
 
     def opened(self) -> Any:
-        """Return what reads the next accepted tokens and the forest behind them: itself."""
+        """Return the object that reads accepted tokens and the nodes after them for one proposal: itself."""
         return self
 
     def read(
         self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Forget the last forest and read what became text, of ``tokens`` (batch, m) as many as were ``told``.
+        """Drop the nodes of the last proposal, then read accepted tokens.
 
-        What stands behind them, if ``ancestors`` say so, is read with them and forgotten.
+        They are the first ``told.counts`` (batch,) of ``tokens`` (batch, m). Further tokens are read in
+        the same forward and dropped; ``ancestors`` say what they see.
         """
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
         logits, hidden = self.run(tokens, ancestors, None, **beside)
@@ -67,7 +68,7 @@ class Reader:
     def run(
         self, tokens: Tensor, ancestors: Tensor | None, level: int | None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Take one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden).
+        """Run one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden).
 
         ``level`` and ``ancestors`` are those of ``Slots.scoring``.
         """
@@ -85,25 +86,25 @@ class Reader:
         return output.logits, output.hidden_states
 
     def join(self, other: Reader) -> bool:
-        """Take over the rows of ``other`` behind one's own, and tell whether that is possible."""
+        """Append the rows of ``other``, and tell whether that was possible."""
         if not self._slots.join(other._slots):
             return False
         self._origin = torch.cat([self._origin, other._origin])
         return True
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         self._slots.keep_rows(rows)
         self._origin = self._origin.index_select(0, rows)
 
 
 class StaticReader(Reader):
-    """Keep the pairs of one reader in slots of fixed shape, so that what reads them can be one graph."""
+    """A static KV state: slots have fixed shapes, so that the forward over them can be one graph."""
 
     keys: StaticKeys
 
     def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
-        """Do as ``Reader``; where there is no pair, read one that counts as padding, to learn the shapes."""
+        """Do as ``Reader``; without any pair, read one that counts as padding, to learn the shapes."""
         if tokens.shape[1]:
             return super().read_prompt(tokens, mask, **beside)
         tokens = tokens.new_zeros((len(tokens), 1))
@@ -117,7 +118,7 @@ class StaticReader(Reader):
         self.keys = StaticKeys.adopt(cache, mask)
 
     def opened(self) -> Any:
-        """Return what reads the next accepted tokens and the forest behind them."""
+        """Return the object that reads accepted tokens and the nodes after them for one proposal."""
         return OpenReader(self._draft, self._which, self.keys)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -125,7 +126,7 @@ class StaticReader(Reader):
 
 
 class OpenReader:
-    """Read the accepted tokens and the forest behind them over fixed slots, for one proposal: what ``Reader`` does."""
+    """``Reader``'s methods over fixed slots, for one proposal: they read accepted tokens and the nodes after them."""
 
     def __init__(self, draft: Any, which: dict[str, int], keys: StaticKeys) -> None:
         self._draft, self._which = draft, which
@@ -134,7 +135,7 @@ class OpenReader:
     def read(
         self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read what became text, as ``Reader.read``."""
+        """Read accepted tokens, as ``Reader.read``."""
         said = self.run(tokens, ancestors, None, **beside)
         self._keys.commit(told.counts)
         return said
@@ -142,7 +143,7 @@ class OpenReader:
     def run(
         self, tokens: Tensor, ancestors: Tensor | None, level: int | None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Take one step, as ``Reader.run``."""
+        """Run one step, as ``Reader.run``."""
         draft = self._draft
         positions, masks = self._keys.begin(tokens.shape[1], ancestors, level, draft.layer_config, draft.dtype)
         output: DraftOutput = self._draft(

@@ -1,4 +1,4 @@
-"""What transformers tells of weights that it loads, and drafts tell themselves."""
+"""Suppression of transformers' report on loaded weights: drafts raise errors instead."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ REPORTER = logging.getLogger("transformers.modeling_utils")
 
 @contextlib.contextmanager
 def without_report() -> Iterator[None]:
-    """Keep transformers' table of missing and left over tensors from the log: it prints their names as files say them.
+    """Keep transformers' table of missing and unexpected tensors out of the log: it prints names unescaped from files.
 
-    Whoever loads a draft gets an error that names them.
+    Loading a draft raises an error that names them.
     """
 
     def is_another(record: logging.LogRecord) -> bool:

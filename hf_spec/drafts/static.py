@@ -1,12 +1,12 @@
-"""Draft a whole proposal in one function of tensors of fixed shape, which torch.compile makes one graph of.
+"""Compiled drafting: a complete proposal in one function of tensors of fixed shape, which is one graph.
 
-A ``StaticDrafter`` keeps what it has read in buffers that stay where they are. ``StaticKeys`` are those of a draft
-that attends: the text, and behind it the nodes that are looked behind while a proposal grows, as in ``SlotCache``. But
-the buffers are longer than both, and how long the text is is a tensor. So a graph holds no number that changes. There
-is one for each number of seats (1, 2, 4, ...) and of slots (powers of two); the depth is always the same.
+A ``StaticDrafter`` keeps its state in buffers at fixed addresses. ``StaticKeys`` is the KV cache of a draft that
+attends. It holds the text and after it the expanded nodes of a proposal, as ``SlotCache`` does. But its buffers are
+longer than both, and the length of the text is a tensor, so a graph contains no number that changes. There is one
+graph for each number of seats (1, 2, 4, ...) and of slots (powers of two). The depth is always the same.
 
-``CompiledDrafter`` stands around it: it fills rows up to seats and accepted tokens up to the deepest path, draws the
-random numbers that the graph is given, and calls the compiled function.
+``CompiledDrafter`` wraps it. It pads the batch to the number of seats, and accepted tokens to the longest path. It
+draws the random numbers that the graph needs, and calls the compiled function.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from ..scoring.rings import fewest_slots, power_of_two
 from .base import AcceptedTokens, DraftContext, Drafter
 from .trees import Ahead, most_looked_behind
 
-KINDS = ("full_attention", "sliding_attention")  # of layers whose masks are known here
-ATTENTION = ("sdpa", "eager")  # implementations whose masks are
+KINDS = ("full_attention", "sliding_attention")  # layers for which masks can be built here
+ATTENTION = ("sdpa", "eager")  # attention implementations for which they can
 
 logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Told:
-    """What became text: ``AcceptedTokens`` on the draft's device, ``counts`` (batch,) of ``tokens`` (batch, m) count.
+    """``AcceptedTokens`` on the draft's device: the first ``counts`` (batch,) of ``tokens`` (batch, m) count.
 
-    ``amounts`` are the counts as numbers; ``None`` in a graph.
+    ``amounts`` are the counts as Python numbers; ``None`` in a graph.
     """
 
     tokens: Tensor
@@ -56,7 +56,7 @@ class Told:
         """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
         if self.amounts is not None and len(set(self.amounts)) == 1:
             return states[:, self.amounts[0] - 1, None]
-        place = self._place if self.amounts is not None else self._last_place()  # a graph changes nothing it is given
+        place = self._place if self.amounts is not None else self._last_place()  # a graph must not cache on its inputs
         return states.gather(1, place.expand(-1, -1, states.shape[-1]))
 
     @once
@@ -68,40 +68,40 @@ class Told:
 
 
 class StaticDrafter(Drafter):
-    """Guess over slots that grow, as any ``Drafter``, or over fixed ones.
+    """A ``Drafter`` over growing slots or over fixed ones.
 
-    Over fixed ones ``guess`` and ``read`` are functions of tensors: shapes stay what they are, no number is asked of
-    the device, and what is kept is written where it stood.
+    Over fixed ones ``guess`` and ``read`` can be compiled: shapes do not change, no value is read from the device, and
+    state is written in place.
     """
 
-    _draft: Any  # with ``device`` and ``dtype``
-    attends: ClassVar[bool] = True  # and so needs masks
-    deepest: int | None = None  # guesses that it can make at most
+    _draft: Any  # has ``device`` and ``dtype``
+    attends: ClassVar[bool] = True  # whether it has attention, and so needs masks
+    deepest: int | None = None  # its largest draft length; None if unbounded
 
     @once
     def device(self) -> torch.device:
-        """Return where it computes."""
+        """Return the device of the draft."""
         device: torch.device = self._draft.device
         return device
 
     @once
     def dtype(self) -> torch.dtype:
-        """Return what it computes in."""
+        """Return the dtype of the draft."""
         dtype: torch.dtype = self._draft.dtype
         return dtype
 
     @property
     def draft(self) -> Any:
-        """Return what it guesses with."""
+        """Return the draft model."""
         return self._draft
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """Return over how many tokens its distributions are."""
+        """Return the number of tokens that its distributions cover."""
 
     def told(self, tokens: Tensor, counts: Tensor, features: Tensor | None, amounts: list[int] | None = None) -> Told:
-        """Take over what became text, with its ``amounts`` where slots grow."""
+        """Move accepted tokens to the draft's device; ``amounts`` are needed where slots grow."""
         device = self.device
         if features is not None:
             features = features.to(device, self.dtype)
@@ -110,22 +110,22 @@ class StaticDrafter(Drafter):
 
     @abstractmethod
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
-        """Read what became text and guess what follows, as deep as ``limit``, with what was made ``ahead``."""
+        """Read accepted tokens and draft up to ``limit`` deep; ``ahead`` is what was prepared outside the graph."""
 
     @abstractmethod
     def read(self, told: Told) -> None:
-        """Read what became text, which may be nothing in some rows."""
+        """Read accepted tokens; some rows may have none."""
 
     @abstractmethod
     def make_room(self, columns: int) -> None:
-        """Hold texts, with all that is read behind them, of so many ``columns`` in fixed slots."""
+        """Have at least ``columns`` fixed slots, for the text and all nodes after it."""
 
 
 class StaticKeys:
-    """Hold keys and values of a draft's layers in fixed slots, (seats, heads, slots, width) each.
+    """The static KV cache of a draft: keys and values per layer, (seats, heads, slots, width) each.
 
-    ``lengths`` (seats,) count the columns that are text, ``known`` (seats, slots) is False at left padding, and
-    ``before`` (seats, 1) counts the padding.
+    ``lengths`` (seats,) count the columns of text, left padding included. ``known`` (seats, slots) is False at left
+    padding, and ``before`` (seats, 1) counts it.
     """
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]], lengths: Tensor, known: Tensor, before: Tensor) -> None:
@@ -133,13 +133,13 @@ class StaticKeys:
 
     @classmethod
     def adopt(cls, cache: DynamicCache, mask: Tensor) -> StaticKeys:
-        """Take over what a prompt left in ``cache``; ``mask`` (batch, prompt) is 0 at padding."""
+        """Copy the keys and values of a prompt from ``cache``; ``mask`` (batch, prompt) is 0 at padding."""
         length = mask.shape[1]
         size = power_of_two(length + 1)
         layers: list[tuple[Tensor, Tensor]] = []
         for layer in cast(Any, cache.layers):
             both = []
-            for states in (layer.keys, layer.values):  # a window keeps the last ones only
+            for states in (layer.keys, layer.values):  # sliding layers keep the last ones only
                 buffer = states.new_zeros((*states.shape[:2], size, states.shape[3]))
                 buffer[:, :, length - states.shape[2] : length] = states
                 both.append(_in_place(buffer))
@@ -163,27 +163,27 @@ class StaticKeys:
         self.known = _in_place(pad(self.known, (0, more), value=True))
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only, each of which may be there twice."""
+        """Keep ``rows`` only; a row may occur more than once."""
         self.layers = [(reseated(keys, rows), reseated(values, rows)) for keys, values in self.layers]
         self.lengths, self.known = reseated(self.lengths, rows), reseated(self.known, rows)
         self.before = reseated(self.before, rows)
 
     def opened(self) -> OpenKeys:
-        """Return what layers are given as their cache while one proposal is made."""
+        """Return the cache that layers are given during one proposal."""
         return OpenKeys(self)
 
 
 class OpenKeys:
-    """Write behind the text what is read for one proposal, and say who sees whom.
+    """The view of ``StaticKeys`` during one proposal: it writes nodes after the text and builds their masks.
 
-    It takes the place of a cache of transformers in the layers of a draft that is given positions and masks.
+    It replaces a cache of transformers in the layers of a draft that is given positions and masks.
     """
 
     def __init__(self, keys: StaticKeys) -> None:
         self._keys = keys
-        self.lengths = keys.lengths  # (seats,) columns that are text
-        self._open = 0  # nodes behind the text
-        self._depths: tuple[Tensor, ...] | None = None  # (seats, nodes) each, of the open nodes if they are a tree
+        self.lengths = keys.lengths  # (seats,) columns of text
+        self._open = 0  # nodes after the text
+        self._depths: tuple[Tensor, ...] | None = None  # (seats, nodes) each, of nodes after the text, if a tree
         self._row: Tensor
         self._column: Tensor
 
@@ -196,10 +196,10 @@ class OpenKeys:
         dtype: torch.dtype,
         kinds: dict[str, int | None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Aim at ``count`` new nodes, and return their positions (seats, nodes) and the masks by kind of layer.
+        """Reserve columns for ``count`` new nodes; return their positions (seats, nodes) and masks by kind of layer.
 
-        ``ancestors`` and ``level`` are those of ``Slots.scoring``; ``kinds`` what ``windows`` finds, where ``config``
-        does not say.
+        ``ancestors`` and ``level`` are those of ``Slots.scoring``. ``kinds`` replaces the result of ``windows`` where
+        ``config`` does not say it.
         """
         keys, lengths, slots = self._keys, self.lengths, self._keys.known.shape[1]
         depths = None if ancestors is None else depths_with(self._depths, ancestors, level, self._open)
@@ -213,7 +213,7 @@ class OpenKeys:
         return column - keys.before, masks
 
     def aim(self, count: int) -> Tensor:
-        """Aim at ``count`` new nodes, and return the columns (seats, nodes) where they will stand."""
+        """Reserve columns for ``count`` new nodes, and return them (seats, nodes)."""
         device = self.lengths.device
         self._row = torch.arange(len(self.lengths), device=device)[:, None]
         self._column = self.lengths[:, None] + (self._open + torch.arange(count, device=device))
@@ -221,33 +221,33 @@ class OpenKeys:
         return self._column
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the states of the new nodes and return all slots."""
+        """Write the keys and values of the new nodes, and return all slots."""
         held = self._keys.layers[layer_idx]
         for buffer, states in zip(held, (keys, values), strict=True):
             buffer.transpose(1, 2).index_put_((self._row, self._column), states.transpose(1, 2).to(buffer.dtype))
         return held
 
     def commit(self, counts: Tensor) -> None:
-        """Make the first ``counts`` (seats,) of the nodes that stand there text, and forget the others."""
+        """Make the first ``counts`` (seats,) of the nodes text, and drop the others."""
         self.lengths = self._keys.lengths.add_(counts)
         self._open, self._depths = 0, None
 
 
 def windows(config: Any) -> dict[str, int | None]:
-    """Return by kind of layer how many columns a query sees at most, itself included; ``None``: all."""
+    """Return by kind of layer how many columns a query sees at most, itself included; ``None`` means all."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in dict.fromkeys(kinds)}
 
 
 def as_mask(seen: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """Turn who sees whom, (batch, nodes, slots) bool, into the mask that attention takes: (batch, 1, nodes, slots)."""
+    """Turn ``seen`` (batch, nodes, slots) bool into the mask that attention takes, (batch, 1, nodes, slots)."""
     if config._attn_implementation == "sdpa":
         return seen[:, None]
     return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
 
 
 def why_not_static(config: Any) -> str | None:
-    """Say why no masks can be made here for layers of ``config``, or return ``None``."""
+    """Return why no masks can be built here for layers of ``config``, or ``None``."""
     unknown = [kind for kind in getattr(config, "layer_types", None) or () if kind not in KINDS]
     if config._attn_implementation not in ATTENTION:
         return f"its attention is {config._attn_implementation!r}; there are masks for {' and '.join(ATTENTION)}"
@@ -255,21 +255,21 @@ def why_not_static(config: Any) -> str | None:
 
 
 def reseated(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Return ``buffer`` (seats, ...) with ``rows`` only, at the same place if there are as many."""
+    """Return ``buffer`` (seats, ...) with ``rows`` only, at the same address if there are as many."""
     moved = buffer.index_select(0, rows.to(buffer.device))
     return buffer.copy_(moved) if moved.shape == buffer.shape else _in_place(moved)
 
 
 def _in_place(buffer: Tensor) -> Tensor:
-    """Let graphs expect ``buffer`` where it is."""
+    """Tell torch.compile that the address of ``buffer`` does not change."""
     torch._dynamo.mark_static_address(buffer)
     return buffer
 
 
 class CompiledDrafter(Drafter):
-    """Let ``inner`` guess compiled: fixed shapes around it, and random numbers for it.
+    """A drafter that runs ``inner`` compiled, with padded inputs and with random numbers drawn outside the graph.
 
-    In an empty seat sits row 0 once more.
+    Empty seats hold copies of row 0.
     """
 
     def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
@@ -277,7 +277,7 @@ class CompiledDrafter(Drafter):
         self._depth = min(compiler.depth, inner.deepest or compiler.depth)
         self._open = most_looked_behind(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
-        self._row_in_seat: Tensor | None = None  # (seats,), where some are empty
+        self._row_in_seat: Tensor | None = None  # (seats,); None if no seat is empty
         end = request.input_ids.shape[1] + 1 + compiler.depth + 1 + self._open
         self._inner.make_room(fewest_slots(None if compiler.most_new is None else end + compiler.most_new))
         self._sit(list(range(len(self._lengths))))
@@ -294,7 +294,7 @@ class CompiledDrafter(Drafter):
             self._row_in_seat = uploaded([*range(len(rows))] + [0] * (seats - len(rows)), device)
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Read what became text and guess: as deep as ever, of which ``limit`` is kept."""
+        """Read accepted tokens and draft at full depth, of which ``limit`` is kept."""
         width = self._compiler.depth + 1
         amounts = accepted.amounts
         self._lengths = [length + count for length, count in zip(self._lengths, amounts, strict=True)]
@@ -322,7 +322,7 @@ class CompiledDrafter(Drafter):
         return self._inner.told(tokens, counts, features)
 
     def _in_seats(self, rows: Any) -> Any:
-        """Return what each seat is told, laid out alike every time: a graph is made for each layout."""
+        """Return the rows of all seats, contiguous every time: each memory layout would need a graph of its own."""
         if rows is None:
             return None
         if self._row_in_seat is None:
@@ -330,7 +330,7 @@ class CompiledDrafter(Drafter):
         return rows.index_select(0, self._row_in_seat.to(rows.device))
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only."""
+        """Keep ``rows`` only."""
         self._sit(numbers_of(rows))
 
 
@@ -339,7 +339,7 @@ def _guess(inner: StaticDrafter, told: Told, limit: int, ahead: Ahead) -> Propos
 
 
 def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, AcceptedTokens]:
-    """Split off what stands before the last ``width`` tokens of each row."""
+    """Split off the tokens before the last ``width`` ones of each row."""
     first = [max(0, count - width) for count in accepted.amounts]
     start = (accepted.counts - width).clamp(min=0)
     column = start[:, None] + torch.arange(width, device=start.device)
@@ -354,12 +354,12 @@ def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, Accept
 
 
 def not_compiled(draft: Any, reason: str) -> None:
-    """Warn once that a call is compiled and its ``draft`` is not."""
+    """Warn once that a call is compiled but its ``draft`` is not."""
     logger.warning_once(f"{type(draft).__name__} is not compiled for guessing, but run as it is: {reason}.")
 
 
 def drafter_for(kind: Any, draft: Any, request: DraftContext) -> Drafter:
-    """Start a drafter of some ``kind`` for one call, compiled if the call is and the draft can be."""
+    """Start a drafter of class ``kind`` for one call, compiled if the call is and the draft can be."""
     reason = why_not_static(draft.layer_config) if kind.attends and request.compiler is not None else None
     if reason is not None:
         not_compiled(draft, reason)

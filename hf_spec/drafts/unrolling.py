@@ -1,15 +1,16 @@
 """The training-time test of EAGLE-3 (arXiv 2503.01840): draft from every position of a text at once.
 
-Every position of a text drafts ``steps`` times. It reads the text's own tokens, but from the second step on beside its
-own hidden states. It attends to all positions before it as they were at the first step, and to itself at every step::
+Every position of a text drafts ``steps`` times. It always reads the text's own tokens, from the second step on
+together with its own hidden states. It attends to all positions before it as they were at the first step, and to
+itself at every step::
 
     step 0   x1|g0  x2|g1  x3|g2  x4|g3        each attends to all positions to its left, and to itself
     step 1   x2|h0  x3|h1  x4|h2    ·          the same keys as at step 0, and its own of step 1
     step 2   x3|h0' x4|h1'   ·      ·          ... and its own of step 2   (g: features, h: the draft's output)
 
 So a query has causal scores against the keys of the first step, and one score per later step. One softmax merges both,
-and no mask of (positions x steps * positions) is ever built. The draft's ``forward`` is the one that drafts; only the
-attention function that it asks transformers for is replaced meanwhile.
+and no mask of (positions x steps * positions) is ever built. The draft's ``forward`` is the same as in drafting. Only
+the attention function that it gets from transformers is replaced meanwhile.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ ATTENTION = "hf_spec_unroll"
 
 @dataclass(frozen=True)
 class UnrollInput:
-    """Hold what a draft is trained on: tokens and documents (batch, length), features (batch, length, widths).
+    """The input of training: tokens and document ids (batch, length), features (batch, length, widths).
 
-    ``anchors`` (batch, length) bool mark the roots behind which a draft that guesses blocks is to guess one.
+    ``anchors`` (batch, length) bool mark the roots after which a block draft is to draft a block.
     """
 
     input_ids: Tensor
@@ -46,12 +47,12 @@ class UnrollInput:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """Hold what a draft made of its input: position i of step k guesses token i+2+k.
+    """The output of a draft in training: position i of step k predicts token i+2+k.
 
-    ``states`` (batch, length - 1, hidden) of each step are what ``head(step, states)`` turns into logits, ``trained``
-    the head's parameters. ``guesses`` (batch, length - 1, target hidden) are the draft's guesses at the target's last
-    hidden state, if it makes any. ``confidence(states)`` (...) is the logit of how probable the draft thinks it that
-    the target accepts a guess, where it says so.
+    ``head(step, states)`` turns the ``states`` (batch, length - 1, hidden) of a step into logits; ``trained`` are the
+    head's parameters. ``guesses`` (batch, length - 1, target hidden) are predictions of the target's last hidden
+    state, if the draft makes any. ``confidence(states)`` (...) is the logit of the predicted acceptance probability,
+    if the draft has such a head.
     """
 
     states: list[Tensor]
@@ -81,12 +82,11 @@ def unroll(
 ) -> tuple[Tensor, ...]:
     """Return the logits (batch, length, draft vocabulary) of each of ``steps`` steps.
 
-    ``input_ids`` (batch, length) and ``features`` (batch, length, widths) stand side by side as in ``draft.forward``:
-    ``features[:, i]`` of the position before ``input_ids[:, i]``, so that one step is that forward. Position i of
-    step k has read ``input_ids[:, : i + 1]`` beside features and the next k tokens beside its own output. With packed
-    documents (``document_ids``, (batch, length), equal where they belong together), a position attends to its own
-    document only, and its logits at step k mean nothing if its next k tokens are of another one. Gradients flow
-    through all steps.
+    ``input_ids`` (batch, length) and ``features`` (batch, length, widths) are paired as in ``draft.forward``, which is
+    one step: ``features[:, i]`` are of the position before ``input_ids[:, i]``. Position i of step k has read
+    ``input_ids[:, : i + 1]`` with features, and the next k tokens with its own output. ``document_ids`` (batch,
+    length) are equal within a packed document. A position attends to its own document only; its logits at step k mean
+    nothing if its next k tokens are of another one. Gradients flow through all steps.
 
     Errors: a ValueError for shapes that do not fit.
     """
@@ -104,8 +104,8 @@ def outputs(
 ) -> list[DraftOutput]:
     """Unroll as ``unroll`` does, but return everything.
 
-    Without ``head`` the logits are what the head would read, (batch, length, hidden). ``recompute`` keeps of a step
-    only what it is given and what it gives, and runs it again for the gradient.
+    Without ``head``, the logits are the head's input, (batch, length, hidden). ``recompute`` keeps only the inputs and
+    outputs of a step, and runs it again for the gradient.
     """
     _check(input_ids, features, steps, document_ids)
     position_ids = positions(input_ids, document_ids)
@@ -137,7 +137,7 @@ def _step(draft: Any, stack: _Stack, count: int, head: bool, tokens: Tensor, **b
 
 
 def unroll_in_parallel(draft: Any, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:
-    """Unroll a draft whose later steps read mask tokens beside ``mask_hidden``, and nothing of what it guessed."""
+    """Unroll a draft whose later steps read mask tokens and ``mask_hidden``, and nothing of its own output."""
     assert given.features is not None  # the trainer reads the layers that the draft names
     documents = None if given.document_ids is None else given.document_ids[:, :-1]
     tokens, features = given.input_ids[:, 1:], given.features[:, :-1].to(draft.dtype)
@@ -182,12 +182,12 @@ def wants_flex(draft: Any, input_ids: Tensor) -> bool:
     wanted = draft.config.layers._attn_implementation
     if input_ids.is_cuda:
         return bool(wanted != "eager")
-    return bool(wanted == "flex_attention") and not torch.is_grad_enabled()  # no gradients but on accelerators
+    return bool(wanted == "flex_attention") and not torch.is_grad_enabled()  # it has gradients on accelerators only
 
 
 @contextlib.contextmanager
 def unrolling(draft: Any, head: bool, attention: str = ATTENTION) -> Iterator[None]:
-    """Let the draft attend by another function than when it drafts, and do without its head if need be."""
+    """Replace the draft's attention function meanwhile, and without ``head`` skip its head."""
     layers, before = draft.config.layers, draft.config.layers._attn_implementation
     layers._attn_implementation = attention
     if not head:
@@ -205,10 +205,10 @@ def unrolling(draft: Any, head: bool, attention: str = ATTENTION) -> Iterator[No
 
 @dataclass
 class _Sight:
-    """Stand for the attention mask of one step and kind of layer.
+    """A stand-in for the attention mask of one step and kind of layer.
 
-    ``reach`` is ``None`` once a sliding window has left the first step behind; ``own_steps`` are the later steps at
-    which a position attends to itself.
+    ``reach`` are the keys of the first step; ``None`` once a sliding window has moved past them. ``own_steps`` are the
+    later steps at which a position attends to itself.
     """
 
     stack: _Stack
@@ -219,7 +219,7 @@ class _Sight:
 
 @dataclass
 class _Stack:
-    """Keep the keys and values (batch, key heads, positions, head size) of every layer and step."""
+    """The keys and values (batch, key heads, positions, head size) of every layer and step."""
 
     position_ids: Tensor
     flex: bool
@@ -231,10 +231,10 @@ class _Stack:
         return Reach(here - self.position_ids, (here + 1).expand_as(self.position_ids))
 
     def sights(self, layers: Any, step: int) -> dict[str, _Sight]:
-        """Return what stands for an attention mask at ``step``, by kind of layer."""
+        """Return the stand-ins for attention masks at ``step``, by kind of layer."""
         sights = {"full_attention": _Sight(self, step, self.whole, range(1, step + 1))}
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()):
-            # At step k a position stands k tokens further on, and its window has moved with it.
+            # At step k a position is k tokens further on, and its window has moved with it.
             behind = step - layers.sliding_window + 1
             here = torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
             reach = Reach(self.whole.first.maximum(here + behind), self.whole.end) if behind <= 0 else None

@@ -1,7 +1,7 @@
-"""Draft with a language model over slots of fixed shape, so that the whole proposal is one graph.
+"""Drafting with a language model over slots of fixed shape, so that a complete proposal is one graph.
 
-What ``VanillaDrafter`` does, but that guesses which came true are read once more with the rest of what became text: a
-graph is as wide at every step, and reading a few tokens more in it costs less than another graph.
+It does what ``VanillaDrafter`` does, but reads accepted draft tokens again, together with the other accepted tokens. A
+graph has the same width in every step, and a few more tokens in it cost less than another graph.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from ..static import OpenKeys, StaticDrafter, StaticKeys, Told, why_not_static
 from ..trees import Ahead, grow
 from .words import Words
 
-PROBE = 8  # tokens that tell whether a model reads fixed slots as it reads those that grow
+PROBE = 8  # tokens for the test whether a model gives the same logits over fixed slots as over growing ones
 
 
 class FixedReader:
-    """Keep what a language model has read in fixed slots, from a prompt on.
+    """The static KV cache of a language model, filled with a prompt.
 
-    ``tokens`` (batch, prompt) are those of the prompt, ``mask`` (batch, prompt) is 0 at padding.
+    ``tokens`` (batch, prompt) are those of the prompt; ``mask`` (batch, prompt) is 0 at padding.
     """
 
     def __init__(self, model: Any, tokens: Tensor, mask: Tensor) -> None:
@@ -55,7 +55,7 @@ class FixedReader:
         }
 
     def run(self, keys: OpenKeys, tokens: Tensor, ancestors: Tensor | None, level: int | None = None) -> Tensor:
-        """Read new nodes (batch, nodes) in the slots ``keys``: logits (batch, nodes, vocabulary)."""
+        """Run the model on new nodes (batch, nodes) over the slots ``keys``: logits (batch, nodes, vocabulary)."""
         given = tokens.shape[1], ancestors, level, self.config, self.model.dtype, self.windows
         positions, masks = keys.begin(*given)
         mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
@@ -68,7 +68,7 @@ class FixedReader:
 
 @tried_once
 def why_no_fixed_slots(model: PreTrainedModel) -> str | None:
-    """Say why ``model`` cannot read over fixed slots, or return ``None`` if it can."""
+    """Return why ``model`` cannot run over fixed slots, or ``None`` if it can."""
     config, cache = model.config.get_text_config(decoder=True), new_cache(model)
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions"
@@ -90,7 +90,7 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
     try:
         reader = FixedReader(model, prompt, mask)
         logits = reader.run(reader.keys.opened(), rest, None)
-    except Exception as error:  # whatever a model makes of slots that are no cache of transformers
+    except Exception as error:  # a model may fail anyhow on slots that are no cache of transformers
         return f"it takes no fixed slots ({in_short(error)})"
     if not bool((difference(logits, expected) <= TOLERANCE.get(precision(model), 1e-3)).all()):
         return "it reads fixed slots differently"
@@ -98,7 +98,7 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
 
 
 class FixedVanillaDrafter(StaticDrafter):
-    """Guess with a language model over fixed slots; compiled by what stands around it."""
+    """A drafter with a language model over fixed slots; ``CompiledDrafter`` compiles it."""
 
     def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._draft, self._request = model, request
@@ -108,7 +108,7 @@ class FixedVanillaDrafter(StaticDrafter):
 
     @property
     def device(self) -> torch.device:
-        """Return where it computes."""
+        """Return the device of the draft's inputs."""
         return input_device(self._draft)
 
     @property
@@ -116,7 +116,7 @@ class FixedVanillaDrafter(StaticDrafter):
         return self._words.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Take in what became text and guess."""
+        """Read accepted tokens and draft."""
         told = self.told(accepted.tokens, accepted.counts, None)
         return self.guess(told, limit).to(accepted.tokens.device)
 
@@ -128,14 +128,14 @@ class FixedVanillaDrafter(StaticDrafter):
             logits = self._reader.run(keys, words.readable(tokens, drafted=True), ancestors, depth - 1)
             return words.log_probs(logits, self.device)
 
-        behind = words.log_probs(told.last(logits)[:, 0], self.device)  # (batch, vocabulary), the root
+        behind = words.log_probs(told.last(logits)[:, 0], self.device)  # (batch, vocabulary), after the root
         return grow(told.root, behind, step, request.config, limit, request.sample, ahead=ahead)
 
     def read(self, told: Told) -> None:
         self._read(told)
 
     def _read(self, told: Told) -> tuple[OpenKeys, Tensor]:
-        """Read what became text; return the slots behind it and the logits (batch, m, vocabulary)."""
+        """Read accepted tokens; return the slots after them and the logits (batch, m, vocabulary)."""
         keys = self._reader.keys.opened()
         logits = self._reader.run(keys, self._words.readable(told.tokens), None)
         keys.commit(told.counts)
