@@ -1,8 +1,8 @@
 """The command ``hf-spec``: try, use and measure speculation without writing a program.
 
-Built on argparse: it needs no package of its own, and transformers' ``HfArgumentParser`` for training arguments is one
-of its parsers. A subcommand is a function that declares its options and one that runs; ``COMMANDS`` lists the former.
-Declaring imports nothing of torch or transformers, so that help and mistakes are told at once.
+It is built on argparse, which needs no further package and is the base of transformers' ``HfArgumentParser`` for
+training arguments. A subcommand has a function that declares its options and one that runs it; ``COMMANDS`` lists the
+former. Declaring options does not import torch or transformers, so help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # who read our output, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes when it ends
+    except BrokenPipeError:  # the reader of the output, such as head, has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit would fail again
         return PIPE_CLOSED
 
 
@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
             torch.set_num_threads(args.threads)
         with telling(args):
             status = int(args.run(args) or 0)
-        if "WORLD_SIZE" in os.environ:  # a launcher has started this process beside others
+        if "WORLD_SIZE" in os.environ:  # a launcher has started several processes
             from ..processes import part
 
             part()
@@ -105,4 +105,4 @@ def _draw_no_progress_bars() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # its own may be told to be drawn
+    logging.disable_progress_bar()  # transformers' own setting may switch them on

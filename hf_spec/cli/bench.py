@@ -141,7 +141,7 @@ def _settings(args: argparse.Namespace) -> BenchSettings:
 
 
 def contender(name: str, speculator: Speculator, config: SpeculationConfig) -> Contender:
-    """Name a draft by what it is and the shape of its guesses."""
+    """Make a contender that is named by its draft and the shape of its proposals."""
     from ..bench import Contender
 
     shape = "chain" if config.tree is None else f"{config.tree if isinstance(config.tree, str) else 'static'} tree"
@@ -149,7 +149,7 @@ def contender(name: str, speculator: Speculator, config: SpeculationConfig) -> C
 
 
 def numbered(contenders: Sequence[Contender]) -> list[Contender]:
-    """Number those that have one name, such as two static trees of one draft."""
+    """Number contenders of the same name, such as two static trees of one draft."""
     names = [one.name for one in contenders]
     seen: Counter[str] = Counter()
     found = []
@@ -179,7 +179,7 @@ def _tell(report: BenchReport, args: argparse.Namespace) -> None:
 
 
 def _budgets(args: argparse.Namespace) -> Sequence[int]:
-    """Return how many guesses the trees to search for may have; none unless a search is asked for."""
+    """Return the numbers of draft tokens of the trees to search for; none without ``--search-tree``."""
     if args.search_tree is None:
         if args.save_tree:
             raise ValueError("--save-tree writes what --search-tree finds; add it")
@@ -194,7 +194,7 @@ def _searched(
     args: argparse.Namespace,
     budgets: Sequence[int],
 ) -> tuple[list[Contender], dict[str, float]]:
-    """Return the trees found for every draft, and by their names the acceptance lengths that they promise."""
+    """Return the trees found for every draft, and their expected acceptance lengths by name."""
     import torch
 
     from ..bench import Contender
@@ -218,7 +218,7 @@ def _found_trees(
     budgets: Sequence[int],
     max_new_tokens: int,
 ) -> list[tuple[Tree, float]]:
-    """Find a tree of each size, and the acceptance length that it promises."""
+    """Find a tree of each size, and its expected acceptance length."""
     from ..bench import expected_length, rank_accuracies, search_tree
     from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 
@@ -234,7 +234,7 @@ def _found_trees(
 def _tell_trees(
     report: BenchReport, contenders: list[Contender], expected: dict[str, float], path: Path | None
 ) -> None:
-    """Compare what the trees found promised with what they did, and print the fastest one."""
+    """Print expected and measured acceptance lengths of the trees found, and the fastest tree."""
     trees = {one.name: one.config.tree for one in contenders if one.config}
     for name, length in expected.items():
         print(f"{name}: expected τ {length:.2f}, measured {report.overall[name].mean_accepted_length:.2f}")

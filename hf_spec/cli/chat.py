@@ -1,4 +1,4 @@
-"""``hf-spec chat``: talk to a target that guesses, in a terminal."""
+"""``hf-spec chat``: chat with a target in a terminal, decoded speculatively."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _chat(args: argparse.Namespace) -> None:
 
 
 class _Chat:
-    """What was said, and how the guessing went."""
+    """The messages of a chat, and the statistics of its answers."""
 
     def __init__(self, target: Any, tokenizer: Any, system: str | None, options: dict[str, Any]) -> None:
         self.target, self.tokenizer, self.options = target, tokenizer, options
@@ -100,7 +100,7 @@ class _Chat:
             print(f"all {len(self.answers)} answers:\n{SpeculationStats.merge(self.answers)}")
 
     def _answer(self, line: str) -> None:
-        """Answer one message; what was said of an answer that is stopped stays said."""
+        """Answer one message; an answer that is stopped stays in the chat as far as it was generated."""
         from jinja2 import TemplateError
 
         from ..scoring.plain import input_device
@@ -132,7 +132,7 @@ class _Chat:
 
 
 def _shown(tokenizer: Any) -> Any:
-    """Return a streamer that prints a text and keeps it."""
+    """Return a streamer that prints the text and keeps it in ``pieces``."""
     from transformers import TextStreamer
 
     class Shown(TextStreamer):  # type: ignore[misc, unused-ignore]

@@ -76,7 +76,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 def _contenders(small: PreTrainedModel, target: PreTrainedModel) -> list[Contender]:
-    """List the drafts of the family, which guess for ``small``, as they guess for ``target``."""
+    """List the family's drafts, which are made for ``small``, as contenders for ``target``."""
     from ..bench import Contender
     from ..demo import MODELS, path
     from ..demo.inflation import Narrowed

@@ -1,4 +1,4 @@
-"""``hf-spec doctor``: find out why few guesses are accepted."""
+"""``hf-spec doctor``: find out why few draft tokens are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``hf-spec inspect`` and ``hf-spec convert``: what a draft checkpoint is, and the same one for another engine."""
+"""``hf-spec inspect`` and ``hf-spec convert``: describe a draft checkpoint, and write it for another engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def layout_of(text: str) -> str:
-    """Read a layout; what kinds of drafts are written in is not imported before it is needed."""
+    """Read the name of a layout; the layouts are imported only for another one than the default."""
     if text != DEFAULT_LAYOUT:
         from ..checkpoints.kinds import layouts
 
@@ -55,7 +55,7 @@ def _convert(args: argparse.Namespace) -> None:
         with looking_for(args.whole, "the target"):
             given = {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
     convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
-    if args.to == "native":  # no draft by itself any more
+    if args.to == "native":  # no longer a draft that can be loaded alone
         print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")
     else:
         print(inspect(args.out))

@@ -1,4 +1,4 @@
-"""``hf-spec generate``: stream a text and say how the guessing went, or answer a file of prompts."""
+"""``hf-spec generate``: stream a text and print its statistics, or answer a file of prompts."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _read_prompt() -> str:
-    """Read standard input; shells and editors end it with a newline, which is no part of what is asked."""
+    """Read standard input without the newline that shells and editors put at its end."""
     return text_of(sys.stdin.read().removesuffix("\n").removesuffix("\r"))

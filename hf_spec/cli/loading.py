@@ -1,4 +1,4 @@
-"""What commands load: the target, its tokenizer, and what guesses for it."""
+"""What commands load: the target, its tokenizer, and its drafts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ Configured = Callable[[Speculator], Iterable[SpeculationConfig]]
 def load_models(
     target: str, drafts: Iterable[str], dtype: str, device: str | None, configs: Configured
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Speculator]]:
-    """Load a target, its tokenizer, and ``drafts`` by what users call them: rules, directories or Hub ids.
+    """Load a target, its tokenizer, and ``drafts`` by their names on the command line: rules, directories or Hub ids.
 
-    Drafts are loaded first and checked against the target's config, also as they will be used (``configs``), so that
-    a wrong one is told before the target's weights are read. Errors: ValueError and OSError with cause and cure.
+    Drafts are loaded first and checked against the target's config, with the settings that will be used (``configs``).
+    So a wrong one is reported before the target's weights are read. Errors: ValueError and OSError with cause and
+    cure.
     """
     check_device(device)
     speculators = load_drafts(outline_of(target), drafts, dtype, configs)
@@ -41,7 +42,7 @@ def load_models(
 
 
 def outline_of(target: str) -> PreTrainedModel:
-    """Return a target without weights, which is all that is needed to check a draft; errors: as of its config."""
+    """Return a target without weights, which is enough to check a draft; errors: those of ``config_of``."""
     config = config_of(target)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -51,7 +52,7 @@ def outline_of(target: str) -> PreTrainedModel:
 def config_of(target: str) -> Any:
     """Return the config of a target.
 
-    Errors: a FileNotFoundError if there is nothing at ``target``, or a draft.
+    Errors: a FileNotFoundError if there is nothing at ``target``, or if it is a draft.
     """
     with looking_for(target, "the target"):
         config = AutoConfig.from_pretrained(target)
@@ -69,7 +70,7 @@ def load_drafts(
     """Load ``drafts`` and check that they can serve ``outline``; ``mtp`` and ``auto`` are left to the target."""
     speculators = {}
     for name in drafts:
-        if name.removeprefix(WITH_MEMORY) not in ("mtp", "auto"):  # these layers stand beside the target's weights
+        if name.removeprefix(WITH_MEMORY) not in ("mtp", "auto"):  # their weights are in the target's files
             speculators[name] = load_speculator(name, outline, dtype)
             for config in configs(speculators[name]):
                 speculators[name].check(outline, config)
@@ -77,10 +78,10 @@ def load_drafts(
 
 
 def load_target(name: str, dtype: str, device: str | None) -> tuple[Any, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer; ``device`` may be anything that ``device_map`` takes, ``None`` chooses."""
+    """Load a model and its tokenizer; ``device``: any ``device_map``, ``None`` for an accelerator or else CPU."""
     check_device(device)
     device = device or str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    tokenizer = tokenizer_of(name)  # first, because weights take long
+    tokenizer = tokenizer_of(name)  # first, because loading weights takes long
     with looking_for(name, "the target"):
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device), tokenizer
 
@@ -97,16 +98,16 @@ def tokenizer_of(target: str) -> PreTrainedTokenizerBase:
 
 
 def room_for(answer: int, prompt: int, target: PreTrainedModel) -> int:
-    """Return how long an ``answer`` to a prompt may be: as long as asked for, or as the target's positions last.
+    """Limit the length of an ``answer`` to the positions that the target has left after the ``prompt``.
 
-    Errors: a ValueError if they do not last to the prompt's end.
+    Errors: a ValueError if the prompt is too long for the target's positions.
     """
     size = position_limit(target)
     return answer if size is None else min(answer, room_behind(prompt, size, "the target has positions"))
 
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
-    """Load what a user names as a draft: a rule, a draft of any format, or else a causal language model."""
+    """Load a draft by its name: a rule, a draft of any format, or else a causal language model."""
     if name.startswith(WITH_MEMORY):
         return with_memory(load_speculator(name.removeprefix(WITH_MEMORY), target, dtype))
     if name in ("ngram", "memory", "mtp", "auto"):
@@ -116,19 +117,19 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
 
 
 def to_be_read(name: str) -> str | Speculator:
-    """Return what ``as_speculator`` takes in place of what a user names, before the draft is read."""
+    """Translate the name of a draft into what ``as_speculator`` takes; the draft is not loaded yet."""
     if name == "memory":
         return NgramSpeculator(remember=REMEMBERED)
     return with_memory(name.removeprefix(WITH_MEMORY)) if name.startswith(WITH_MEMORY) else name
 
 
 def with_memory(draft: str | Speculator) -> HybridSpeculator:
-    """Put a memory beside a draft."""
+    """Combine a draft with a memory of earlier texts."""
     return HybridSpeculator(draft)
 
 
 def check_device(name: str | None) -> None:
-    """Raise a ValueError unless this machine has the device ``name``; ``None`` chooses one that it has."""
+    """Raise a ValueError unless this machine has the device ``name``; ``None`` is always fine."""
     if name is None or name in SPREAD:
         return
     try:

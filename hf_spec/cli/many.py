@@ -1,4 +1,4 @@
-"""``hf-spec generate --prompts FILE --out FILE``: answer a file of prompts, and go on where a killed run stopped."""
+"""``hf-spec generate --prompts FILE --out FILE``: answer a file of prompts, and resume a killed run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise a ValueError for options of which one needs or excludes another."""
+    """Raise a ValueError for an option that needs or excludes another one."""
     if (args.prompts is None) != (args.out is None):
         raise ValueError("--prompts FILE and --out FILE go together: answers to many prompts are written to a file")
     if args.prompts is not None and args.prompt is not None:
@@ -28,7 +28,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def answer_file(args: argparse.Namespace) -> None:
     """Answer the prompts of ``args.prompts`` that have no answer in ``args.out`` yet."""
-    for _ in _questions(args):  # a bad line is told before anything is loaded
+    for _ in _questions(args):  # reports a bad line before anything is loaded
         pass
     import torch
 
@@ -50,7 +50,7 @@ def answer_file(args: argparse.Namespace) -> None:
     processes.by_the_first(answers.prepare)
     count = answers.read(asked for asked, _ in _questions(args))
     rest = _Rest(args, tokenizer, answers, count - len(answers))
-    if args.seed is not None:  # not the numbers again that answers were drawn with before, or in another process
+    if args.seed is not None:  # not the random numbers of earlier answers, or of another process
         torch.manual_seed(args.seed + len(answers) + (processes.number << 32))
     counts = Counts()
     completions = generate_many(
@@ -76,7 +76,7 @@ def answer_file(args: argparse.Namespace) -> None:
 
 @dataclass
 class _Rest:
-    """Iterate over the token ids of prompts that have no answer yet; ``waiting`` holds those that are on their way."""
+    """An iterable of the token ids of prompts without an answer; ``waiting`` holds those that are being answered."""
 
     args: argparse.Namespace
     tokenizer: Any
@@ -94,7 +94,7 @@ class _Rest:
         for index, asked, prompt in open_ones:
             try:
                 ids = prompt.render([], self.tokenizer)
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # templates may raise anything
                 print(f"prompt {index} is left out, for the chat template: {printable(error)}", file=sys.stderr)
                 self.count -= 1
                 continue
@@ -104,7 +104,7 @@ class _Rest:
 
 
 def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:
-    """Read the file line by line: what is asked, and as it is rendered."""
+    """Read the file line by line: yield what is written to the output, and the prompt to render."""
     from ..bench import Prompt, numbered_prompts
 
     for number, prompt in numbered_prompts(args.prompts):
@@ -120,7 +120,7 @@ def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:
 
 
 def _answer(one: Completion, ends: Any) -> dict[str, Any]:
-    """Return what is written of an answer; ``cut``: the longest allowed, without an end of its own."""
+    """Return what is written of an answer; ``cut``: it was cut off at the maximum length."""
     ends = ends if isinstance(ends, list) else [ends]
     counts = one.speculation and one.speculation.counts
     figures = {name: getattr(counts, name) for name in ("steps", "proposed", "accepted")} if counts else {}

@@ -1,4 +1,4 @@
-"""``--memory-file FILE``: go on with what earlier runs wrote."""
+"""``--memory-file FILE``: start with the texts of earlier runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_memory_file(add: Any) -> None:
 
 
 def check_memory_file(args: argparse.Namespace) -> None:
-    """Raise a ValueError for a file without a memory."""
+    """Raise a ValueError for ``--memory-file`` with a speculator that has no memory."""
     if args.memory_file is not None and args.speculator.partition("+")[0] != "memory":
         both = "" if args.speculator in ("ngram", "auto") else f", or memory+{args.speculator}"
         raise ValueError(
@@ -35,7 +35,7 @@ def check_memory_file(args: argparse.Namespace) -> None:
 def remembering(
     args: argparse.Namespace, speculator: Speculator, tokenizer: Any, writes: bool = True
 ) -> Iterator[None]:
-    """Let ``speculator`` know what the file holds; write what it knows at the end, whatever ends it.
+    """Load the memory of ``speculator`` from the file, and save it at the end, whatever ends the command.
 
     Errors: a ValueError for a memory of another tokenizer, an OSError for a damaged one.
     """
@@ -49,7 +49,7 @@ def remembering(
     memory: Any = speculator.memory if isinstance(speculator, HybridSpeculator) else speculator
     if args.memory_file.exists():
         found = read_remembered(args.memory_file, tokenizer)
-        if found.size > memory.memory.size:  # nothing is lost
+        if found.size > memory.memory.size:  # or texts would be dropped
             memory.memory = Memory(found.size)
         memory.learn([*found.texts()])
     try:
@@ -62,7 +62,7 @@ def remembering(
 
 @contextlib.contextmanager
 def _ending_as_from_within() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt: servers and batch jobs are ended by it."""
+    """Let SIGTERM, which ends servers and batch jobs, raise SystemExit, as Ctrl-C raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""``hf-spec serve``: transformers' OpenAI-compatible server, with a target that guesses."""
+"""``hf-spec serve``: transformers' OpenAI-compatible server with speculative decoding."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def add_serve(commands: Any) -> None:
 
 
 def _add_policy(add: Any) -> None:
-    """Declare what clients may ask for; the fields of ``Policy``."""
+    """Declare the limits for clients, the fields of ``Policy``."""
 
     def limit(name: str, meaning: str, least: int = 1) -> None:
         usual = getattr(Policy, name.strip("-").replace("-", "_"))
@@ -86,7 +86,7 @@ def _serve(args: argparse.Namespace) -> None:
         raise ValueError("serve needs a target: hf-spec serve TARGET; a directory or Hub id")
     check_address(options["host"], options["port"])
 
-    # Where requests are batched, a draft that guesses trees does so only if it is asked to.
+    # In continuous batching trees are used only on request, also by drafts whose default is a tree.
     tree = args.tree or ("chain" if options["continuous_batching"] else None)
 
     def config(speculator: Speculator) -> SpeculationConfig:
@@ -103,26 +103,26 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def key_of(text: str) -> str:
-    """Read a key that clients send."""
+    """Read an API key."""
     if is_key(text):
         return text
     raise argparse.ArgumentTypeError("a key has visible ASCII characters, at least one, and no spaces")
 
 
 def hosts_of(text: str) -> tuple[str, ...]:
-    """Read names of hosts."""
+    """Read host names, separated by commas."""
     if all(map(is_host, hosts := tuple(text.lower().split(",")))):
         return hosts
     raise argparse.ArgumentTypeError(f"{text!r} is no list of HOST or HOST:PORT with commas between them")
 
 
 def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:
-    """Load a draft and check it before the target's weights are read, where the target's outline can be had."""
+    """Load a draft and check it before the target's weights are read, if the target's config can be read."""
     from .loading import load_drafts, outline_of, to_be_read
 
     try:
         outline = outline_of(target)
-    except (OSError, ValueError) as error:  # code of its own, or ORG/MODEL@REVISION:FILE: transformers knows more
+    except (OSError, ValueError) as error:  # remote code, or ORG/MODEL@REVISION:FILE, which the server reads
         if isinstance(error, FileNotFoundError) and not {"@", ":"} & set(target):
             raise
         return to_be_read(name)
@@ -130,7 +130,7 @@ def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:
 
 
 def _options_of_transformers(rest: list[str]) -> dict[str, Any]:
-    """Read what ``transformers serve`` would; ValueError for what it does not know, ImportError if it is not there."""
+    """Parse the options of ``transformers serve``; ValueError for unknown ones, ImportError if it is not installed."""
     import typer
     from transformers.cli.serve import Serve
     from transformers.utils.import_utils import is_serve_available

@@ -1,4 +1,4 @@
-"""What a command tells besides its results: warnings, and how far it is where no bar can be drawn."""
+"""Messages of a command besides its results: warnings, and progress where no bar can be drawn."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 
-SILENCE = 30.0  # seconds after which a line says that the command is at work
-TALKING = ("chat", "serve")  # commands that wait for others
+SILENCE = 30.0  # seconds between lines that say that the command is at work
+TALKING = ("chat", "serve")  # commands that wait for users
 
 
 def as_typed(message: str, options: dict[str, str]) -> str:
-    """Write in a ``message`` of Python's functions their arguments as ``options`` are called, by their names here.
+    """Replace names of Python arguments in a ``message`` by the ``options`` that users typed.
 
-    A name of one word is a word of the language, too: it is an option where a value is set, outside of a call.
+    ``options`` maps names to options. A name without an underscore may be an English word: it is replaced only where a
+    value is set, outside of a call.
     """
     for name, option in sorted(options.items(), key=lambda one: -len(one[0])):
         value = r"=(?P<quote>['\"])(?P<text>[^'\"]*)(?P=quote)|=(?P<flag>True)\b|=(?P<number>\d[\w.]*)"
@@ -33,7 +34,7 @@ def _spelled(option: str, found: re.Match[str]) -> str:
 
 
 class _Above(logging.Handler):
-    """Write what the package logs above progress bars, options as they are typed."""
+    """A log handler that writes above progress bars, with options as users type them."""
 
     def __init__(self, options: dict[str, str]) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class _Above(logging.Handler):
 
 @contextlib.contextmanager
 def telling(args: argparse.Namespace, silence: float = SILENCE) -> Iterator[None]:
-    """Show warnings of the package as the command's own; without a terminal say now and then how far it is."""
+    """Show warnings of the package as the command's own; without a terminal also its progress."""
     handler, log = _Above(args.options), logging.getLogger(__name__.partition(".")[0])
     log.addHandler(handler)
     ended = threading.Event()

@@ -1,4 +1,4 @@
-"""The commands that make drafts. What they need beyond the package itself is imported when they run."""
+"""The commands that train drafts. What they need beyond the package itself is imported when they run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _prepare(args: argparse.Namespace) -> None:
     state, device = launched(args.device)
     if args.regenerate:
         data = load_raw(_regenerated(data, args, state, device))
-    if not Processes(state).is_first:  # only answers are work to be shared
+    if not Processes(state).is_first:  # only the answering is shared
         return
     names = "held_out max_length packing too_long cut_answers earlier_answers last_turn_only text_column num_proc"
     tokenizer = tokenizer_of(args.target)
@@ -132,7 +132,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _coverage(splits: Any, vocabulary: int) -> str:
-    """Say which share of answers' tokens draft vocabularies have that are counted on the examples to train on."""
+    """Say which share of the answers' tokens is in draft vocabularies counted on the training examples."""
     from ..training.sources import coverage
 
     shares = ", ".join(
@@ -143,9 +143,9 @@ def _coverage(splits: Any, vocabulary: int) -> str:
 
 
 def _regenerated(data: Any, args: argparse.Namespace, state: Any, device: str | None) -> str:
-    """Let the target answer the conversations of ``data`` anew; return the name of the file with them.
+    """Let the target answer the conversations of ``data`` again; return the name of the file with the answers.
 
-    The process shares them with those of its ``state``.
+    The work is shared with the other processes of ``state``.
     """
     from ..training import Endpoint, regenerate
     from ..training.sources import conversations
@@ -196,7 +196,7 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _instead() -> argparse.ArgumentParser:
-    """Return what reads from a command line what goes before the recipe's own."""
+    """Return a parser of the options that override the recipe's own values."""
     parser = argparse.ArgumentParser(prog="hf-spec train", add_help=False, allow_abbrev=False)
     for name in ("--target", "--draft", "--data"):
         parser.add_argument(name)
@@ -211,12 +211,12 @@ def _without(words: list[str], option: str) -> list[str]:
 
 
 def _resumes(args: argparse.Namespace) -> str:
-    """Say how a training that was interrupted goes on: from the last checkpoint in its directory, if there is one."""
+    """Say how to resume an interrupted training: from the last checkpoint in its directory, if there is one."""
     from transformers.trainer_utils import get_last_checkpoint
 
     from ..training.recipe import read_recipe, training_arguments
 
-    if int(os.environ.get("RANK", "0")):  # the first process says it
+    if int(os.environ.get("RANK", "0")):  # only the first process prints it
         return ""
     instead, changes = _instead().parse_known_args(args.changes)
     directory = training_arguments(read_recipe(args.recipe, **vars(instead))["trainer"], changes).output_dir

@@ -1,4 +1,4 @@
-"""The demo family: small models of one tokenizer that ship in the package, to try everything offline."""
+"""The demo family: small models with one tokenizer that ship in the package, to try everything offline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def path(name: str = "target") -> Path:
 
 
 def mended(text: str) -> str:
-    """Undo UTF-8 that was read as Windows-1252, as some of the text was that the family was trained on: `â€œ`."""
+    """Repair UTF-8 that was read as Windows-1252 (`â€œ`), which occurs in the family's training text."""
     return re.sub(r"[^\x00-\x7f]+", lambda run: _decoded(run[0]), text)
 
 
@@ -24,13 +24,13 @@ def _decoded(run: str) -> str:
     try:
         return b"".join(_byte(character) for character in run).decode("utf-8")
     except UnicodeError:
-        return run.replace("â€", '"')  # a closing quotation mark whose last byte is no letter and was lost
+        return run.replace("â€", '"')  # a closing quotation mark whose last byte was lost
 
 
 def _byte(character: str) -> bytes:
     try:
         return character.encode("cp1252")
-    except UnicodeEncodeError:  # five bytes stand for nothing there and are left as they are
+    except UnicodeEncodeError:  # cp1252 leaves five bytes undefined
         return character.encode("latin-1")
 
 

@@ -1,4 +1,4 @@
-"""Find out why few guesses are accepted: measure, compare with teacher forcing, and try what may be set wrongly."""
+"""Diagnosis of low acceptance: measure, compare with teacher forcing, and try other settings of the draft."""
 
 from .diagnosis import Diagnosis, Finding, diagnose
 

@@ -1,4 +1,4 @@
-"""What may be set wrongly in a draft's config: the same weights, read in other ways."""
+"""Settings that may be wrong in a draft's config: the same weights with each of them changed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..drafts.layers import CLASSES, classes_of
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.configuration import MTP_FLAGS, MTPSpeculatorConfig
 
-TRAINING_ONLY = "embed_requires_grad"  # says nothing about reading
+TRAINING_ONLY = "embed_requires_grad"  # has no effect on inference
 USUAL_THETAS = (10_000.0, 500_000.0, 1_000_000.0)  # Llama 2, Llama 3, Qwen3
 
 
 @dataclass(frozen=True)
 class Change:
-    """Say what is set otherwise: ``name`` the cause, ``was`` and ``now`` the values, ``fields`` of the config."""
+    """A change of a draft's config: ``name`` of the cause, values ``was`` and ``now``, and the changed ``fields``."""
 
     name: str
     was: str
@@ -31,7 +31,7 @@ class Change:
     fields: dict[str, Any]
 
     def apply(self, draft: DraftModel, target: PreTrainedModel) -> DraftModel | None:
-        """Return ``draft`` with this change, its weights not copied; None if it would need other weights."""
+        """Return ``draft`` with this change, sharing its weights; None if it would need other weights."""
         if self.name == "dtype":
             exact: Any = copy.deepcopy(draft)
             return _bound(exact.to(torch.float32), target)
@@ -43,7 +43,7 @@ class Change:
             with torch.device("meta"):
                 changed: DraftModel = type(draft)(config)  # type: ignore[call-arg]  # kinds count their vocabulary
             missing, left = changed.load_state_dict(draft.state_dict(), strict=False, assign=True)
-        except (ValueError, TypeError, RuntimeError):  # such a draft has other weights, or there is none
+        except (ValueError, TypeError, RuntimeError):  # such a draft has other weights, or is impossible
             return None
         if missing or left:
             return None
@@ -57,14 +57,14 @@ def _bound(draft: DraftModel, target: PreTrainedModel) -> DraftModel:
 
 
 def _make_rotary(changed: DraftModel, draft: DraftModel) -> None:
-    """Work out the frequencies of rope, which no file holds, where ``draft`` is."""
+    """Compute the RoPE frequencies, which no file holds, on the device of ``draft``."""
     layers = changed.config.layers
     if isinstance(getattr(changed, "rotary_emb", None), nn.Module) and layers.model_type in (*CLASSES, GEMMA):
         changed.rotary_emb = classes_of(layers.model_type).rotary(layers).to(draft.device)
 
 
 def changes(draft: DraftModel, target: PreTrainedModel) -> Iterator[Change]:
-    """List what may be set wrongly in ``draft``, one thing at a time."""
+    """List changes of settings that may be wrong in ``draft``, one at a time."""
     config = draft.config
     if draft.dtype in (torch.bfloat16, torch.float16):
         yield Change("dtype", str(draft.dtype).removeprefix("torch."), "float32", {})
@@ -81,7 +81,7 @@ def changes(draft: DraftModel, target: PreTrainedModel) -> Iterator[Change]:
 
 
 def _other_layers(config: FeatureSpeculatorConfig, count: int) -> Iterator[Change]:
-    """Read the layers one off, as where a file counts outputs and not inputs of layers, or the usual ones."""
+    """List other target layers: shifted by one, as if outputs were counted and not inputs, reversed, and the usual."""
     field, ids = config.layer_ids_field, list(config.feature_layers(count))
     usual = [[2, count // 2, count - 3]] if len(ids) == 3 and count >= 7 else []
     for other in ([i + 1 for i in ids], [i - 1 for i in ids], ids[::-1], *usual):

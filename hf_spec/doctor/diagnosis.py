@@ -1,4 +1,4 @@
-"""Name the likeliest cause of low acceptance, and the cure."""
+"""The likeliest cause of low acceptance, and the cure."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 from .changes import Change, changes
 from .evidence import Answer, answered, survival
 
-WORTH = 0.05  # tokens per step that a change must gain to be named, and
-SURE = 3.0  # standard errors of that gain over the tokens of the answers
-COVERED = 0.9  # of the answers' tokens must be among those that the draft can guess
-WELL = 0.5  # of the guesses are accepted: that needs no explanation
-FEW = 8  # prompts that say little
+WORTH = 0.05  # tokens per step that a change must gain to be named
+SURE = 3.0  # standard errors, over the tokens of the answers, that the gain must reach
+COVERED = 0.9  # share of the answers' tokens that must be in the draft vocabulary
+WELL = 0.5  # acceptance rate that needs no explanation
+FEW = 8  # prompts; fewer say little
 ANOTHER = "another target"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Name a ``cause``, what it was seen by and what to do; ``gain`` in tokens per step, 0 where it is not known."""
+    """A ``cause``, its evidence and its cure; ``gain`` in tokens per step, 0 where it is not known."""
 
     cause: str
     evidence: str
@@ -41,16 +41,16 @@ class Finding:
 
     @property
     def explains(self) -> bool:
-        """Tell whether it is worth naming as the likeliest cause; a name says little."""
+        """Tell whether it may be the likeliest cause; another name of the target alone says little."""
         return self.cause != ANOTHER and self.gain >= WORTH
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Hold what was measured and what was found, the likeliest cause first if any; ``str()`` is for people.
+    """Measurements and findings, the likeliest cause first if there is one; ``str()`` is for people.
 
-    ``measured`` and ``expected`` are the shares of steps that accept a guess at each depth: in ``generate``, and by
-    teacher forcing behind the same tokens. ``changed`` says what τ would be for everything that was set otherwise.
+    ``measured`` and ``expected`` are the shares of steps that accept a draft token at each depth: in ``generate``, and
+    with teacher forcing after the same tokens. ``changed`` is τ with each change that was tried.
     """
 
     prompts: int
@@ -87,11 +87,11 @@ def diagnose(
     max_new_tokens: int = 96,
     progress: bool = False,
 ) -> Diagnosis:
-    """Examine why so many guesses of ``speculator`` are refused by ``target``, on its greedy answers to ``prompts``.
+    """Examine why ``target`` rejects so many draft tokens of ``speculator``, on its greedy answers to ``prompts``.
 
-    ``progress`` draws a bar of the answers, and one of the ways in which the draft is read again.
+    ``progress`` draws a bar for the answers, and one for the changes that are tried.
 
-    Errors: a ValueError for what has no weights to examine, and what ``generate`` raises.
+    Errors: a ValueError for a speculator without weights, and what ``generate`` raises.
     """
     found = as_speculator(speculator, target)
     draft = found.model if isinstance(found, VanillaSpeculator) else found
@@ -147,7 +147,7 @@ class _Case:
     depth: int
 
     def mean(self, survived: list[Tensor]) -> float:
-        """Return the guesses that a step behind any token would accept."""
+        """Return how many draft tokens a step after any token would accept on average."""
         whole = torch.cat(survived).float()  # (tokens, depth)
         return float(whole.sum(1).mean())
 
@@ -156,7 +156,7 @@ class _Case:
         return [count / max(1, asked) for count, asked in zip(reached, _offered(self.answers), strict=False)]
 
     def expected(self) -> list[float]:
-        """Return the shares that teacher forcing accepts behind the very tokens at which the steps began."""
+        """Return the shares that teacher forcing accepts after the tokens at which the steps of ``generate`` began."""
         right, offered = torch.zeros(self.depth), torch.zeros(self.depth)
         for answer, survived in zip(self.answers, self.survived, strict=True):
             for root in answer.roots:
@@ -166,7 +166,7 @@ class _Case:
         return [float(share) for share in right / offered.clamp(min=1)]
 
     def tried(self, progress: bool) -> Iterator[tuple[Change, float, Finding | None]]:
-        """Set one thing otherwise at a time, and see what teacher forcing would accept."""
+        """Try one change at a time, and compute what teacher forcing would accept."""
         if not isinstance(self.draft, DraftModel):
             return
         ways = list(changes(self.draft, self.target))
@@ -192,7 +192,7 @@ class _Case:
         )
 
     def hints(self) -> Iterator[Finding]:
-        """Look at what needs no other reading of the weights."""
+        """List findings that need no change of the draft's config."""
         yield from self._drafter()
         yield from self._vocabulary()
         yield from self._names()
@@ -239,7 +239,7 @@ class _Case:
             return
         made_for, name = self.draft.config.made_for.get("name_or_path"), self.target.config.name_or_path
         told = another_target(self.draft.config.made_for, self.target.config)
-        # A directory may have any name, and drafts that will be published are told the Hub's name of their target.
+        # Hub names only: a directory may have any name, and drafts to be published hold the Hub name of their target.
         if not told and made_for and (called := hub_id(name or "")) and not share_a_name(called, made_for):
             told = f"the draft says that it was made for {made_for}, and this is {name}"
         if told:
@@ -259,7 +259,7 @@ class _Case:
         before = torch.cat([one[:place, 0] for one, place in zip(self.survived, places, strict=True)]).float()
         behind = torch.cat([one[place:, 0] for one, place in zip(self.survived, places, strict=True)]).float()
         told, lost = f"the texts are up to {longest} tokens long, the draft is made for {most}", 0.0
-        if len(before) and len(behind):  # prompts alone may be longer than that
+        if len(before) and len(behind):  # no token is before it if prompts alone are longer
             shares = float(before.mean()), float(behind.mean())
             lost = max(0.0, shares[0] - shares[1])
             told += (
@@ -270,7 +270,7 @@ class _Case:
         yield Finding("position limit", told, cure, lost)
 
     def _template(self) -> Iterator[Finding]:
-        """Ask raw prompts again as what a user says, where the tokenizer has a chat template."""
+        """Answer raw prompts again as user messages, if the tokenizer has a chat template."""
         raw = [prompt for prompt in self.prompts if not prompt.chat]
         if not raw or self.tokenizer.chat_template is None:
             return
@@ -299,10 +299,11 @@ class _Case:
 
 
 def _lost_outside(known: Tensor, right: Tensor) -> float:
-    """Return what a step loses by tokens outside of the draft vocabulary.
+    """Return how many tokens a step loses because of tokens outside of the draft vocabulary.
 
-    ``known`` tokens (tokens,) are inside, and a first guess is ``right`` (tokens,). A draft that is seldom right about
-    those that it knows would not be about the others, either, unless these are most of what it was wrong about.
+    ``known`` (tokens,) marks tokens inside of it, and ``right`` (tokens,) those where the first draft token is right.
+    The draft would be right about tokens outside as often as about those inside. But if more than half of its errors
+    are at tokens outside, each of these counts as lost.
     """
     outside = float((~known).float().mean())
     if 2 * int((~known).sum()) > int((~right).sum()):

@@ -1,4 +1,4 @@
-"""What a diagnosis rests on: the target's answers, which guesses in them were accepted, and which should have been."""
+"""Evidence of a diagnosis: the target's answers, which draft tokens were accepted, and which should have been."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..settings import SpeculationConfig
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold a prompt and what the target made of it, greedily, with guesses: token ids (1, length), ``row`` its counts.
+    """A prompt and the target's greedy answer, decoded speculatively: token ids (1, length), ``row`` its statistics.
 
-    ``start`` is the length of the prompt, ``most`` that at which the answer is cut off. ``reads_prompt``: the first
-    step guessed behind the prompt's last token.
+    ``start`` is the length of the prompt, ``most`` the length at which the answer is cut off. ``reads_prompt``: the
+    first step drafted after the prompt's last token.
     """
 
     ids: Tensor
@@ -35,12 +35,12 @@ class Answer:
 
     @property
     def roots(self) -> list[int]:
-        """Return the places of the tokens behind which a step guessed: those that no draft had guessed."""
+        """Return the positions of the roots of all steps: the tokens that were not draft tokens."""
         own = [self.start + i for i, guessed in enumerate(self.row.guessed[:-1]) if not guessed]
         return [self.start - 1] * self.reads_prompt + own
 
     def room(self, root: int) -> int:
-        """Return how many guesses fit between the token at ``root`` and the last one there may be."""
+        """Return how many draft tokens fit between the token at ``root`` and the last one allowed."""
         return self.most - 2 - root
 
 
@@ -53,7 +53,7 @@ def answered(
     max_new_tokens: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Answer ``prompts`` (token ids) one by one, guessing chains of ``depth``; ``advance`` is called after each."""
+    """Answer ``prompts`` (token ids) one by one with chains of ``depth``; ``advance`` is called after each."""
     config = SpeculationConfig(num_speculative_tokens=depth, tree=None)
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "return_dict_in_generate": True}
     generate: Any = target.generate
@@ -71,13 +71,13 @@ def answered(
 
 @torch.no_grad()
 def survival(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) -> Tensor:
-    """Return which guesses would be accepted if a step began behind each token: (tokens of the answer, depth) bool.
+    """Return which draft tokens would be accepted if a step began at each token: (tokens of the answer, depth) bool.
 
-    Teacher forcing: the draft reads the answer, and each guess behind right ones is compared with it. What lies behind
-    the end counts as wrong. Row 0 guesses behind the prompt's last token.
+    Teacher forcing: the draft reads the answer, and each draft token after right ones is compared with it. Draft
+    tokens after the end count as wrong. Row 0 drafts after the prompt's last token.
     """
     ids, length = answer.ids, answer.ids.shape[1]
-    right = torch.zeros(length, depth, dtype=torch.bool)  # by the place of the root
+    right = torch.zeros(length, depth, dtype=torch.bool)  # by the position of the root
     for step, guesses in enumerate(_guesses(target, draft, answer, depth)):
         places = torch.arange(len(guesses))
         inside = places + 1 + step < length
@@ -87,9 +87,9 @@ def survival(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) ->
 
 
 def _guesses(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) -> list[Tensor]:
-    """Return for each step what is guessed behind a root at each place of the text: (length,) target ids or -1."""
+    """Return for each step the draft token for a root at each position of the text: (length,) target ids or -1."""
     ids = answer.ids
-    if not isinstance(draft, DraftModel):  # a language model says at every place what comes next
+    if not isinstance(draft, DraftModel):  # a language model predicts at every position
         best = draft(ids.to(draft.device)).logits[0].argmax(-1)
         return [torch.cat([best[step:], best.new_full((step,), -1)]) for step in range(depth)]
     anchors = torch.zeros_like(ids, dtype=torch.bool)
@@ -100,13 +100,13 @@ def _guesses(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) ->
     found = []
     for step, states in enumerate(unrolled.states[:depth]):
         best = draft.to_target_ids(unrolled.head(step, states)[0].argmax(-1))
-        # Place i of step k guesses token i + 2 + k: its root is token i + 1, and the first token is nobody's root.
+        # Position i of step k drafts token i + 2 + k. Its root is token i + 1, and the first token is no root.
         found.append(torch.cat([best.new_full((1,), -1), best]))
     return found
 
 
 def _features(target: PreTrainedModel, draft: DraftModel, ids: Tensor) -> Tensor:
-    """Let ``target`` read a text, (1, length), and return what ``draft`` reads of it, (1, length, widths)."""
+    """Let ``target`` read a text, (1, length), and return the features for ``draft``, (1, length, widths)."""
     features = Features(target, draft.feature_layers(target))
     with features.watching() as caught:
         outputs = target(ids, **features.asked, use_cache=False, return_dict=True)
