@@ -1,1 +1,1 @@
-"""Draft checkpoints of every project: find out, read, write, inspect."""
+"""Draft checkpoints of every project: detect the format, read, write, inspect."""

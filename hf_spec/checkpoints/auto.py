@@ -23,14 +23,14 @@ class AutoDraftModel:
 
     @staticmethod
     def from_pretrained(path: str | os.PathLike[str], target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
-        """Load the draft at ``path``, a directory or Hub id, in our format or anyone's.
+        """Load the draft at ``path``, a directory or Hub id, in any known format.
 
-        ``target`` is checked against the draft and lends what the file leaves out, unless it is on the meta device,
-        without weights. ``kwargs`` are those of any ``from_pretrained`` of transformers (dtype, device_map, revision,
-        ...). Nothing of the checkpoint is executed.
+        ``target`` is checked against the draft and lends the weights that the file lacks; on the meta device, without
+        weights, it is only checked. ``kwargs`` are those of any ``from_pretrained`` of transformers (dtype,
+        device_map, revision, ...). No code of the checkpoint is executed.
 
-        Errors: OSError for missing, damaged or half-written files; ValueError for a format that is not known, weights
-        that do not fit, or a target that does not.
+        Errors: OSError for missing, damaged or half-written files; ValueError for an unknown format, or weights or a
+        target that do not fit.
         """
         hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         loaded = load(read_checkpoint(path, **hub), **kwargs)
@@ -47,7 +47,7 @@ def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
     model = kind_of(config)
     try:
         loaded = model.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
-    except torch.OutOfMemoryError:  # of which the file is not to blame
+    except torch.OutOfMemoryError:  # a RuntimeError too, but not the file's fault
         raise
     except UNFIT as error:
         raise ValueError(f"{checkpoint.path}, read as {find_format(checkpoint).name}: {printable(error)}") from error
@@ -57,9 +57,9 @@ def load(checkpoint: Checkpoint, **kwargs: Any) -> Any:
 
 
 def raise_positions(config: SpeculatorConfig, target: PreTrainedModel) -> None:
-    """Give the draft the target's ``max_position_embeddings`` where only a number stands in the way.
+    """Raise the draft's ``max_position_embeddings`` to the target's if its RoPE type does not depend on the number.
 
-    Drafts in circulation say 2048, at which other engines stop or fail. Most ropes do not depend on the number.
+    Public drafts say 2048, where other engines stop or fail.
     """
     if config.transformer_layer_config is None:
         return

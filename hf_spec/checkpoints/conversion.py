@@ -37,14 +37,15 @@ def convert(
 
     ``"speculators"``: what ``save_pretrained`` writes. ``"eagle3"``: the layout of SafeAILab, for llama.cpp and
     TensorRT-LLM. ``"sglang"``: the same with ``eagle_config``, for SGLang and vLLM. ``"native"``: an MTP layer under
-    the names of its target, as ``mtp.safetensors`` to be put beside the target's own files and named in their index.
+    the names of its target, as ``mtp.safetensors`` to be put next to the target's own files and named in their index.
     ``"dflash"``: z-lab's, for block drafts. ``"deepspec"``: DeepSpec's, for DSpark drafts.
-    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
-    the output layer of ``target`` into a draft that borrows them, for readers that borrow nothing. ``kwargs`` are
-    those of ``AutoDraftModel.from_pretrained``, ``target`` among them.
 
-    Errors: what loading raises; a ValueError if the layout cannot express the draft, or ``verifier`` is no name; a
-    FileExistsError if ``dst`` holds files. ``dst`` appears complete or not at all.
+    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
+    the output layer of ``target`` into a draft that shares them, for engines that cannot share them. ``kwargs`` are
+    those of ``AutoDraftModel.from_pretrained``, including ``target``.
+
+    Errors: what loading raises; a ValueError if the layout cannot express the draft, or ``verifier`` is neither a Hub
+    id nor a directory; a FileExistsError if ``dst`` holds files. ``dst`` is written completely or not at all.
     """
     _check_verifier(verifier)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
@@ -68,7 +69,7 @@ def _check_verifier(name: str | None) -> None:
 
 
 def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculators") -> None:
-    """Write a draft that is in memory, as ``convert`` does."""
+    """Write a loaded draft in another layout, as ``convert`` does."""
     if to not in layouts():
         raise ValueError(f"to is {to!r}; it must be one of {layouts()}")
     path = Path(dst)
@@ -87,7 +88,7 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a directory to write, which becomes ``path`` when all is written. Errors: an OSError if that fails."""
+    """Yield a temporary directory, renamed to ``path`` when all is written. Errors: an OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:

@@ -1,4 +1,4 @@
-"""Read the files of a draft: config and tensors, of a local directory or Hub id, never executing anything."""
+"""Reading of a draft's files, config and tensors, from a local directory or Hub id, without executing any code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-# Why there is no model of a name, by what transformers' error was raised from.
+# Why no model of a name was found, by the cause of transformers' error.
 NOWHERE: dict[type, str] = {
     HFValidationError: "it cannot be a name on the Hub",
     LocalEntryNotFoundError: "it was not downloaded before, nor can the Hub be reached (no connection, or "
@@ -37,7 +37,7 @@ NOWHERE: dict[type, str] = {
 
 
 def weight_files() -> tuple[str, ...]:
-    """Name the files that may hold a draft's weights; those of a single format come first."""
+    """List the files that may hold a draft's weights; those of a particular format come first."""
     return (*(name for one in formats() for name in one.weight_files), *WEIGHT_FILES)
 
 
@@ -46,8 +46,8 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read config and tensors of a local directory or Hub id. Errors: OSError that names the file and the cure.
 
-    Of a target that has a draft in its checkpoint only the draft is read; ``inside_target`` reads nothing of others.
-    ``only_names`` leaves the tensors empty, which tells the format of a large model as well.
+    If the checkpoint is a target's and contains a draft, only the draft is read. With ``inside_target``, nothing is
+    read if it contains none. ``only_names`` reads empty tensors, whose names are enough to detect the format.
     """
     config = _json(_find_config(path, hub))
     for name in weight_files():
@@ -66,7 +66,7 @@ def read_checkpoint(
 
 
 def _shards(file: str) -> dict[str, str]:
-    """Read which file of an index holds which tensor. Errors: an OSError for files that are not beside the index."""
+    """Read the map of tensors to files from an index. Errors: an OSError for files outside the index's directory."""
     places = _json(file).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise OSError(f"{file} should map names of tensors to files under weight_map; copy or download it again")
@@ -80,7 +80,7 @@ def _find(path: str | os.PathLike[str], name: str, hub: dict[str, Any]) -> str |
 
 
 def gguf(path: str | os.PathLike[str]) -> str:
-    """Say how a language model in GGUF is read, if one is at ``path`` or its name says so; else ""."""
+    """Say how to load a language model in GGUF, if one is at ``path`` or its name says so; else ""."""
     place = Path(path)
     files = sorted(file.name for file in place.glob("*.gguf")) if place.is_dir() else []
     if not files and "gguf" not in place.name.lower():
@@ -96,7 +96,7 @@ def gguf(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def looking_for(path: str | os.PathLike[str], role: str = "") -> Iterator[None]:
-    """Let errors name the model at ``path``: a FileNotFoundError if it is nowhere, an OSError for damaged weights."""
+    """Let errors name the model at ``path``: a FileNotFoundError if there is none, an OSError for damaged weights."""
     what = f"{role} {os.fspath(path)!r}".lstrip()
     if os.path.isfile(path):
         if cure := gguf(path):
@@ -123,12 +123,12 @@ def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
             base = _json(adapter).get("base_model_name_or_path")
             raise OSError(f"{path} holds an adapter of PEFT and no draft: {merging(os.fspath(path), base)}")
         if not os.path.isdir(path):
-            cached_file(path, CONFIG, **hub)  # says whether it does not exist or is only out of reach
+            cached_file(path, CONFIG, **hub)  # raises an error that tells a missing model from a missing connection
     raise OSError(f"{path} has no config.json, so it is not a draft; pass the directory that holds config.json")
 
 
 def merging(adapter: str, base: str | None) -> str:
-    """Say how ``adapter`` and its draft ``base``, where that is known, become a draft."""
+    """Say how to merge ``adapter`` into its draft ``base`` (``None`` if unknown)."""
     return (
         f"merge it into its draft{f' {base}' if base else ''} and pass what is written: "
         f"PeftModel.from_pretrained(draft, {adapter!r}).merge_and_unload().save_pretrained(DIRECTORY)"
@@ -148,14 +148,14 @@ def _json(file: str) -> dict[str, Any]:
 
 
 def _of_the_draft(names: Iterable[str], inside_target: bool) -> list[str]:
-    """Leave out the target's tensors where a draft is kept in its checkpoint, which may be large."""
+    """Drop the target's tensors, which may be large, if its checkpoint contains a draft."""
     prefixes = tuple(prefix for one in formats() for prefix in one.inside_target)
     found = [name for name in names if name.startswith(prefixes)]
     return found if found or inside_target else list(names)
 
 
 def _tensors(file: str, inside_target: bool, only_names: bool) -> dict[str, Tensor]:
-    if not os.access(file, os.R_OK):  # of which safetensors says that the file is not there
+    if not os.access(file, os.R_OK):  # safetensors would report it as missing
         raise PermissionError(f"you may not read {file}; change its permissions")
     check_ends(file)
     try:
@@ -165,7 +165,7 @@ def _tensors(file: str, inside_target: bool, only_names: bool) -> dict[str, Tens
                 return {name: torch.empty(0) if only_names else opened.get_tensor(name) for name in names}
         check_pickled(file)
         content = torch.load(file, map_location="meta" if only_names else "cpu", weights_only=True)
-    except Exception as error:  # damaged pickles raise what they like
+    except Exception as error:  # damaged pickles may raise anything
         raise OSError(
             f"{file} is cut off, damaged or holds more than tensors ({printable(error)}); copy or download it again, "
             "or convert it to safetensors where you trust it"

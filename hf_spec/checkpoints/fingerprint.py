@@ -1,4 +1,4 @@
-"""What data were made with, so that nothing is added to data of another origin."""
+"""Digests of the models and tokenizers that data were made with, to refuse additions to data of another origin."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from ..scoring.features import decoder_of
 
-SAMPLE = 64  # values of each weight that a fingerprint looks at
-PASSING = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")  # changes no forward
+SAMPLE = 64  # about how many values of each weight a digest includes
+# Keys of a config that do not change the forward.
+PASSING = ("transformers_version", "_name_or_path", "architectures", "dtype", "use_cache")
 DIFFERENCES = {
     "config": "the target's config differs",
     "ends": "the target's embeddings or output layer differ",
@@ -24,9 +25,9 @@ DIFFERENCES = {
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """Return digests of what ``model`` computes with: its config, its embeddings and output layer, and its body.
+    """Return digests of the config of ``model``, its embeddings and output layer, and its body.
 
-    Only some values of each weight are looked at. A model without a body has no digest of config and body.
+    Only some values of each weight are included. A model without a body has no digest of config and body.
     """
     outside = embeddings_and_head(model)
     found = {"ends": _digest(outside)}
@@ -38,7 +39,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
 
 
 def digest_of(model: Any) -> str | None:
-    """Digest some values of each weight of ``model``, or of that inside a speculator; ``None`` without weights."""
+    """Return the digest of ``model``, or of the model inside a speculator; ``None`` if it has no weights."""
     if isinstance(model, nn.Module):
         return _digest(dict(model.named_parameters()))
     inside = getattr(model, "model", getattr(model, "draft", None))
@@ -46,13 +47,13 @@ def digest_of(model: Any) -> str | None:
 
 
 def has_body(model: Any) -> bool:
-    """Tell whether ``model`` has more weights than embeddings and an output layer, so that it can read a text."""
+    """Tell whether ``model`` has layers, and not only embeddings and an output layer."""
     outside = {id(tensor) for tensor in embeddings_and_head(model).values()}
     return any(id(parameter) not in outside for parameter in decoder_of(model).parameters())
 
 
 def embeddings_and_head(model: Any) -> dict[str, Tensor]:
-    """Return parameters and buffers of the embeddings and of all that is outside the body; tied ones once."""
+    """Return parameters and buffers of the embeddings and of all modules outside the body; tied ones once."""
     body = decoder_of(model) if model.base_model is model else model.base_model
     inside = {*body.modules()} - {*model.get_input_embeddings().modules()}
     found: dict[str, Tensor] = {}
@@ -66,7 +67,7 @@ def embeddings_and_head(model: Any) -> dict[str, Tensor]:
 
 
 def generation_settings(target: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what is not a default of how answers are generated, as JSON holds it; a speculator changes none."""
+    """Return the generation options that are not defaults, as JSON values; a speculator does not change them."""
     config = copy.deepcopy(options.get("generation_config") or target.generation_config)
     config.update(**options)
     found = {name: value for name, value in config.to_diff_dict().items() if name != "transformers_version"}
@@ -75,7 +76,7 @@ def generation_settings(target: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Say in what ``made_from`` differs from ``wanted``; a tokenizer that is not known does not."""
+    """List the differences between ``made_from`` and ``wanted``; an unknown tokenizer is no difference."""
     found = []
     for name, value in wanted.items():
         have = made_from.get(name)
@@ -86,17 +87,17 @@ def differences(made_from: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Digest the vocabulary of ``tokenizer`` and its chat template."""
+    """Return a digest of the vocabulary of ``tokenizer`` and its chat template."""
     return _json_digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
 
 
 def vocabulary_digest(tokenizer: Any) -> str:
-    """Digest the vocabulary of ``tokenizer``: with the same one, ids mean the same tokens."""
+    """Return a digest of the vocabulary of ``tokenizer``: if it is equal, ids mean the same tokens."""
     return _json_digest(sorted(tokenizer.get_vocab().items()))
 
 
 def lasting(config: Any) -> Any:
-    """Leave out of a config, as a dict, what changes no forward."""
+    """Drop the keys of a config (a dict) that do not change the forward."""
     if not isinstance(config, dict):
         return config
     return {name: lasting(value) for name, value in config.items() if name not in PASSING}

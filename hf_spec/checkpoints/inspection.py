@@ -1,4 +1,4 @@
-"""Say what a draft checkpoint is, and which engine reads it."""
+"""A report on a draft checkpoint: what it is, and which engines can load it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .kinds import find_format, kind_of, translate
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what ``inspect`` found; ``str()`` is for people.
+    """The result of ``inspect``; ``str()`` is for people.
 
-    ``engines`` maps an engine to what is in its way, nothing if it reads the files as they were meant. ``problem`` is
-    why hf_spec itself refuses them, None if it does not.
+    ``engines`` maps an engine to the problems it has with the files, [] if it loads them correctly. ``problem`` is why
+    hf_spec itself refuses them, None if it does not.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Report:
 
 
 def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
-    """Say what the draft at ``path`` (directory or Hub id) is. Errors: those of reading it, or an unknown format."""
+    """Describe the draft at ``path`` (directory or Hub id). Errors: those of reading it, or an unknown format."""
     checkpoint = read_checkpoint(path, **hub)
     found = find_format(checkpoint)
     config, tensors = translate(checkpoint)
@@ -69,7 +69,7 @@ def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
 
 
 def _counted(number: int) -> str:
-    """Write a number with a unit that leaves something before the point: 512, 21.5 k, 1.2 M, 3.0 G."""
+    """Format a number with the largest unit that it reaches: 512, 21.5 k, 1.2 M, 3.0 G."""
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= size:
             return f"{number / size:.1f}{unit}"

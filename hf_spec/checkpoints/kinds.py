@@ -1,4 +1,4 @@
-"""Every kind of draft with weights, and whose files each one reads. The only place that lists them."""
+"""All kinds of drafts with weights, and the formats that each can read. The only place that lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.peagle.modeling import PEagleDraftModel
 from ..untrusted import printable
 
-# What configs and tensors that belong to no draft may raise where they are taken apart.
+# Errors that configs and tensors of no draft may cause while they are translated.
 UNFIT = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
@@ -45,7 +45,7 @@ def kind_of(config: SpeculatorConfig) -> type[DraftModel]:
 
 
 def config_classes() -> dict[str, Any]:
-    """Map what stands as ``speculators_model_type`` in files, and as ``kind`` in recipes, to the kinds' configs."""
+    """Map ``speculators_model_type`` of files, which is also ``kind`` in recipes, to the config classes."""
     return {kind.config_class.speculators_model_type: kind.config_class for kind in KINDS}
 
 
@@ -55,14 +55,14 @@ def formats() -> list[Format]:
 
 
 def layouts() -> tuple[str, ...]:
-    """Name the layouts in which drafts are written: ours first."""
+    """List the layouts in which drafts can be written, ours first."""
     return (SPECULATORS.name, *(name for kind in KINDS for name in kind.layouts))
 
 
 def find_format(checkpoint: Checkpoint) -> Format:
-    """Find the format of ``checkpoint``. Errors: a ValueError if it is of none that is known."""
+    """Find the format of ``checkpoint``. Errors: a ValueError if it is unknown."""
     config, names = checkpoint.config, checkpoint.tensors
-    ours = is_speculators(config)  # whose tensors may be called as those of others
+    ours = is_speculators(config)  # our tensors may have the same names as those of other formats
     for one in formats():
         if (one.name == SPECULATORS.name) == ours and one.recognises(config, names):
             return one
@@ -86,7 +86,7 @@ def find_format(checkpoint: Checkpoint) -> Format:
 def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tensor]]:
     """Return the config and the weights of our model for a checkpoint of any format.
 
-    Errors: ValueError for a format that is not known, or for a config that says too little or nonsense.
+    Errors: ValueError for an unknown format, or an incomplete or invalid config.
     """
     found = find_format(checkpoint)
     try:
@@ -116,7 +116,7 @@ def _check_values(checkpoint: Checkpoint) -> None:
 
 
 def register_auto_classes() -> None:
-    """Teach AutoConfig and AutoModel what ``save_pretrained`` writes; harmless when repeated."""
+    """Register our classes with AutoConfig and AutoModel, for what ``save_pretrained`` writes; may be repeated."""
     AutoConfig.register(SpeculatorConfig.model_type, SpeculatorConfig, exist_ok=True)
     for kind in KINDS:
         AutoModel.register(kind.config_class, kind, exist_ok=True)
@@ -124,7 +124,7 @@ def register_auto_classes() -> None:
 
 
 class NoLanguageModel:
-    """Stand where ``AutoModelForCausalLM`` looks for the class of a draft, which is no language model."""
+    """The class that ``AutoModelForCausalLM`` finds for a draft: loading it says that a draft is no language model."""
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:

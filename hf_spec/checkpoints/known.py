@@ -1,4 +1,4 @@
-"""Public drafts that are known of, by target: ids and what their publishers say, not what was tried here."""
+"""A table of public drafts by target: ids and what their publishers say; nothing of it was tested here."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 from ..configuration import hub_name
 
 TABLE = Path(__file__).with_name("known_drafts.csv")
-# Below a cache of the Hub a model lies in models--ORG--NAME/snapshots/COMMIT.
+# In a cache of the Hub a model is in models--ORG--NAME/snapshots/COMMIT.
 CACHED = "models--"
 
 
 @dataclass(frozen=True)
 class KnownDraft:
-    """Name a public draft: ``speculator=known.draft`` for the model ``target``.
+    """A public draft: ``speculator=known.draft`` for the model ``target``.
 
-    ``kind`` is how it guesses, ``layout`` whose files it has. ``licence`` is None where its page names none; that of
-    the target may bind beside it. Nobody of this project has run it: the text would be right all the same, but how
-    many of its guesses are is to be measured.
+    ``kind`` is the kind of draft, ``layout`` the format of its files. ``licence`` is None if its page names none; the
+    target's licence may apply too. Nobody of this project has run it. The output is the target's in any case, but its
+    acceptance has yet to be measured.
     """
 
     target: str
@@ -35,10 +35,10 @@ class KnownDraft:
 
 
 def known_drafts(target: PreTrainedModel | str | os.PathLike[str] | None = None) -> list[KnownDraft]:
-    """List public drafts for ``target``, a model, its Hub id or where it lies; all of them for ``None``.
+    """List public drafts for ``target``, a model, its Hub id or directory; all of them for ``None``.
 
-    The best by published acceptance come first. Looks at a table in the package, not at the network. A directory is
-    known by its name. Source: pages of the Hub and the projects' own lists, November 2026.
+    The best by published acceptance come first. The table is part of the package; the network is not used. A
+    directory is compared by its name. Source: pages of the Hub and the projects' own lists, November 2026.
     """
     if target is None:
         return list(_table())
@@ -48,7 +48,7 @@ def known_drafts(target: PreTrainedModel | str | os.PathLike[str] | None = None)
 
 
 def cached(draft: str) -> Path | None:
-    """Return where the Hub's local cache has ``draft``, or at least its config; None if it has not."""
+    """Return the directory of ``draft``, or at least of its config, in the Hub's local cache; None if it is absent."""
     config = try_to_load_from_cache(draft, "config.json")
     return Path(config).parent if isinstance(config, str) else None
 
@@ -60,7 +60,7 @@ def _table() -> tuple[KnownDraft, ...]:
 
 
 def _name(path: str) -> str:
-    """Return the Hub id, or for a directory its name."""
+    """Return the Hub id, or the name of a directory."""
     places = Path(path).parts
     for place in places:
         if place.startswith(CACHED):
@@ -70,12 +70,12 @@ def _name(path: str) -> str:
 
 
 def hub_id(path: str) -> str:
-    """Return the Hub id of what was loaded from ``path``, perhaps the Hub's cache; "" for a directory."""
+    """Return the Hub id of a model that was loaded from ``path``, perhaps in the Hub's cache; "" for a directory."""
     return _name(path) if CACHED in path else hub_name(path) or ""
 
 
 def share_a_name(path: str, target: str) -> bool:
-    """Tell whether the model at ``path``, perhaps in the Hub's cache, is called as ``target`` is, whoever's it is."""
+    """Tell whether the model at ``path``, perhaps in the Hub's cache, has the name of ``target``, of any owner."""
     one, other = (_name(name).rpartition("/")[2].lower() for name in (path, target))
     return one == other
 

@@ -1,4 +1,4 @@
-"""From what a user passes as ``speculator=`` to a ``Speculator``."""
+"""Resolution of what a user passes as ``speculator=`` into a ``Speculator``."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from .files import HUB_OPTIONS, gguf, read_checkpoint
 from .kinds import config_classes, find_format
 from .known import cached, known_drafts
 
-# Tokenizers of one family differ in a few tokens that were added.
+# The least share of equal tokens without a warning: tokenizers of one family differ in a few added tokens.
 MOST_IN_COMMON = 0.9
 
 logger = logging.get_logger(__name__)
 
-# What "auto" found, so that it is looked for once and remembers the text of earlier calls.
+# What "auto" found for a target: it is looked for once, and an n-gram memory of earlier calls is kept.
 _found: WeakKeyDictionary[PreTrainedModel, Speculator] = WeakKeyDictionary()
-# What was read from files by name, to tell who does so in a loop.
+# Names that were read from files for a target, to warn users who do so in a loop.
 _read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
-    """Turn a draft model, a causal language model, a word, or a path or Hub id into a ``Speculator``.
+    """Turn a draft model, a causal language model, a keyword, or a path or Hub id into a ``Speculator``.
 
-    The words are ``"ngram"``, ``"mtp"`` and ``"auto"``, which is the target's own prediction layers if it has some,
-    else the first of ``known_drafts(target)`` that lies in the Hub's local cache, else n-grams with a memory of
-    earlier calls. ``"auto"`` is decided once for a target; ``"mtp"`` and paths are read anew each time, so keep
+    The keywords are ``"ngram"``, ``"mtp"`` and ``"auto"``. ``"auto"`` takes the target's own MTP layers if it has
+    some, else the first of ``known_drafts(target)`` in the Hub's local cache, else n-grams with a memory of earlier
+    calls. It is decided once for a target. ``"mtp"`` and paths are read again each time, so keep
     ``as_speculator("mtp", target)`` for many calls.
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
@@ -82,7 +82,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
 
 @functools.cache
 def _ngrams() -> NgramSpeculator:
-    """Return the same object each time: it keeps nothing of a call."""
+    """Return the same object each time: it keeps no state between calls."""
     return NgramSpeculator()
 
 
@@ -91,7 +91,7 @@ def _encodes(model: Any) -> bool:
 
 
 def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: Any) -> Any:
-    """Load a draft of any format for ``target``, or else a causal language model.
+    """Load a draft of any format for ``target``, or a causal language model if ``path`` is no draft.
 
     ``kwargs`` are those of ``from_pretrained``. Errors: a ValueError if there is neither at ``path``.
     """
@@ -107,7 +107,7 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
 
 
 def _meant(name: str) -> str:
-    """Guess what someone meant by a ``name`` at which nothing is."""
+    """Suggest what the user meant by a ``name`` that does not exist; "" without an idea."""
     if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", "auto"), 1):
         return f" (did you mean {near[0]!r}?)"
     is_kind = name.lower() in config_classes()
@@ -121,16 +121,16 @@ def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
         return False
     if found.name != "mtp":
         return True
-    # The layer stands beside a whole model. If it cannot be this target's, that model is the draft.
+    # An MTP layer is in the checkpoint of a complete model. If it cannot be this target's, that model is the draft.
     config = checkpoint.config.get("text_config") or checkpoint.config
     return bool(config.get("hidden_size") == target.config.get_text_config().hidden_size)
 
 
 def _best_at_hand(target: PreTrainedModel) -> Speculator:
-    """Find what can guess for ``target`` without a download, and say which it is."""
+    """Find a speculator for ``target`` without a download, and log which it is."""
     at_hand = (cached(known.draft) for known in known_drafts(target))
     for place in itertools.chain(("mtp",), filter(None, at_hand)):
-        # Half of its files may be there, or it is another draft than its name says.
+        # The cache may have only some of its files, or the draft may not fit the target.
         with contextlib.suppress(OSError, ValueError):
             found = as_speculator(place, target)
             found.check(target, found.settings(None))
@@ -140,12 +140,12 @@ def _best_at_hand(target: PreTrainedModel) -> Speculator:
 
 
 def _own_layers(target: PreTrainedModel) -> Speculator:
-    """Read the MTP layers of ``target``, by transformers where it knows them, from where the target was loaded."""
+    """Read the MTP layers of ``target`` from its checkpoint; through transformers if its config has them."""
     if getattr(target.config.get_text_config(decoder=True), "num_mtp_layers", None):
         return TargetMtp.of(target)
     path, found = target.config.name_or_path, None
     if path:
-        with contextlib.suppress(OSError):  # a model that was only named
+        with contextlib.suppress(OSError):  # the name may not be a path or Hub id
             found = read_checkpoint(path, inside_target=True)
     if found is None or not found.tensors or find_format(found).name != "mtp":
         here = " The directory 'mtp' beside you is './mtp'." if Path("mtp").is_dir() else ""
@@ -160,9 +160,9 @@ def _own_layers(target: PreTrainedModel) -> Speculator:
 
 
 def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
-    """Warn once if the tokenizers that were saved beside draft and target give other meanings to the same ids.
+    """Warn once if the tokenizers saved with draft and target give different meanings to the same ids.
 
-    A vocabulary of the same size says nothing about its words. Only local directories are looked at.
+    Vocabularies of the same size may have different tokens. Only local directories are compared.
     """
     draft = network_of(speculator)
     if isinstance(draft, PreTrainedModel):
@@ -176,7 +176,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
 
 
 def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:
-    """Warn once if the draft was left on the CPU, where it takes longer than the target beside it."""
+    """Warn once if the draft is on the CPU and the target is not: the draft would be the slower one."""
     draft, device = network_of(speculator), input_device(target)
     is_left = isinstance(draft, PreTrainedModel) and draft.device.type == "cpu" and device.type not in ("cpu", "meta")
     if is_left and _serves(speculator, target):
@@ -187,7 +187,7 @@ def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:
 
 
 def _serves(speculator: Speculator, target: PreTrainedModel) -> bool:
-    """Tell whether ``speculator`` can serve ``target``; if not, an error will say so, and a warning says less."""
+    """Tell whether ``speculator`` fits ``target``. If not, an error will follow, and a warning would be redundant."""
     try:
         speculator.check(target)
     except (TypeError, ValueError):
@@ -196,7 +196,7 @@ def _serves(speculator: Speculator, target: PreTrainedModel) -> bool:
 
 
 def _warn_of_reading(place: str, target: PreTrainedModel) -> None:
-    """Warn once if a draft is read again for the same target, as it is by every call that names it."""
+    """Warn once if a draft is read again for the same target: every call that gives a name reads the files."""
     read = _read.setdefault(target, set())
     if place in read:
         logger.warning_once(
@@ -208,7 +208,7 @@ def _warn_of_reading(place: str, target: PreTrainedModel) -> None:
 
 @functools.cache
 def common_tokens(draft: str, target: str) -> float:
-    """Return the share of the ids known to both tokenizers that stand for the same token; 1 if it cannot be told."""
+    """Return the share of ids of both tokenizers that have the same token; 1 if the tokenizers cannot be compared."""
     files = [Path(place, "tokenizer.json") for place in (draft, target)]
     if not (draft and target and all(file.is_file() for file in files)):
         return 1.0
@@ -216,7 +216,7 @@ def common_tokens(draft: str, target: str) -> float:
         if files[0].read_bytes() == files[1].read_bytes():
             return 1.0
         own, wanted = ({id: token for token, id in _vocabulary(file).items()} for file in files)
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises no more specific class
         logger.warning(
             f"a tokenizer.json of {draft} or {target} cannot be read ({printable(error)}), so that nobody compares "
             "what the draft's tokens mean with what the target's do"
@@ -235,9 +235,10 @@ def _beside(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def base_model(model: Any) -> Any:
-    """Look through the wrappers of PEFT, whose adapter layers sit inside the model and stay active, and torch.compile.
+    """Return the model inside the wrappers of PEFT and torch.compile.
 
-    The ``generate`` of what torch.compile returns is that of the model inside, too.
+    PEFT's adapter layers are inside the model and stay active. A compiled model's ``generate`` is that of the model
+    inside.
     """
     if isinstance(model, OptimizedModule):
         return base_model(model._orig_mod)

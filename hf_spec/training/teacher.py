@@ -44,7 +44,7 @@ class Reader:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise a ValueError if states are not finite, or if tokens attend to later ones, which drafts must predict."""
+        """Raise a ValueError if states are not finite, or if tokens attend to later ones, which drafts predict."""
         ids = _some_ids(self.model)
         states = self._read(ids)[1]
         if not bool(states.isfinite().all()):
