@@ -86,7 +86,7 @@ def _roots(given: UnrollInput) -> tuple[Tensor, Tensor]:
         return here[:, 1:-1], torch.ones_like(here[:, 1:-1], dtype=torch.bool)
     most = max(1, int(given.anchors.sum(1).max()))
     listed = torch.where(given.anchors, here, length).sort(dim=1).values[:, :most]
-    return torch.where(listed < length, listed, 1), listed < length
+    return torch.where(listed < length, listed, 1), listed < length  # padding: any valid root will do
 
 
 def _sights(draft: Any, context: _Context, roots: Tensor, start: Tensor, flex: bool) -> dict[str, _Sight]:
@@ -119,6 +119,7 @@ def _attend(
     by_block = grouped.unflatten(3, (-1, slots))  # (batch, key heads, group, blocks, slots, size)
     own_key, own_value = (one.unflatten(2, (-1, slots))[:, :, None] for one in (key, value))
     scores = (by_block @ own_key.mT).float().masked_fill(~sight.own, -torch.inf)  # (..., slots, slots)
+    # One softmax over the text, which its log-sum-exp stands for, and the slots of the own block.
     shares = torch.cat([logsumexp.unflatten(3, (-1, slots))[..., None], scores], dim=-1).softmax(-1)
     merged = shares[..., :1] * attended.unflatten(3, (-1, slots)) + shares[..., 1:] @ own_value.float()
     return merged.to(query.dtype).flatten(3, 4).flatten(1, 2).transpose(1, 2), None
@@ -130,7 +131,7 @@ def by_position(states: Tensor, roots: Tensor, counted: Tensor, length: int) -> 
     The position of a block is the one before its root. Positions without a block are zero.
     """
     row = torch.arange(len(roots), device=roots.device)[:, None]
-    place = torch.where(counted, roots - 1, length - 1)
+    place = torch.where(counted, roots - 1, length - 1)  # padding goes to the last column, which is cut off
     laid = [states.new_zeros(len(roots), length, states.shape[-1]) for _ in range(states.shape[2])]
     return [empty.index_put((row, place), one)[:, :-1] for empty, one in zip(laid, states.unbind(2), strict=True)]
 

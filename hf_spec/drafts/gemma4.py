@@ -39,7 +39,7 @@ class Gemma4Rotary(Gemma4TextRotaryEmbedding):
 
 
 class Gemma4DraftLayer(Gemma4TextDecoderLayer):
-    """A layer of a draft; its layers share no keys, but some versions of transformers need a dict for them."""
+    """A layer of a draft; its layers share no keys, but some versions of transformers write some all the same."""
 
     def forward(self, hidden: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override, unused-ignore]
         """Run the layer on ``hidden`` (batch, length, hidden)."""

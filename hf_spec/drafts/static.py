@@ -299,7 +299,7 @@ class CompiledDrafter(Drafter):
         amounts = accepted.amounts
         self._lengths = [length + count for length, count in zip(self._lengths, amounts, strict=True)]
         self._inner.make_room(max(self._lengths) + max(width, accepted.tokens.shape[1]) + self._open)
-        if accepted.tokens.shape[1] > width:
+        if accepted.tokens.shape[1] > width:  # longer than a path, as after plain steps: read the rest first
             rest, accepted = _split(accepted, width)
             self._inner.read(self._told(rest, rest.tokens.shape[1]))
         told = self._told(accepted, width)

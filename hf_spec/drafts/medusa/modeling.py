@@ -51,7 +51,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaDraftModel(DraftModel):
-    """Medusa heads. New ones that end in the target's head repeat its prediction for the position before."""
+    """Medusa heads. New ones that end in the target's head all predict the root, as the target does."""
 
     config_class = MedusaSpeculatorConfig
     formats = FORMATS

@@ -92,7 +92,7 @@ class Memory:
             place = self._latest[number][hash(tuple(ngram)) & self._mask]
             for _ in range(LOOK_BACK):
                 index = place - 1 - self._forgotten
-                if index < first + size:
+                if index < first + size:  # dropped, or no further position; earlier ones would be, too
                     break
                 if self._tokens[index - size : index] == ngram:
                     start = max(first, index - LONGEST_MATCH)
@@ -108,6 +108,7 @@ class Memory:
         if len(self._tokens) <= self._mask + 1 or self._mask + 1 == 1 << self._most:
             self._link(start, len(self._tokens))
             return
+        # More tokens than buckets: enlarge the table, and index all texts again.
         self._spread(min(self._most, (4 * len(self._tokens)).bit_length()))
         start = 0
         for end in [index for index, token in enumerate(self._tokens, start=1) if token == BREAK]:

@@ -104,7 +104,7 @@ class PEagleDrafter(StaticDrafter):
         seen = ancestors_behind(told.counts, width, more) if more else None
         logits, _ = self._reader.opened().read(tokens, told, seen, features=given)
         later = torch.arange(width, width + more, device=device).expand(len(told.counts), -1)
-        speaking = torch.cat([told.counts[:, None] - 1, later], dim=1)  # (batch, depths)
+        speaking = torch.cat([told.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
         logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
         log_probs = guess_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
         step = functools.partial(at_depth, log_probs)
