@@ -117,7 +117,7 @@ class SlotBuffer:
         if data is None or end - self.start > data.shape[dim]:
             data = self._make_room(states, first, end)
         start = self.start
-        if rows.is_level:
+        if rows.is_level:  # one contiguous copy instead of an indexed write per row
             data.narrow(dim, end - count - start, count).copy_(states)
         else:
             self.by_slot[self._index(*rows.places(count))] = states.transpose(1, dim)

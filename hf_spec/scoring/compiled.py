@@ -1,8 +1,8 @@
 """Score over a static cache, with the model compiled where plain ``generate`` would compile it.
 
-A graph is compiled for each combination of seats (1, 2, 4, ...), nodes (1, those of a complete proposal, else a power
-of two) and slots (powers of two). *Seats* are the rows of a forward, see ``static.py``. Masks, positions and the slots
-of new nodes are computed outside and passed in, so that none of them causes a recompilation.
+A graph is compiled for each combination of seats, nodes and slots. *Seats* are the rows of a forward (1, 2, 4, ...),
+see ``static.py``. Nodes are 1, those of a complete proposal, or else a power of two. Slots are powers of two. Masks,
+positions and the slots of new nodes are computed outside and passed in, so that none of them causes a recompilation.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StaticRunner(ModelRunner):
         super().__init__(model, feature_layers, hidden_states)
         self.compiled: CompiledForward | None = None  # from the prefill on, if the model is to be compiled
         self._widest = widest or 1
-        self._numbers: list[int] = []  # indices in the batch of the rows that go on
+        self._numbers: list[int] = []  # batch indices of the unfinished rows
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from .hooks import hooked
 class Features:
     """The hidden states of ``model`` at ``layers``, numbered as transformers' ``hidden_states``.
 
-    ``hidden_states[i]`` is the input of layer i. The number of layers itself means the output of the last layer before
-    the final norm, and -1 the same after it: transformers has at most one of these two.
+    ``hidden_states[i]`` is the input of layer i. The number of layers itself means the last layer's output before the
+    final norm, and -1 that after it. Transformers has at most one of these two.
 
     States are captured by hooks at these layers only. Transformers' own hooks stay at all layers permanently, and took
     a tenth of a small target's forward. Transformers is asked where its modules are not known, or where ``every``

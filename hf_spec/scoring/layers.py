@@ -1,7 +1,8 @@
 """Replacements for transformers' cache layers: one class per kind; ``KINDS`` maps transformers' classes to ours.
 
-A class takes over the contents of a layer after the prefill (``adopt``), replaces it while draft tokens are scored,
-and writes the accepted tokens back to it (``release``). transformers' layers of other kinds are refused.
+After the prefill a class takes over the contents of a layer (``adopt``), and replaces it while draft tokens are
+scored. At the end it writes the accepted tokens back to it (``release``). transformers' layers of other kinds are
+refused.
 """
 
 from __future__ import annotations

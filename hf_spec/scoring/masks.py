@@ -1,8 +1,8 @@
 """Tree attention masks, for any model that asks transformers for its masks.
 
 transformers' mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
-about *logical* columns: that of a draft token is the sequence's length plus the token's depth. Then it hides what a
-node must not see. Windows, chunks and patterns by layer come out right without knowing any model.
+about *logical* columns. That of a draft token is the sequence's length plus the token's depth. Then the wrapper hides
+what a node must not see. Windows, chunks and patterns by layer come out right without knowing any model.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class Block:
             seen = (slot <= query[:1, :, None]).expand(len(query), -1, -1)
         elif self.ancestors is None:
             seen = slot <= query[:, :, None]
-        elif self.is_level:
+        elif self.is_level:  # the forest is the last columns; all committed ones before it are seen
             seen = torch.nn.functional.pad(self.ancestors, (self.width - self.ancestors.shape[2], 0), value=True)
-        else:
+        else:  # the forest begins at each row's own length
             place = self.lengths[:, None] + numbers(self.ancestors.shape[2], slot.device)  # (batch, forest)
             text = (slot < self.lengths[:, None])[:, None].expand(-1, self.count, -1)
             seen = text.scatter(2, place[:, None].expand(-1, self.count, -1), self.ancestors)

@@ -64,7 +64,7 @@ class OwnPositions:
         count, batch = block.count, len(block.query)
         if own.shape[-2] not in (1, batch):
             own = own.index_select(-2, torch.tensor(rows, device=own.device))
-        begin = block.width - count
+        begin = block.width - count  # `own` replaces what is stored from this column on
         known = own
         if self._known is not None:
             before = self._known[..., : begin - self._first]

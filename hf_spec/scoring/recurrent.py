@@ -376,7 +376,7 @@ class Branches:
 
     def _go_to(self, nodes: list[int]) -> None:
         for node in set(nodes):
-            rows = [row for row, wanted in enumerate(nodes) if wanted == node != self._at[row]]
+            rows = [row for row, wanted in enumerate(nodes) if wanted == node != self._at[row]]  # copy no others
             for saved, live in zip(self._saved[1 + node], self._live, strict=True) if rows else ():
                 if len(rows) == len(nodes):
                     live.copy_(saved)

@@ -41,7 +41,7 @@ class Ring:
 
     def columns(self, ends: Tensor) -> Tensor:
         """Return the column in each slot of rows that are ``ends`` (seats,) long: (seats, size), negative if empty."""
-        last = ends[:, None] - 1
+        last = ends[:, None] - 1  # of the columns before the end, the latest one that maps to the slot
         return last - (last - torch.arange(self.size, device=ends.device)) % self.size
 
 

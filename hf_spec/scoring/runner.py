@@ -83,18 +83,18 @@ class _PrefillRecord:
 class _Closing:
     """Rows that ended early, whose last token still has to be written to the returned KV cache.
 
-    The next proposal has only the rows that go on. It is widened by the ended rows, and its scores are narrowed. ::
+    The next proposal has only the unfinished rows. It is widened by the ended ones, and its scores are narrowed. ::
 
         row 1 ended with x     proposal     widened      scores     committed     the next step
-        row 0 goes on          a b c        a b c        a b c      2 nodes       row 0
+        row 0                  a b c        a b c        a b c      2 nodes       row 0
         row 1                               x x x                   1 node
-        row 2 goes on          d e f        d e f        d e f      3 nodes       row 2
+        row 2                  d e f        d e f        d e f      3 nodes       row 2
     """
 
     def __init__(self, going_on: list[int], last_tokens: Tensor) -> None:
         self._going_on = going_on
         self._last_tokens = last_tokens  # (batch,)
-        self.rows = uploaded(going_on, last_tokens.device)  # (rows that go on,)
+        self.rows = uploaded(going_on, last_tokens.device)  # (unfinished rows,)
 
     def widen(self, tokens: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Add rows of last tokens to ``tokens`` (rows, nodes), and nodes that see only themselves to ``ancestors``."""
@@ -106,7 +106,7 @@ class _Closing:
         return wide, alone.index_copy(0, self.rows, ancestors)
 
     def narrow(self, scores: Scores) -> Scores:
-        """Keep the scores of the rows that go on."""
+        """Keep the scores of the unfinished rows."""
         return scores.of(self.rows)
 
     def widen_path(self, path: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:

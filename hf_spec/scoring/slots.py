@@ -115,8 +115,8 @@ class Slots:
         """Return the positions of the new nodes, (..., batch, nodes).
 
         That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of chains, and of
-        nodes of one known depth, are cached: for many lengths where all rows are equally long, else for the present
-        lengths.
+        nodes of one known depth, are cached. The cache holds for many lengths where all rows are equally long, else
+        for the present lengths.
         """
         rows = self.cache.rows
         scattered = block.depths is not None and block.level is None
@@ -124,6 +124,7 @@ class Slots:
             positions = origin + block.query
             if self._shift is None or self._end is None:
                 return positions
+            # Padding nodes beyond the maximum length share its last position, see `Block.columns_of_nodes`.
             return torch.minimum(positions, origin + self._shift + (self._end - 1))
         first, count = (rows.open, block.count) if block.level is None else (block.level, 1)
         begin, version = (rows.longest, None) if rows.is_level else (0, rows.version)

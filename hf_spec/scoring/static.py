@@ -126,8 +126,8 @@ class StaticSlotCache(Cache):
     ) -> StaticSlotCache:
         """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
-        ``widest`` is the largest number of nodes of a block, as far as is known, and ``most_new`` the largest number
-        of tokens that a row may still get.
+        ``widest`` is the largest number of nodes of a block, as far as is known. ``most_new`` is the largest number of
+        tokens that a row may still get.
         """
         length = max(int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, StaticLayer))
         rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
@@ -335,7 +335,7 @@ def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], long
 class StaticSlots(Slots):
     """The rings of one model, the block of new nodes after them, and the masks over both.
 
-    ``seats`` are those of the rows that go on. Where some seats are empty, ``row_in_seat`` (seats,) and
+    ``seats`` are those of the unfinished rows. Where some seats are empty, ``row_in_seat`` (seats,) and
     ``seat_of_row`` (rows,) map between both. An empty seat counts as row 0, and its scores are ignored.
     """
 
@@ -350,7 +350,7 @@ class StaticSlots(Slots):
         self.seat_of_row = torch.empty(0, dtype=torch.long, device=self.device)
 
     def sit(self, seats: list[int]) -> None:
-        """Assign the rows that go on to ``seats``, and empty the other seats."""
+        """Assign the unfinished rows to ``seats``, and empty the other seats."""
         count = len(self.cache.rows.cpu_lengths)
         self.seats, self.row_in_seat = seats, None
         if free := sorted(set(range(count)) - set(seats)):
@@ -361,7 +361,7 @@ class StaticSlots(Slots):
 
     @property
     def lengths(self) -> list[int]:
-        """Return the committed slots of each row that goes on."""
+        """Return the committed slots of each unfinished row."""
         return [self.cache.rows.cpu_lengths[seat] for seat in self.seats]
 
     @property
