@@ -282,7 +282,7 @@ class _Processor(ContinuousBatchProcessor):
         for allocator in self.cache.cache_allocators.values() if trees else ():
             masks = kwargs["attention_mask"]
             mask = masks[allocator.layer_type] if isinstance(masks, dict) else masks  # (1, 1, tokens, keys)
-            query = key = 0
+            query = key = 0  # where the request's block begins in the packed mask
             for future in self._io.requests_in_batch:
                 state, count = future.state, future.query_length
                 past = state.position_offset - count
@@ -300,7 +300,7 @@ class _Processor(ContinuousBatchProcessor):
         moves = [
             (one.row, len(one.guess.tokens), new.path)
             for one, new in zip(self._scored, emitted, strict=True)
-            if new.path[-1] >= len(new.path)
+            if new.path[-1] >= len(new.path)  # else the path's keys are in place already
         ]
         for allocator in self.cache.cache_allocators.values() if moves else ():
             sources: list[int] = []
@@ -372,6 +372,7 @@ class _Processor(ContinuousBatchProcessor):
         """Give a request all new tokens but the last, which transformers adds itself, and roll back rejected ones."""
         state, kept = future.state, len(emitted.tokens)
         if (guesses := len(scored.guess.tokens) - 1) > 0:
+            # The scheduler has counted all scored nodes as text; only ``kept`` of them are.
             state.position_offset -= guesses + 1
             future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
             state.position_offset += kept

@@ -105,4 +105,4 @@ def _draw_no_progress_bars() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # transformers' own setting may switch them on
+    logging.disable_progress_bar()  # transformers has a switch of its own

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 EngineChoice = Literal["auto", "generate", "generate_batch"]
 
-BATCHES_AHEAD = 16
+BATCHES_AHEAD = 16  # batches of prompts that are read at a time, to be sorted by length
 logger = logging.get_logger(__name__)
 # What generate_many sets or returns itself, and what to do instead.
 NOT_FOR_MANY = {

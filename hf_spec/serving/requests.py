@@ -26,6 +26,7 @@ TEXTS = (
     "questions",
 )
 THINKING = "enable_thinking"  # clients send it to every model
+# Template variables that clients may not set: apply_chat_template's own arguments, and what it always passes.
 ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
 READ_ANYWAY = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
 

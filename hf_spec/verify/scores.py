@@ -23,8 +23,8 @@ class NodeScores:
     that ``generate`` was called with. ``stops``: after a draft token that ends the sequence no processor is called.
     Not for a list in lockstep.
 
-    Callers use ``best_tokens`` for greedy decoding, ``at_root`` for a plain step, ``at_all_nodes`` for rules that need
-    every distribution, and ``at`` where the way through the tree is found node by node.
+    Use ``best_tokens`` for greedy decoding and ``at_root`` for a plain step. Use ``at_all_nodes`` for rules that need
+    every distribution, and ``at`` for those that go through the tree node by node.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class NodeScores:
         text, spill = self._text_so_far, max(self._lengths) + depth
         text = torch.nn.functional.pad(text, (0, spill + 1 - text.shape[1]))
         drafted = self._proposal.ancestors & (numbers(nodes, text.device) > 0)  # the root is in the text
+        # Each node's copy of the text gets the node's ancestors; all other nodes are written to a spare column.
         column = torch.where(drafted, self._ends[:, None] - 1, spill)
         draft_tokens = self._proposal.tokens[:, None].expand(-1, nodes, -1)
         tokens = text[:, None].expand(-1, nodes, -1).scatter(2, column, draft_tokens)[:, :, :spill]

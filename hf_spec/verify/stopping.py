@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from ..counting import uploaded
 from ..parallel import Ranks
 
+# Criteria that need no lockstep: they depend on a sequence's own tokens, or on time.
 BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 
 

@@ -65,7 +65,7 @@ class TopP(LogitsProcessor):
         """
         best, token = scores.topk(count := min(count, scores.shape[-1]))  # (rows, count)
         share = scores.softmax(-1).gather(-1, token).double()
-        before = share.cumsum(-1) - share - self.warper.top_p
+        before = share.cumsum(-1) - share - self.warper.top_p  # mass of the more probable tokens, minus top_p
         kept = (before < 0).sum(-1, keepdim=True).clamp_(min=self.warper.min_tokens_to_keep)
         last, behind = (best.gather(-1, place.clamp(max=count - 1)) for place in (kept - 1, kept))
         is_sure = kept[:, 0] < count
