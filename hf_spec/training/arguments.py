@@ -14,6 +14,7 @@ from ..settings import is_temperature
 from .losses import Normalizer, Outside, objective_terms
 from .sharding import splits_matrices
 
+# Arguments that must be numbers (NUMBERS) or integers (WHOLE), and the bounds of their values.
 NUMBERS = (
     *("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature"),
     "muon_learning_rate",

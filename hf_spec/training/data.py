@@ -255,6 +255,7 @@ class _Tokenize:
         if len(ids) > self.max_length and self.too_long == "drop":
             return NOTHING | {"skipped": "long"}
         ids, answers = ids[: self.max_length], answers[: self.max_length]
+        # A position needs two answer tokens in a row, after the first token: see counted_positions.
         if not any(one and two for one, two in itertools.pairwise(answers[1:])):
             return NOTHING | {"skipped": "short"}
         return NOTHING | {"input_ids": ids, "loss_mask": answers, "cut": cut}

@@ -69,7 +69,7 @@ def cache_features(
 
     An interrupted call can be repeated: finished shards are kept. An existing cache in ``directory`` may have more
     layers than requested and shards of another size; without a ``dtype`` argument also another dtype. ``tokenizer``,
-    if given, must be that of the cache. Once all is finished, ``load_target()`` is enough as the target.
+    if given, is compared with the cache's. Once all is finished, ``load_target()`` is enough as the target.
 
     Errors: a TypeError for a stream. A ValueError for an empty dataset, for tokens or layers that the target does not
     have, and if ``directory`` holds a cache of something else, which it names. An OSError if a shard cannot be

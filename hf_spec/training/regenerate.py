@@ -147,7 +147,7 @@ def _answered_here(
         return list(islice(rest, processes.count * batch_size))
 
     while window := processes.same(read, lambda one: one.turns):
-        share = -(-len(window) // processes.count)
+        share = -(-len(window) // processes.count)  # rounded up, so that nothing is left over
         mine = window[processes.number * share :][:share]
         parts = processes.together(lambda mine=mine: _answered(mine, target, tokenizer, options))  # type: ignore[misc]
         yield list(zip(window, chain.from_iterable(parts), strict=True))
@@ -208,6 +208,7 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
         made_from = dict(json.loads(record.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{record} is cut off or damaged ({error}): write to another file") from error
+    # Settings that only the old answers have are compared with None, so they differ too.
     if found := differences(made_from, dict.fromkeys(made_from) | wanted):
         raise ValueError(
             f"the answers in {path} were made with something else: {'; '.join(found)}. Repeat the call that began it, "

@@ -137,6 +137,7 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
         split = datasets.Dataset.from_dict({"row": list(kept)}).train_test_split(test_size=held_out, seed=0)
         kept, rest = split["train"]["row"], {"test": examples.select(split["test"]["row"])}
     rng = random.Random(0)
+    # A weight of 1.5 is one copy, and with a probability of 0.5 a second one.
     times = [(row, int(weights[row]) + (rng.random() < weights[row] % 1)) for row in kept]
     if not (drawn := [row for row, count in times for _ in range(count)]):
         raise ValueError("no example is left to train on: set greater weights")

@@ -64,7 +64,7 @@ class DraftTrainer(Trainer):
     ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and is not changed otherwise. It
     runs in this process, except on a ``FeatureCache``; if all datasets are caches, ``cache.load_target()`` is enough.
     ``evaluate()`` also generates speculatively and adds ``eval_acceptance_length`` and ``eval_acceptance_k``, how
-    often the first k draft tokens are accepted. ``metric_for_best_model`` may name these.
+    often the first k draft tokens are accepted. ``metric_for_best_model`` may name one to select checkpoints by.
 
     Args:
         model: a ``DraftModel``, or a small causal language model to distil; or use ``model_init``.
@@ -78,7 +78,7 @@ class DraftTrainer(Trainer):
     devices (start one process per device instead), or if the target's states or a loss are not finite.
     """
 
-    loss_is_scaled_for_ga = True  # the loss is divided by the positions of all accumulated batches already
+    loss_is_scaled_for_ga = True  # divided over all batches of a step already, see _get_num_items_in_batch
 
     def __init__(
         self,
