@@ -120,10 +120,10 @@ class StaticRunner(ModelRunner):
         return super().release(committed)
 
     def abandon(self, committed: int) -> None:
-        """Restore transformers' cache in the middle of a call, up to the length that all rows have committed.
+        """Write back to transformers' cache, in the middle of a call, what all rows have committed.
 
         The sliding windows of a row that is ahead of others may have lost older columns. Then the cache is restored to
-        its state before the prompt.
+        its state before the prompt instead.
         """
         if len(set(self.slots.lengths)) > 1 and any(layer.window for layer in self.slots.cache.slot_layers):
             self.take_back_prompt()

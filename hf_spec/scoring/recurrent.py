@@ -121,7 +121,7 @@ class RecurrentRunner(ModelRunner):
         return length
 
     def abandon(self, committed: int) -> None:
-        """Restore transformers' cache in the middle of a call, at batch size 1 only, as ``release`` does."""
+        """Write back to transformers' cache in the middle of a call, at batch size 1 only, as ``release`` does."""
         self.drop()
         if self._batch == 1:
             self.release(committed)
@@ -203,7 +203,7 @@ class LazyRunner(RecurrentRunner):
         self._states.settle([False] * len(self._carried))
 
     def abandon(self, committed: int) -> None:
-        """Restore transformers' cache in the middle of a call, with the carried tokens if the model can read them."""
+        """Write back to transformers' cache in the middle of a call; carried tokens too, if the model can read them."""
         try:
             super().abandon(committed)
         except Exception:  # the model itself may be what failed: then without the carried tokens
@@ -369,7 +369,7 @@ class Branches:
         self._saved, self._at = [], [NO_PARENT] * len(self._at)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Go on with ``rows`` only; a draft's nodes may still be open."""
+        """Keep ``rows`` only; a draft's nodes may still be open."""
         self._live.keep_rows(rows)
         self._saved = [[state.index_select(0, rows.to(state.device)) for state in states] for states in self._saved]
         self._at = [self._at[row] for row in numbers_of(rows)]

@@ -117,7 +117,7 @@ class _Closing:
 
 
 class ModelRunner:
-    """One model and its KV cache in one ``generate`` call: scores draft tokens, and commits the accepted ones.
+    """One model and its KV cache in one ``generate`` call, to score draft tokens and commit the accepted ones.
 
     The model is a target, or a draft that is a language model. ``feature_layers`` name hidden states as ``Features``
     does; ``hidden_states`` asks for all of them.
@@ -161,8 +161,8 @@ class ModelRunner:
         """Tell whether ``prefill_guessing`` can replace ``prefill``.
 
         It needs a prompt of tokens alone, read in one forward into an empty cache whose layers keep all of it. Nobody
-        may want the prompt's features, and the model has to read prompts causally. Other packages' hooks may act on
-        prompts (a press that prunes the cache). They would take draft tokens for a part of the prompt.
+        may want the prompt's features, and the model has to read prompts causally. There must be no hooks of other
+        packages: one that acts on prompts (a press that prunes the cache) would take draft tokens for a part of one.
         """
         cache = model_kwargs.get(self._cache_name)
         others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
@@ -324,7 +324,7 @@ class ModelRunner:
         return self.slots.release(committed)
 
     def abandon(self, committed: int) -> None:
-        """Restore transformers' cache in the middle of a call, up to the length that all rows have committed.
+        """Write back to transformers' cache, in the middle of a call, what all rows have committed.
 
         That is at most ``committed`` tokens after the prompt, and nothing of an open forest.
         """

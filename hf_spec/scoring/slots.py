@@ -31,7 +31,7 @@ class _Ahead:
     positions: Tensor
 
     def holds(self, origin: Tensor, version: object, rows: int, begin: int, end: int) -> bool:
-        """Tell whether they include the columns from ``begin`` to ``end`` of ``rows`` rows."""
+        """Tell whether the positions include the columns from ``begin`` to ``end`` of ``rows`` rows."""
         batch, count = self.positions.shape[-2:]
         is_same = self.origin is origin and self.version is version and batch == rows
         return is_same and self.begin <= begin and end <= self.begin + count
