@@ -164,7 +164,7 @@ def _wanted(promise: Tensor, q: Tensor, left: Tensor, level: Level) -> Tensor:
     the level's own nodes are sampled now. ``promise`` (batch, n) is that of the nodes.
     """
     sure = (q[:, :, None] @ q[..., None])[..., 0]  # (batch, n, 1), sum(q^2)
-    worth = torch.addcmul(level.least, sure, level.more) * promise[:, :, None]  # (batch, n, imagined)
+    worth = torch.addcmul(level.least, sure, level.more) * promise[:, :, None]  # (batch, n, expected tokens)
     # argsort twice: the rank of each by promise, 0 for the best; stable, so a child comes before what is below it
     place = worth.flatten(1).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (place < left).view(worth.shape)[:, :, : level.children]

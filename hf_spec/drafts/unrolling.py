@@ -251,7 +251,7 @@ def _attend(
     sight, layer = attention_mask, cast(int, module.layer_idx)
     sight.stack.entries[layer, sight.step] = key, value
     grouped = query.unflatten(1, (key.shape[1], -1)) * scaling  # (batch, key heads, group, positions, size)
-    scores, values = [], []  # of the first step as a group, then of each later step
+    scores, values = [], []  # one entry for all keys of the first step, then one per later step
     if sight.reach is not None:
         attended, logsumexp = attend(grouped, *sight.stack.entries[layer, 0], sight.reach, sight.stack.flex)
         scores, values = [logsumexp], [attended.float()]

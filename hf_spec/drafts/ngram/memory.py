@@ -92,7 +92,7 @@ class Memory:
             place = self._latest[number][hash(tuple(ngram)) & self._mask]
             for _ in range(LOOK_BACK):
                 index = place - 1 - self._forgotten
-                if index < first + size:  # dropped, or no further position; earlier ones would be, too
+                if index < first + size:  # dropped, or the end of the list; further ones are older still
                     break
                 if self._tokens[index - size : index] == ngram:
                     start = max(first, index - LONGEST_MATCH)
