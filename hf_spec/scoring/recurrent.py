@@ -203,7 +203,7 @@ class LazyRunner(RecurrentRunner):
         self._states.settle([False] * len(self._carried))
 
     def abandon(self, committed: int) -> None:
-        """Write back to transformers' cache in the middle of a call; carried tokens too, if the model can read them."""
+        """Write to transformers' cache in the middle of a call, carried tokens too if the model can read them."""
         try:
             super().abandon(committed)
         except Exception:  # the model itself may be what failed: then without the carried tokens
