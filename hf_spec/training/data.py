@@ -68,13 +68,13 @@ def prepare_dataset(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Turn conversations or plain text into examples for ``DraftTrainer``, with ``input_ids`` and ``loss_mask``.
 
-    ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``), with a column of
-    conversations (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too),
-    a column of text, which counts as one answer, or questions and answers (``prompt`` and ``completion``, or
-    ``instruction``, ``input`` and ``output``). Text precedes questions and answers; a named ``text_column`` precedes
-    conversations too. Textual questions and answers go through the chat template. Without a template they are
-    concatenated. ``tokenizer`` is the target's. With ``packing``, documents share examples of up to ``max_length``
-    tokens, separated by ``document_ids``. ``last_turn_only`` marks only the last answer of a conversation.
+    ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``). It has conversations
+    (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too), a column of
+    text, which counts as one answer, or questions and answers (``prompt`` and ``completion``; ``instruction``,
+    ``input`` and ``output``). Text precedes questions and answers; a named ``text_column`` precedes conversations
+    too. Textual questions and answers go through the chat template, or are concatenated without one. ``tokenizer`` is
+    the target's. With ``packing``, documents share examples of up to ``max_length`` tokens, separated by
+    ``document_ids``. ``last_turn_only`` marks only the last answer of a conversation.
 
     Some templates render an answer without its reasoning once another one follows. Such earlier answers are dropped
     and counted, or each becomes an example of its own, as it was said (``earlier_answers="keep"``). Examples with

@@ -73,9 +73,9 @@ class DraftTrainer(Trainer):
         peft_config: train an adapter of PEFT on the draft instead of the draft.
         **kwargs: all that ``Trainer`` takes.
 
-    Errors: a ValueError if the draft was made for another target, if cached features are not those that it needs from
-    this one, if examples were prepared with another tokenizer than ``processing_class``, if one process sees several
-    devices (start one process per device instead), or if the target's states or a loss are not finite.
+    Errors: a ValueError if the draft was made for another target, or if cached features are not those that it needs
+    from this one. Also if examples were prepared with another tokenizer than ``processing_class``, if one process sees
+    several devices (start one per device instead), or if the target's states or a loss are not finite.
     """
 
     loss_is_scaled_for_ga = True  # divided over all batches of a step already, see _get_num_items_in_batch
