@@ -85,7 +85,7 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
         "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
         "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
         "acceptance by position": by_position or "-",
-        "depth of guesses": stats.pace or "-",
+        "draft lengths": stats.draft_lengths or "-",
         "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
         "time to first token": f"{stats.time_to_first_token * 1e3:.1f} ms",
         "time per output token": f"{stats.time_per_output_token * 1e3:.2f} ms",

@@ -135,7 +135,7 @@ class SpeculationStats:
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
     first_tokens_in_steps: int = 0
-    pace: str = ""  # how deep the steps guessed, and why, in words
+    draft_lengths: str = ""  # how many tokens the steps drafted, and why, in words
     per_row: list[RowStats] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class SpeculationStats:
             time_to_first_token=self.time_to_first_token,
             total_seconds=self.time_to_first_token + row.seconds,
             first_tokens_in_steps=int(self.first_tokens_in_steps > 0),
-            pace=self.pace,
+            draft_lengths=self.draft_lengths,
             per_row=[row],
         )
 
@@ -308,7 +308,7 @@ class SpeculationStats:
             "time_to_first_token": self.time_to_first_token,
             "time_per_output_token": self.time_per_output_token,
             "total_seconds": self.total_seconds,
-            "pace": self.pace,
+            "draft_lengths": self.draft_lengths,
             "per_row": [row.to_dict() for row in self.per_row],
         }
 

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 NoiseSource = torch.Generator | Tensor | None  # where random numbers come from, or those that were drawn beforehand
 
 NOTHING = -1  # where no token can be drawn
-SMALLEST_RANDOM_SEED = 1 << 48  # one in 65,536 of torch's own is below
+SMALLEST_RANDOM_SEED = 1 << 32  # of torch's own, 53 bits on a CUDA or XPU device, one in two million is below
 WITHOUT_FLOAT64: tuple[str, ...] = ("mps",)  # types of devices
 LARGE = 1024  # words, from which on random numbers for all of them take a CPU longer than finding one
 MANY, PART = 1 << 16, 128  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
@@ -75,7 +75,8 @@ def widest_float(device: torch.device) -> torch.dtype:
 def is_seeded(device: torch.device) -> bool:
     """Tell whether somebody has set the seed of random numbers on ``device``.
 
-    Until then torch's generators have one of 64 random bits; what people set, and what numpy takes, is far smaller.
+    Until then torch's generators have one of 64 random bits, on a CUDA or XPU device of 53. What people set, and what
+    numpy takes, has at most 32.
     """
     own = torch if device.type == "cpu" else torch.get_device_module(device)
     seed: int = getattr(own, "initial_seed", torch.initial_seed)()

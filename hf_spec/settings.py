@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeGuard, get_args
 
-TreeKind = Literal["dynamic", "sampled", "auto"]
+TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
 AcceptanceRule = Literal["lossless", "typical", "near_best"]
 
@@ -20,15 +20,15 @@ class SpeculationConfig:
     What is left ``None`` comes from the draft, but for the number of guesses, which is measured.
 
     Args:
-        num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: whatever emits most tokens a second, by
-            what steps took and what was accepted so far; 0 is one of the depths. ``None``: that, beginning with the
-            draft's own number; when sampling after a seed was set (``torch.manual_seed``, ``set_seed``) that number in
-            every step, so that the same seed gives the same text.
+        num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: chosen in each step by what was
+            accepted and what steps took; it may be 0. ``None``: that, beginning with the draft's own number; when
+            sampling after a seed was set (``torch.manual_seed``, ``set_seed``) by what was accepted and by the shapes
+            of target and draft, without a clock, so that the same seed gives the same text; the draft's own number in
+            every step with an ``acceptance`` that is not lossless.
         tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858), or when
             sampling for one drawn without replacement, with most guesses where the draft is surest; ``"sampled"`` for
-            such a tree of fixed shape; ``"auto"`` for the faster one of chain and dynamic tree in earlier calls; or a
-            static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa, arXiv 2401.10774), drawn when
-            sampling.
+            such a tree of fixed shape; or a static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa,
+            arXiv 2401.10774), drawn when sampling.
         tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
         tree_nodes: guesses in a dynamic or sampled tree.
         draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the

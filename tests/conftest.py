@@ -7,24 +7,31 @@ import os
 # Read by huggingface_hub when it is imported, so it must be set first.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+from typing import Any
+
 import pytest
 import simulated_device
 import torch
 
-import hf_spec.decoding.pace
-from hf_spec.decoding.pace import Pace
+from hf_spec.policy.adaptive import AdaptiveLength
+from hf_spec.policy.base import DraftPlan, better_sources
 
 torch.set_num_threads(1)
 if simulated_device.is_wanted():
     simulated_device.make()
 
 
+def first_length(policy: AdaptiveLength, batch_size: int, estimates: Any) -> DraftPlan:
+    """Draft in every step as much as in the first one."""
+    return DraftPlan(policy.first, better_sources(estimates, batch_size), policy.first)
+
+
 @pytest.fixture(autouse=True)
-def depths_without_a_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every step guess as deep as the first one, so that no test depends on how busy the machine is."""
+def lengths_without_a_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every step draft as much as the first one, so that no test depends on how busy the machine is."""
     if request.node.get_closest_marker("clock") is None:
-        monkeypatch.setattr(Pace, "_choose", lambda pace, rows: min(pace.first, pace.deepest))
-        monkeypatch.setattr(hf_spec.decoding.pace, "Worth", lambda *_: None)
+        monkeypatch.setattr(AdaptiveLength, "_choose", first_length)
+        monkeypatch.setattr(AdaptiveLength, "keep_drafting", lambda policy, confidence: True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

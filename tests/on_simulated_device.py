@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts
+from lengths import force_lengths
 from simulated_device import NAME, take_waits
 from test_operators import NEW_TOKENS, models
 from torch import Tensor
@@ -25,7 +26,6 @@ from twins import Oracle, target
 from hf_spec import AcceptedTokens, Proposal, SpeculationConfig, SpeculationStats
 from hf_spec.batching.drafting import Row, accepted_of
 from hf_spec.counting import numbers_of, uploaded
-from hf_spec.decoding.pace import Pace
 from hf_spec.decoding.text import Text
 from hf_spec.scoring.recurrent import Branches, States
 from hf_spec.verify.stopping import Stops
@@ -193,6 +193,6 @@ def test_rows_that_go_on_are_read_without_waiting() -> None:
 
 
 def test_one_more_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, depth = waits_per_step("eagle3", 1), Pace.depth
-    monkeypatch.setattr(Pace, "depth", lambda self, rows: depth(self, rows) + int(torch.zeros(1, device=THERE)))
+    usual = waits_per_step("eagle3", 1)
+    force_lengths(monkeypatch, lambda rows: 5 + int(torch.zeros(1, device=THERE)))
     assert waits_per_step("eagle3", 1) > usual + 0.9

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import CORE, build, names, prompts
+from lengths import force_lengths
 from test_exactness import MISREADS_PADDING
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import NgramSpeculator
-from hf_spec.decoding.pace import Pace
 from hf_spec.scoring.slots import Slots
 
 NEW_TOKENS = 24
@@ -33,7 +33,7 @@ def shifts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return seen[-1]
 
     depths = itertools.cycle(DEPTHS)
-    monkeypatch.setattr(Pace, "depth", lambda pace, rows: next(depths))
+    force_lengths(monkeypatch, lambda rows: next(depths))
     monkeypatch.setattr(Slots, "align", noted)
     return seen
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import build
 from batches import flawed, greedy, plain_texts, prompts_of, serve
+from lengths import force_lengths
 from test_block_exactness import drafts_for
 from test_block_exactness import fitted as block_fitted
 from test_mtp import GLM, golden
@@ -34,13 +35,14 @@ from hf_spec import (
 from hf_spec.batching.drafting import Drafters
 from hf_spec.batching.engine import _Processor, _Ring
 from hf_spec.checkpoints.resolve import as_speculator
-from hf_spec.decoding.pace import Pace
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle.modeling import EagleDraftModel
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.medusa.modeling import MedusaDraftModel
+from hf_spec.policy.adaptive import AdaptiveLength
+from hf_spec.policy.base import DraftSource
 
 MODELS = {
     "full": "llama",
@@ -328,7 +330,7 @@ def test_requests_with_draft_and_memory_are_asked_together(monkeypatch: pytest.M
 def test_drafts_catch_up_after_ordinary_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps guess nothing no draft is asked; the next one is told all that became text since."""
     depths = itertools.cycle([0, 0, 3, 0, 2, 4])
-    monkeypatch.setattr(Pace, "_choose", lambda pace, rows: next(depths))
+    force_lengths(monkeypatch, lambda rows: next(depths))
     found, manager = serve(model("llama"), PROMPTS, 4, speculator=draft(kind, "llama"))
     assert [output.generated_tokens for output in found] == texts("llama")
     assert manager.speculation.counts.accepted
@@ -338,7 +340,6 @@ def test_drafts_catch_up_after_ordinary_steps(kind: str, monkeypatch: pytest.Mon
 def test_depth_adapts_by_the_clock() -> None:
     found, manager = serve(model("llama"), PROMPTS, 4, speculator=draft("vanilla", "llama"))
     assert [output.generated_tokens for output in found] == texts("llama")
-    pace = manager.speculation.pace
-    assert pace.adapts and "by the clock" in found[-1].speculation.pace
-    times = pace._experience.times(4)
-    assert 0 in times and any(times)
+    policy = manager.speculation.policy
+    assert isinstance(policy, AdaptiveLength) and "by measured time" in found[-1].speculation.draft_lengths
+    assert policy.cost.plain(4) and policy.cost.curve(4, DraftSource.MODEL)

@@ -14,6 +14,7 @@ import pytest
 import test_block_exactness as block_drafts
 import torch
 from architectures import build, prompts
+from lengths import force_lengths
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
 from torch import Tensor
@@ -21,7 +22,6 @@ from transformers import DynamicCache
 from twins import fitted, noisy, target
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, as_speculator
-from hf_spec.decoding.pace import Pace
 from hf_spec.drafts import static as static_drafts
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
@@ -325,7 +325,7 @@ def test_rows_that_end_apart(as_it_is: None) -> None:
 def test_ordinary_steps_in_between(kind: str, as_it_is: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that was not asked reads later what became text, of rows that have come further by one or by many."""
     chance = random.Random(3)
-    monkeypatch.setattr(Pace, "depth", lambda pace, rows: chance.choice([0, DEPTH]))
+    force_lengths(monkeypatch, lambda rows: chance.choice([0, DEPTH]))
     model = target("llama")
     text = generate(model, 8)
     for last in range(14, 30, 4):

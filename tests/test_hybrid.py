@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,8 +37,10 @@ from hf_spec import (
     VanillaSpeculator,
     as_speculator,
 )
-from hf_spec.drafts.ngram.hybrid import with_branches, with_chains
-from hf_spec.drafts.trust import TrackRecord
+from hf_spec.drafts.ngram.hybrid import HybridDrafter, with_branches, with_chains
+from hf_spec.policy.acceptance import AcceptanceEstimator
+from hf_spec.policy.base import DraftSource
+from hf_spec.policy.fixed import unbounded
 from hf_spec.proposal import ABSENT
 from hf_spec.verify.result import VerificationResult
 
@@ -175,18 +177,24 @@ def hybrid(draft: Any, *texts: list[int], **options: Any) -> HybridSpeculator:
     return HybridSpeculator(draft, memory, **options)
 
 
-def begin(speculator: HybridSpeculator, rows: int, **config: Any) -> Drafter:
+def begin(speculator: HybridSpeculator, rows: int, acceptance: AcceptanceEstimator | None = None) -> HybridDrafter:
     ids = torch.full((rows, 2), 90)
-    settings = SpeculationConfig(num_speculative_tokens=8, **config)
-    return speculator.drafter(DraftContext(target(), ids, torch.ones_like(ids), None, settings, lambda x: x, False))
+    settings = SpeculationConfig(num_speculative_tokens=8)
+    policy = unbounded(acceptance or AcceptanceEstimator())
+    context = DraftContext(target(), ids, torch.ones_like(ids), None, settings, lambda x: x, False, policy=policy)
+    return cast(HybridDrafter, speculator.drafter(context))
 
 
 LINE = list(range(10, 40))
 CHANCES = [0.95, 0.85, 0.7, 0.6, 0.5, 0.3, 0.2, 0.1]  # one of each level
 
 
-def trusted(speculator: HybridSpeculator) -> float:
-    return sum(speculator.memory.trust.of(chance) for chance in CHANCES)
+def trusted(acceptance: AcceptanceEstimator) -> float:
+    return sum(acceptance.calibration[DraftSource.NGRAM](chance) for chance in CHANCES)
+
+
+def of_model(acceptance: AcceptanceEstimator) -> float:
+    return sum(acceptance.survival(DraftSource.MODEL, 3))
 
 
 def test_each_row_takes_what_promises_more() -> None:
@@ -208,65 +216,47 @@ def test_a_draft_that_no_row_wants_is_not_asked_but_told_later() -> None:
     assert paths_of(proposal, 1)[-1] == (50, 51, 52)
 
 
-def test_experience_decides() -> None:
+def test_acceptance_decides() -> None:
     """A draft that is always right takes over from a short match, and the match from a draft that is always wrong."""
-    speculator = hybrid(Fixed([50, 51, 52]), LINE)
+    speculator, acceptance = hybrid(Fixed([50, 51, 52]), LINE), AcceptanceEstimator()
     for accepted, guesses in ((3, (50, 51, 52)), (0, tuple(LINE[2:5]))):
-        for _ in range(60):
-            speculator.record.fade()
-            speculator.record.learn(3, accepted)
-        assert paths_of(begin(speculator, 1).propose(news([LINE[:2]]), 3), 0)[-1] == guesses
-    for _ in range(60):
-        speculator.record.fade()
+        for _ in range(90):
+            acceptance.record(DraftSource.MODEL, [3], [accepted])
+        assert paths_of(begin(speculator, 1, acceptance).propose(news([LINE[:2]]), 3), 0)[-1] == guesses
+    for _ in range(90):
         for chance in CHANCES:
-            speculator.memory.trust.learn(chance, False)
-        speculator.record.learn(3, 1)
-    assert paths_of(begin(speculator, 1).propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
+            acceptance.calibration[DraftSource.NGRAM].record(chance, False)
+        acceptance.record(DraftSource.MODEL, [3], [1])
+    assert paths_of(begin(speculator, 1, acceptance).propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
 
 
-def test_leaving_rows_take_their_record_with_them() -> None:
-    def record(rows: list[int]) -> tuple[float, float]:
-        speculator = hybrid(Fixed([50, 51, 52]), LINE, draft_tokens=3)
-        drafter = begin(speculator, 3)
+def test_leaving_rows_take_the_memorys_chains_with_them() -> None:
+    def calibrated(rows: list[int], second: list[int]) -> float:
+        speculator, acceptance = hybrid(Fixed([50, 51, 52]), LINE, draft_tokens=3), AcceptanceEstimator()
+        drafter = begin(speculator, 3, acceptance)
         drafter.propose(news([[70], LINE[:10], [71]]), 6)
         drafter.keep_rows(torch.tensor(rows))
-        new = [[60], [*LINE[10:12], 70], [50, 51, 52, 60]]
+        new = [[60], second, [50, 51, 52, 60]]
         drafter.propose(news([new[row] for row in rows]), 6)
-        return sum(speculator.record.of(3)), trusted(speculator)
+        return trusted(acceptance)
 
-    unknown = sum(TrackRecord().of(3)), sum(CHANCES)
-    worst, best, both = record([0]), record([2]), record([2, 0])
-    assert worst[0] < unknown[0] < best[0]
-    assert worst[0] < both[0] < best[0]
-    assert worst[1] == best[1] == both[1] == unknown[1]
-    assert record([1])[0] == unknown[0]
-    assert record([1])[1] < unknown[1]
+    wrong, right = [*LINE[10:12], 70], LINE[10:17]
+    assert calibrated([0], wrong) == calibrated([2], wrong) == sum(CHANCES)  # those had no match
+    assert calibrated([1], wrong) == calibrated([2, 1], wrong) < sum(CHANCES) < calibrated([1], right)
 
 
 def test_a_memory_that_is_not_taken_is_judged_all_the_same() -> None:
-    """It said LINE[2:5] where the text went on so, but the draft's guesses were taken, of which none was right."""
-    speculator = hybrid(Fixed([50, 51, 52]), LINE, draft_tokens=3)
-    for _ in range(60):
-        speculator.record.learn(3, 3)
+    """It said LINE[2:5] where the text went on so, but the draft's tokens were taken, of which none was right."""
+    speculator, acceptance = hybrid(Fixed([50, 51, 52]), LINE, draft_tokens=3), AcceptanceEstimator()
+    for _ in range(90):
+        acceptance.record(DraftSource.MODEL, [3], [3])
         for chance in CHANCES:
-            speculator.memory.trust.learn(chance, False)
-    doubted, believed = trusted(speculator), sum(speculator.record.of(3))
-    drafter = begin(speculator, 1)
+            acceptance.calibration[DraftSource.NGRAM].record(chance, False)
+    doubted = trusted(acceptance)
+    drafter = begin(speculator, 1, acceptance)
     assert paths_of(drafter.propose(news([LINE[:2]]), 3), 0)[-1] == (50, 51, 52)
     drafter.propose(news([LINE[2:4]]), 3)
-    assert trusted(speculator) > doubted
-    assert sum(speculator.record.of(3)) < believed
-
-
-def test_track_record() -> None:
-    record, unknown = TrackRecord(), TrackRecord().of(3)
-    for _ in range(300):
-        record.fade()
-        record.learn(3, 2)
-    assert record.of(3) == pytest.approx([1, 1, 0], abs=0.1)
-    for _ in range(300):
-        record.fade()
-    assert record.of(3) == pytest.approx(unknown, abs=0.1)
+    assert trusted(acceptance) > doubted
 
 
 # --- In generate -----------------------------------------------------------------------------------------------------
@@ -337,7 +327,7 @@ def test_drafts_are_found_for_the_target() -> None:
     given = HybridSpeculator(draft(), draft_tokens=2)
     made = as_speculator(given, target())
     assert isinstance(made, HybridSpeculator)
-    assert (made.memory, made.record, made.draft_depth) == (given.memory, given.record, 2)
+    assert (made.memory, made.draft_depth) == (given.memory, 2)
     with pytest.raises(ValueError, match="no multi-token-prediction layers"):
         target().generate(**prompts(1, (4,)), max_new_tokens=2, speculator=HybridSpeculator("mtp"))
 

@@ -16,6 +16,7 @@ LAYERS = (
     ("counting", "processes", "progress", "untrusted"),
     ("parallel", "proposal", "sampling", "display", "metrics", "settings", "configuration"),
     ("scoring",),
+    ("policy",),
     ("drafts",),
     ("verify",),
     ("checkpoints",),

@@ -126,7 +126,7 @@ def test_the_check_of_a_target_is_told_what_the_call_passes(shape: str) -> None:
     """After a call with a picture GLM-Image cannot read text alone, nor could its check."""
     model, inputs = glm_image()
     plain = model.generate(**inputs, **OPTIONS)
-    config = SHAPES.get(shape, SpeculationConfig(tree="auto"))
+    config = SHAPES.get(shape, SpeculationConfig())
     seen: list[bool] = []
     hook = model.register_forward_pre_hook(lambda *args: seen.append("image_grid_thw" in args[2]), with_kwargs=True)
     text = model.generate(**inputs, **OPTIONS, speculator=Oracle(plain, vocab_size=50), speculation_config=config)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import force_lengths
 from test_compiled_drafts import DEPTH, SHAPES, draft_of, short_slots, text_and_out  # noqa: F401  # with a fixture
 from test_static import Forwards, generate, on_any_device
 from torch import Tensor, fx
@@ -16,7 +17,6 @@ from twins import paths_of, target
 
 from hf_spec import Proposal
 from hf_spec.decoding.emission import _are_finite
-from hf_spec.decoding.pace import Pace
 from hf_spec.drafts.trees import grow
 from hf_spec.proposal import ABSENT, NO_PARENT
 from hf_spec.scoring import graphs
@@ -243,7 +243,7 @@ def texts(reusing: Reusing, kind: str, shape: str, sample: bool) -> list[Tensor]
     for ways in ({}, graphs):
         chance = random.Random(3)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Pace, "depth", lambda pace, rows: chance.choice([0, DEPTH, DEPTH]))  # noqa: B023
+            force_lengths(patch, lambda rows: chance.choice([0, DEPTH, DEPTH]))  # noqa: B023
             torch.manual_seed(2)
             out = generate(model, 3, **own, **ends, **ways)
         found.append(out.sequences)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts
+from lengths import force_lengths
 from torch import Tensor
 from twins import target
 
 from hf_spec import Drafter, Proposal, Speculator
-from hf_spec.decoding.pace import Pace
+from hf_spec.policy.adaptive import AdaptiveLength
+from hf_spec.policy.base import StepObservation
 
 ROWS = 6
 
@@ -67,7 +69,7 @@ def test_a_drafter_that_starts_late_knows_whose_text_is_whose(monkeypatch: pytes
     options["eos_token_id"] = [end_of(row, 4 * number) for number, row in enumerate((0, 1, 3, 4))]
     plain = target().generate(**inputs, **options)
     for most in (ROWS - 1, ROWS - 2, ROWS - 3):
-        monkeypatch.setattr(Pace, "depth", lambda pace, rows, most=most: 4 if rows <= most else 0)
+        force_lengths(monkeypatch, lambda rows, most=most: 4 if rows <= most else 0)
         out = target().generate(**inputs, **options, speculator=Following(texts, starts), return_dict_in_generate=True)
         assert torch.equal(out.sequences, plain)
         guessing = [row for row in out.speculation.per_row if row.proposed]
@@ -80,14 +82,14 @@ def test_a_step_in_which_a_drafter_catches_up_is_no_usual_one(monkeypatch: pytes
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     texts = target().generate(**inputs, **options)
     depths, read, usual = iter([0, 0, 3, 3, 0, 3, 0, 0, 3, 3] + 20 * [0]), [], []
-    stepped = Pace.stepped
+    observe = AdaptiveLength.observe
 
-    def noted(pace: Pace, rows: int, depth: int, *figures: Any, is_usual: bool = True, **more: Any) -> None:
-        usual.append(is_usual)
-        stepped(pace, rows, depth, *figures, is_usual=is_usual, **more)
+    def noted(policy: AdaptiveLength, step: StepObservation) -> None:
+        usual.append(step.seconds is not None)
+        observe(policy, step)
 
-    monkeypatch.setattr(Pace, "depth", lambda pace, rows: next(depths))
-    monkeypatch.setattr(Pace, "stepped", noted)
+    force_lengths(monkeypatch, lambda rows: next(depths))
+    monkeypatch.setattr(AdaptiveLength, "observe", noted)
     following = Following(texts, [0], lambda tokens: read.append((len(usual), tokens)))
     assert torch.equal(target().generate(**inputs, **options, speculator=following), texts)
     steps = [step for step, _ in read]

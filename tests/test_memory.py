@@ -199,7 +199,7 @@ def test_a_row_that_stays_is_judged_by_its_own_chain() -> None:
         drafter.propose(news(first), 3)
         drafter.keep_rows(torch.tensor(staying))
         drafter.propose(news([[3, 4, 5]]), 3)
-        return [speculator.trust.of(chance / 10) for chance in range(1, 10)]
+        return [drafter._calibration(chance / 10) for chance in range(1, 10)]
 
     alone = trusted([[8]], [[2]], [0])
     assert trusted([[9], [8]], [[1], [2]], [1]) == alone

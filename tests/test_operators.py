@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from lengths import force_lengths
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_spec import Eagle3SpeculatorConfig, SpeculationConfig
-from hf_spec.decoding.pace import Pace
 
 VOCABULARY = 512
 NEW_TOKENS = 25
@@ -163,7 +163,7 @@ def test_a_step_takes_few_operators_and_waits(draft: str, tree: bool, sample: bo
 def test_an_ordinary_step_costs_no_more_than_one_of_plain_generate(
     rows: int, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pace, "depth", lambda self, rows: 0)
+    force_lengths(monkeypatch, lambda rows: 0)
     ours, plain = per_step("eagle3", rows, sample=sample), per_step("plain", rows, sample=sample)
     assert ours["outside"] <= plain["outside"]
     assert ours["waits"] <= plain["waits"]
@@ -209,7 +209,7 @@ def test_an_ordinary_step_takes_little_more_python_than_one_of_plain_generate(
     rows: int, more: int, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step of plain ``generate`` has some 20,000 instructions here."""
-    monkeypatch.setattr(Pace, "depth", lambda self, rows: 0)
+    force_lengths(monkeypatch, lambda rows: 0)
     config = SpeculationConfig(num_speculative_tokens="auto")
     ours = instructions_per_step(rows, sample, speculator=models()[1]["eagle3"], speculation_config=config)
     assert ours <= instructions_per_step(rows, sample) + more
@@ -224,11 +224,6 @@ def test_processors_of_the_prefix_take_no_call_per_node() -> None:
 
 def test_counting_sees_an_operator_and_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = per_step("eagle3", 1)
-    depth = Pace.depth
-
-    def wasteful(self: Pace, rows: int) -> int:
-        return depth(self, rows) + int((torch.ones(3) * 0).sum())
-
-    monkeypatch.setattr(Pace, "depth", wasteful)
+    force_lengths(monkeypatch, lambda rows: 5 + int((torch.ones(3) * 0).sum()))
     found = per_step("eagle3", 1)
     assert found["outside"] > usual["outside"] + 2 and found["waits"] > usual["waits"] + 0.9

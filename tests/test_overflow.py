@@ -14,7 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import CHAIN, TREE
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, NgramSpeculator, Proposal, Speculator
-from hf_spec.decoding.pace import Pace
+from hf_spec.policy.base import DraftLengthPolicy, StepObservation
+from hf_spec.policy.fixed import FixedLength
 from hf_spec.verify.rules import block_verification, token_verification
 
 NEW_TOKENS = 14
@@ -184,13 +185,13 @@ def test_a_step_that_is_scored_twice_is_not_timed(monkeypatch: pytest.MonkeyPatc
     model, inputs = poisoned("llama"), harmless(2)
     text = model.generate(**inputs, **GREEDY)
     timed: list[bool] = []
-    stepped = Pace.stepped
+    observe = DraftLengthPolicy.observe
 
-    def noted(pace: Pace, rows: int, depth: int, seconds: float | None, *args: Any, **kwargs: Any) -> None:
-        timed.append(seconds is not None)
-        stepped(pace, rows, depth, seconds, *args, **kwargs)
+    def noted(policy: DraftLengthPolicy, step: StepObservation) -> None:
+        timed.append(step.seconds is not None)
+        observe(policy, step)
 
-    monkeypatch.setattr(Pace, "stepped", noted)
+    monkeypatch.setattr(FixedLength, "observe", noted)
     for every, untimed in ((1000, False), (3, True)):
         timed.clear()
         model.generate(**inputs, **GREEDY, speculator=Poisoner(text, every), speculation_config=CHAIN)

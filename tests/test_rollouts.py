@@ -259,8 +259,10 @@ def test_a_speculator_that_is_listened_to_answers_as_it_does_alone(kind: str) ->
     heard = get_speculator(model)
     assert heard is not alone
     assert network_of(heard) is network_of(alone)
-    assert [heard.knows_chances(rows) for rows in (1, 4)] == [alone.knows_chances(rows) for rows in (1, 4)]
-    assert (heard.heeds_foresight, heard.defaults()) == (alone.heeds_foresight, alone.defaults())
+    assert [heard.estimates_acceptance(rows) for rows in (1, 4)] == [
+        alone.estimates_acceptance(rows) for rows in (1, 4)
+    ]
+    assert (heard.supports_early_stop, heard.defaults()) == (alone.supports_early_stop, alone.defaults())
 
 
 @pytest.mark.parametrize("given", [{"every": 0}, {"every": 2.5}, {"every": True}, {"keep": 0}, {"keep": 2.5}])

@@ -34,7 +34,7 @@ DOCUMENTATION = """
             How to guess and how to verify; by default as the draft says, and as many tokens as pays.
         num_speculative_tokens (`int` or `"auto"`, *optional*):
             Length of a chain of guesses in every step. Left out, it is chosen from step to step by what pays, and may
-            be 0; when sampling after a seed was set it is the draft's own. `"auto"`: chosen then, too.
+            be 0; when sampling after a seed was set, no clock is read for it. `"auto"`: it is read then, too.
 
         Each result is then a `hf_spec.RequestOutput`, which has `speculation`, a `hf_spec.SpeculationStats`.
 """

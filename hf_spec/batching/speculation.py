@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoding.pace import Pace, paced
-from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
+from ..decoding.draft_length import Situation, draft_length_policy
+from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask, network_of
 from ..metrics import Counts, Part, SpeculationStats
 from ..parallel import Ranks
+from ..policy.base import MAX_LENGTH, DraftSource, StepObservation
+from ..policy.fixed import unbounded
 from ..proposal import Proposal, tree_from_paths
 from ..scoring.features import Features
 from ..settings import SpeculationConfig
@@ -97,8 +99,9 @@ class Speculation:
         self.asked = asked
         self.model, self.speculator, self.sample = model, speculator, sample
         self._ranks = Ranks(model)
-        self.config, adapts = self._ranks.agree(paced(config, asked, speculator, sample, model.device))
-        self.pace = Pace.of(model, speculator, self.config, adapts, sample, "requests", waits=False)
+        situation = Situation(model, speculator, sample, batch_size=1, prompt_length=1, way=("requests",))
+        self.config, self.policy = draft_length_policy(config, asked, situation, self._ranks)
+        self._source = DraftSource.NGRAM if network_of(speculator) is None else DraftSource.MODEL
         self.features = Features(model, speculator.feature_layers(model))
         self.counts = Counts()
         self._verifier = Verifier(self.config, sample)
@@ -113,7 +116,7 @@ class Speculation:
         """Return how many guesses a request has at most."""
         tree = self.config.tree
         if tree is None:
-            return self.pace.deepest if self.pace.adapts else self.pace.first
+            return self.policy.longest
         return self.config.tree_nodes if isinstance(tree, str) else len(tree_from_paths(tree)[0])
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class Speculation:
             return None
         if finished:
             row.stats.finish()
-            row.stats.pace = str(self.pace)
+            row.stats.draft_lengths = str(self.policy)
         return row.stats
 
     @contextlib.contextmanager
@@ -215,14 +218,14 @@ class Speculation:
         self._timed(usual, [depth for depth, _ in counted], [accepted for _, accepted in counted])
 
     def _timed(self, usual: bool, offered: list[int], reached: list[int]) -> None:
-        """Tell the pace what the step emitted and, if it was a ``usual`` one of the rows that guessed, its seconds."""
+        """Tell the policy what was accepted and, if it was a ``usual`` step of the rows that drafted, its seconds."""
         asked, self._asked_for = self._asked_for, None
         if not offered:
             return
         seconds = late = None
         if usual and asked is not None and asked[0] == len(offered):
             seconds, late = time.perf_counter() - asked[1], asked[2]
-        self.pace.stepped(len(offered), max(offered), seconds, offered, reached, is_usual=not late)
+        self.policy.observe(StepObservation(max(offered), None if late else seconds, offered, reached))
 
     def propose(self, rows: Sequence[Row], rooms: Sequence[int], warp: Warp) -> None:
         """Let requests guess that go on; in each, ``rooms`` more guesses can become text.
@@ -233,7 +236,10 @@ class Speculation:
             return
         start, late = time.perf_counter(), False
         with self.timed("propose", rows):
-            limit = min(self._ranks.agree(self.pace.depth(len(rows))), max(rooms))
+            longest = min(self.policy.longest, MAX_LENGTH)
+            estimate = self.policy.acceptance.estimate(self._source, len(rows), longest)
+            self.policy.plan(len(rows), [estimate])
+            limit = min(self.policy.planned, max(rooms))
             for row in rows:
                 row.guess = None
             if limit > 0:
@@ -262,7 +268,8 @@ class Speculation:
         features = torch.cat(row.features, dim=1) if row.features else None
         sample = self._verifier.takes_samples and self.config.draft_sampling is not False
         mask = torch.ones_like(prompt)
-        request = DraftContext(self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
+        asked = (self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
+        request = DraftContext(*asked, policy=unbounded(self.policy.acceptance))
         return self.speculator.drafter(request)
 
 

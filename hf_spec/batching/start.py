@@ -41,7 +41,7 @@ def make_manager(
         batching_config = getattr(settings, "continuous_batching_config", None)
     found = speculator.settings(config)
     own_wish = config is None and found.tree is not None
-    if own_wish or found.tree == "auto":  # which a chain serves, too
+    if own_wish:  # which a chain serves, too
         found = speculator.settings(found, tree=None)
     with refusing():
         refuse_batch(model, settings, found)

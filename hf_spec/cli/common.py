@@ -105,7 +105,7 @@ def configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> S
 
 
 def asked_for(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
-    """Return the settings of a call: left out, the number of guesses is chosen by the clock."""
+    """Return the settings of a call: left out, the draft length is adaptive."""
     return configured(speculator, args, tree).merge(num_speculative_tokens=args.num_speculative_tokens)
 
 

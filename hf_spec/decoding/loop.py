@@ -19,6 +19,8 @@ from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
 from ..drafts.lazy import LazyDrafter
 from ..metrics import SpeculationStats
 from ..parallel import Ranks
+from ..policy.base import DraftLengthPolicy, DraftSource, StepObservation
+from ..policy.fixed import unbounded
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
@@ -26,14 +28,13 @@ from ..scoring.names import CACHE, cache_among
 from ..scoring.prompts import Prompt
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import check_target, reads_prompts_causally
-from ..scoring.widths import costs_of_widths
 from ..settings import SpeculationConfig, check_settings
 from ..verify.processors import Processors
 from ..verify.stopping import Stops
 from ..verify.verifier import StepResult
+from .draft_length import Situation, draft_length_policy, most_nodes
 from .emission import Emitter
 from .outputs import Record, SpeculativeOutput, remember_speculation
-from .pace import Pace, faster, may_adapt, paced
 from .refusals import refuse_call, refusing
 from .text import Text
 
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-# Where guesses are weighed place by place, besides lookups for one row: in float32 a step's time jumps with its width,
-# and that lost.
-WEIGHED = (torch.bfloat16, torch.float16)
 NEVER_RIGHT = 20  # steps with guesses, counted per row, of which none was accepted
 
 logger = logging.get_logger(__name__)
@@ -87,12 +85,6 @@ class SpeculativeDecoding:
         text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
         is_static = isinstance(cache_among(model_kwargs), StaticCache)
         prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
-        if config.tree == "auto":
-            config = chain = config.merge(tree=None)
-            # Over a static cache each shape is compiled anew: a chain it is, and where a seed decides what is drawn.
-            may_choose = not is_static and may_adapt(chain, samples, input_ids.device)
-            if may_choose and _takes_trees(model, speculator, generation_config, model_kwargs, chain, text, prompt):
-                config = ranks.agree(faster(model, speculator, chain, len(text.rows), samples))
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, text)
             speculator.check(model, config)
@@ -103,19 +95,15 @@ class SpeculativeDecoding:
 
         if samples:
             ranks.share_random_numbers(input_ids.device)
-        config, adapts = ranks.agree(paced(config, self.config, speculator, samples, input_ids.device))
-        rows = len(text.rows)
-        weighs = ranks.is_alone and (model.dtype in WEIGHED or (rows == 1 and network_of(speculator) is None))
-        pace = Pace.of(model, speculator, config, adapts, samples, compiled=is_static, weighs=weighs, rows=rows)
-        if is_static and adapts and config.tree is None:
-            pace.first = ranks.agree(pace.settle(rows, functools.partial(costs_of_widths, model)))
+        situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
+        config, policy = draft_length_policy(config, self.config, situation, ranks)
         call = Call(
             model,
             speculator,
             config,
             text,
             ranks,
-            pace,
+            policy,
             logits_processor,
             generation_config,
             model_kwargs,
@@ -141,7 +129,7 @@ class Call:
         config: SpeculationConfig,
         text: Text,
         ranks: Ranks,
-        pace: Pace,
+        policy: DraftLengthPolicy,
         logits_processor: LogitsProcessorList,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
@@ -154,21 +142,21 @@ class Call:
         self.text = text
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
-        # Who takes part in a step: the processes that share the model; who says how deep to guess; the drafter that
+        # Who takes part in a step: the processes that share the model; what says how much to draft; the drafter that
         # guesses, made when it is first asked; the target that scores the guesses; and the emitter that makes text.
-        self.ranks, self.pace = ranks, pace
+        self.ranks, self.policy = ranks, policy
         self.drafter: LazyDrafter
         self.processors = Processors(logits_processor, len(text.rows))
         self.emitter = Emitter(self.processors, text, bool(generation_config.do_sample), config, self.record)
-        if self.emitter.lockstep and len(text.rows) > 1:
-            pace.worth = None  # a guess counts only if all rows' are right, whatever its chance
+        cache = cache_among(model_kwargs)
+        self.nodes = most_nodes(policy, config, isinstance(cache, StaticCache))
         self.target = runner_for(
             model,
-            cache_among(model_kwargs),
+            cache,
             speculator.feature_layers(model),
             self.record.hidden_states,
             one_chain=config.tree is None,
-            widest=self.pace.most_nodes(config),
+            widest=self.nodes,
         )
         self.target.most_new_tokens = max(text.room(text.rows)) + 1
         self.compiler: Compiler | None = None  # of the drafter, from the prefill on, if the target is compiled
@@ -207,7 +195,7 @@ class Call:
 
     def _compile_the_rest(self, config: CompileConfig | None) -> None:
         """Let proposals, and the choice among them, be graphs beside the target's."""
-        depth, nodes = self.pace.first, self.pace.most_nodes(self.config)
+        depth, nodes = self.policy.longest, self.nodes
         self.compiler = Compiler(config, depth, self.target.most_new_tokens)
         if nodes is not None:
             self.emitter.compile(Compiler(config, depth, begins_step=False), nodes)
@@ -261,9 +249,9 @@ class Call:
         start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
-            limit = min(self.ranks.agree(self.pace.depth(len(self.rows))), max(room))
+            limit = min(self.policy.longest, max(room))
             proposal = self.ranks.agree_on_proposal(self.drafter.propose(accepted, limit))
-            proposal = self.target.fit(proposal.within(room), limit)
+            proposal = self.target.fit(proposal.within(room), min(self.policy.planned, limit))
             self._align(proposal)
         with self.stats.timed("verify"):
             scores = score(proposal)
@@ -284,9 +272,8 @@ class Call:
             rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
             self.stats.step(self.rows, *rows)
             seconds = time.perf_counter() - start if usual and self.stats.graphs == graphs else None
-            figures = (proposal.max_depth, seconds, choice.deepest, choice.accepted)
-            drafter = self.drafter
-            self.pace.stepped(len(self.rows), *figures, is_usual=not drafter.caught_up, kind=drafter.kind)
+            seconds = None if self.drafter.had_backlog else seconds
+            self.policy.observe(StepObservation(proposal.max_depth, seconds, choice.deepest, choice.accepted))
         self.features = scores.features
         return choice
 
@@ -339,10 +326,19 @@ class Call:
         only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
         distribution = self.processors.draft_distribution(only_best)
         asked = (self.model, read, mask, features, self.config, distribution, sample)
-        foresight = self.pace.foresight(self.speculator)
-        goes_on = None if foresight is None else foresight.goes_on
-        request = DraftContext(*asked, compiler=self.compiler, worth=self.pace.worth, goes_on=goes_on)
-        return LazyDrafter(functools.partial(self.speculator.drafter, request), foresight)
+        rows, free = len(self.text.rows), unbounded(self.policy.acceptance)
+        # In lockstep a draft token counts only if those of all rows are accepted, however probable it is.
+        plans_itself = (
+            self.speculator.estimates_acceptance(rows)
+            and self.config.tree is None
+            and self.compiler is None
+            and not (self.emitter.lockstep and rows > 1)
+        )
+        own = self.policy if plans_itself or self.policy.stops_early else free
+        request = DraftContext(*asked, compiler=self.compiler, policy=own)
+        source = DraftSource.NGRAM if network_of(self.speculator) is None else DraftSource.MODEL
+        start = functools.partial(self.speculator.drafter, request)
+        return LazyDrafter(start, free if plans_itself else self.policy, source)
 
     @property
     def _returns_cache(self) -> bool:
@@ -354,7 +350,7 @@ class Call:
             with self.stats.timed("verify"):
                 self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
         self.stats.finish()
-        self.stats.pace = str(self.pace)
+        self.stats.draft_lengths = str(self.policy)
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
         sequences = self.text.finish()
@@ -379,27 +375,6 @@ class Call:
                 "they only cost time. Either the draft is not trained yet, or it was trained for another target or "
                 "tokenizer, or it is n-grams and the text repeats nothing."
             )
-
-
-def _takes_trees(
-    model: PreTrainedModel,
-    speculator: Speculator,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    chain: SpeculationConfig,
-    text: Text,
-    prompt: Prompt | None,
-) -> bool:
-    """Tell whether this call could guess trees."""
-    tree = chain.merge(tree="dynamic")
-    try:
-        refuse_call(model, generation_config, model_kwargs, tree, text)
-        speculator.check(model, tree)
-        if chain.self_check:
-            check_target(model, trees=True, prompt=prompt)
-    except ValueError:
-        return False
-    return True
 
 
 def _prompt_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -93,6 +93,10 @@ class Narrowed(Speculator):
         """Return the draft's own settings."""
         return self.draft.defaults()
 
+    def draft_forwards(self, length: int) -> int:
+        """Count the draft's forwards."""
+        return self.draft.draft_forwards(length)
+
     def drafter(self, request: DraftContext) -> Drafter:
         """Start the draft, for which ``small`` is the target."""
         return _NarrowedDrafter(self, request)

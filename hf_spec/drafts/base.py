@@ -7,8 +7,8 @@ told which tokens became text and says what might come next; it does not know wh
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,9 @@ from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
 from ..counting import numbers, numbers_of
+from ..policy.acceptance import AcceptanceEstimator
+from ..policy.base import DraftLengthPolicy
+from ..policy.fixed import unbounded
 from ..proposal import NO_PARENT, Proposal, once
 from ..scoring.names import CACHE
 from ..scoring.plain import scored_vocabulary
@@ -31,10 +34,6 @@ if TYPE_CHECKING:
 
 SUM_TOLERANCE = 1e-3  # of a distribution that a user's own drafter works out, in whatever precision
 
-# How deep a step of a kind should guess, and how many tokens per second of a row that promises, where the guesses of
-# each depth have certain chances to become text, on average over so many rows.
-Worth = Callable[[int, str, Sequence[float]], tuple[int, float]]
-
 
 @dataclass(frozen=True)
 class DraftContext:
@@ -46,9 +45,8 @@ class DraftContext:
     (embeddings) or less (a cache handed in). ``log_probs`` turns draft logits (..., vocabulary of the target) into the
     log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
     once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
-    choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be. ``worth``: the
-    clock chooses how deep to guess, and a drafter that knows the chances of its guesses may ask it. ``goes_on``:
-    told how sure a drafter is of its last guess, (rows,), this says whether the chains are worth another one.
+    choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
+    drafter that can tell how probably its draft tokens are accepted asks it how many to draft.
     """
 
     target: PreTrainedModel
@@ -60,8 +58,12 @@ class DraftContext:
     sample: bool
     generator: torch.Generator | None = None
     compiler: Compiler | None = None
-    worth: Worth | None = None
-    goes_on: Callable[[Tensor], bool] | None = None
+    policy: DraftLengthPolicy = field(default_factory=lambda: unbounded(AcceptanceEstimator()))
+
+    @property
+    def keep_drafting(self) -> Callable[[Tensor], bool] | None:
+        """Return what to ask after each token of a chain, given its probabilities (rows,); ``None`` for nothing."""
+        return self.policy.keep_drafting if self.policy.stops_early else None
 
     @once
     def vocabulary(self) -> int:
@@ -180,12 +182,11 @@ class DraftOutput(ModelOutput):
 class Drafter(ABC):
     """Guess for one ``generate`` call.
 
-    ``kind`` names the last proposal where several kinds take their own time; ``caught_up`` tells whether it had to
-    make up for earlier ones that did not ask, and so took longer than usual.
+    ``had_backlog`` tells whether the last proposal took longer than usual, because tokens of earlier plain steps had
+    to be read first.
     """
 
-    kind = ""
-    caught_up = False
+    had_backlog = False
 
     @abstractmethod
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
@@ -293,17 +294,26 @@ def _misdrawn(proposal: Proposal) -> str | None:
 class Speculator(ABC):
     """Start a ``Drafter`` per call. Draft models and rules alike implement these methods."""
 
-    def knows_chances(self, rows: int) -> bool:
-        """Tell whether drafters of ``rows`` rows ask ``DraftContext.worth`` how deep to guess; not by default."""
+    def estimates_acceptance(self, batch_size: int) -> bool:
+        """Tell whether drafters of chains ask ``DraftContext.policy`` how many tokens to draft; not by default."""
         return False
 
     @property
-    def heeds_foresight(self) -> bool:
-        """Tell whether chains of its drafters end where ``DraftContext.goes_on`` says so; by default they do not.
+    def supports_early_stop(self) -> bool:
+        """Tell whether chains of its drafters end where ``DraftContext.keep_drafting`` says so; not by default.
 
-        On an accelerator whoever looks at a guess waits for it.
+        On an accelerator whoever looks at a draft token waits for it.
         """
         return False
+
+    @property
+    def profile_key(self) -> tuple[Hashable, ...]:
+        """Name what step times and acceptance depend on besides the weights: drafts with one name share a profile."""
+        return (type(self).__name__,)
+
+    def draft_forwards(self, length: int) -> int:
+        """Count the forwards of the draft model for ``length`` draft tokens: by default one for each."""
+        return length
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default.

@@ -72,8 +72,8 @@ class FeedbackDrafter(StaticDrafter):
         growth = _Growth(self._draft, self._request, readers, self._behind)
         log_probs = guess_log_probs(self._draft, self._request, logits)[:, 0]
         request = self._request
-        config, sample, goes_on = request.config, request.sample, request.goes_on
-        return grow(told.root, log_probs, growth.step, config, limit, sample, ahead=ahead, goes_on=goes_on)
+        config, sample, more = request.config, request.sample, request.keep_drafting
+        return grow(told.root, log_probs, growth.step, config, limit, sample, ahead=ahead, keep_drafting=more)
 
     def read(self, told: Told) -> None:
         self._read(told)

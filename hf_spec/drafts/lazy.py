@@ -1,4 +1,4 @@
-"""A drafter that is made, and told what became text, only when somebody wants guesses: ordinary steps ask no draft."""
+"""Lazy drafter: plain steps only buffer accepted tokens; the draft runs when draft tokens are needed."""
 
 from __future__ import annotations
 
@@ -6,42 +6,39 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..counting import numbers_of
+from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftSource
 from ..proposal import Proposal
 from .base import AcceptedTokens, Drafter, ask
-from .foresight import DRAFTED, Foresight
 
 
 class LazyDrafter(Drafter):
-    """Put off the drafter that ``start`` makes, and what it has to read, until the next proposal of any depth.
+    """A drafter that ``start`` makes when a step first needs draft tokens.
 
-    With ``foresight`` that says which steps are worth asking the drafter.
+    ``policy`` is asked in every step how many; ``source`` is what the step counts as there.
     """
 
-    def __init__(self, start: Callable[[], Drafter], foresight: Foresight | None = None) -> None:
-        self._foresight = foresight
-        self._start = start
+    def __init__(
+        self, start: Callable[[], Drafter], policy: DraftLengthPolicy, source: DraftSource = DraftSource.MODEL
+    ) -> None:
+        self._start, self._policy, self._source = start, policy, source
         self._drafter: Drafter | None = None
         self._rows: Tensor | None = None  # of those it will start with, which are still there; None: all of them
         self._unread: list[AcceptedTokens] = []
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Guess what follows ``accepted``, or keep it for later where ``limit`` is 0."""
+        """Draft what follows ``accepted``, or buffer it in a plain step."""
         self._unread.append(accepted)
-        late = self._drafter is None or len(self._unread) > 1
-        if self._foresight is not None:
-            self._foresight.became_text(accepted.emitted)
-            limit = self._foresight.limit(len(accepted.tokens), limit)
+        rows, longest = len(accepted.tokens), min(limit, self._policy.longest, MAX_LENGTH)
+        plan = self._policy.plan(rows, [self._policy.acceptance.estimate(self._source, rows, longest)])
+        limit = min(limit, plan.model_length)
+        had_backlog = self._drafter is None or len(self._unread) > 1
         if limit == 0:
-            self.caught_up = False
+            self.had_backlog = False
             return Proposal.nothing(accepted.root)
         unread, self._unread = AcceptedTokens.joined(self._unread), []
         drafter = self._begun()
         proposal = ask(drafter, unread, limit)
-        self.kind, self.caught_up = drafter.kind, late or drafter.caught_up
-        if self._foresight is not None:
-            self.kind = DRAFTED
-            self._foresight.proposed(proposal.tokens[:, 1:].tolist())
+        self.had_backlog = had_backlog or drafter.had_backlog
         return proposal
 
     def _begun(self) -> Drafter:
@@ -52,10 +49,8 @@ class LazyDrafter(Drafter):
         return self._drafter
 
     def join(self, other: Drafter) -> bool:
-        """Let both drafters read what they have put off, and join them if they can be."""
+        """Let both drafters read what they have buffered, and join them if they can be."""
         assert isinstance(other, LazyDrafter)
-        if self._foresight is not None or other._foresight is not None:  # each knows the guesses of its own rows
-            return False
         return self._up_to_date().join(other._up_to_date())
 
     def _up_to_date(self) -> Drafter:
@@ -67,8 +62,6 @@ class LazyDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        if self._foresight is not None:
-            self._foresight.keep_rows(numbers_of(rows))
         self._unread = [accepted.of(rows) for accepted in self._unread]
         if self._drafter is not None:
             self._drafter.keep_rows(rows)

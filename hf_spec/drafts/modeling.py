@@ -64,7 +64,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
 
     num_readers = 1  # see FeedbackDrafter
-    ends_chains: ClassVar[bool] = False  # its drafters call ``DraftContext.goes_on`` after each draft token of a chain
+    ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.keep_drafting`` after each token of a chain
     layers: nn.ModuleList
     d2t: Tensor | None
     t2d: Tensor | None
@@ -311,9 +311,13 @@ class DraftModel(PreTrainedModel, Speculator):
         """Read the same hidden states in ascending order from now on, because other projects' readers sort them."""
 
     @property
-    def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where reading a value is free."""
+    def supports_early_stop(self) -> bool:
+        """Tell whether chains end where ``DraftContext.keep_drafting`` says so: on a CPU, where looking is free."""
         return self.ends_chains and self.device.type == "cpu"
+
+    def draft_forwards(self, length: int) -> int:
+        """Count forwards: one for each draft token of a draft that is fed its own output, else one for all."""
+        return length if self.ends_chains else min(length, 1)
 
     def defaults(self) -> SpeculationConfig:
         settings: SpeculationConfig = self.config.settings

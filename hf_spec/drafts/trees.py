@@ -107,20 +107,20 @@ def grow(
     sample: bool,
     confidence: Confidence | None = None,
     ahead: Ahead | None = None,
-    goes_on: Callable[[Tensor], bool] | None = None,
+    keep_drafting: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
     ``root`` (batch,) is the last token of the text, ``log_probs`` (batch, vocabulary) say what follows it; ``limit``
     bounds the depth; ``sample`` draws the guesses where it would choose the best ones. ``confidence`` of a draft that
     knows how far it can be trusted ends chains, instead of the probability of their guesses. ``ahead`` is what was
-    made for a proposal as deep as ``limit``, if it is to be a graph. Outside of graphs ``goes_on`` may end the chains:
-    it is told after each guess how probable the draft's best one was, (batch,).
+    made for a proposal as deep as ``limit``, if it is to be a graph. Outside of graphs ``keep_drafting`` may end
+    chains: it is told after each guess how probable the draft's best one was, (batch,).
     """
     if limit == 0:
         return Proposal.nothing(root)
-    if goes_on is not None and config.tree is None:
-        return _chain_while(root, log_probs, step, limit, sample, goes_on)
+    if keep_drafting is not None and config.tree is None:
+        return _chain_while(root, log_probs, step, limit, sample, keep_drafting)
     in_graph = ahead is not None
     if ahead is None:
         ahead = Ahead.of(config, limit, limit, len(root), log_probs.shape[-1], sample, root.device)
@@ -177,7 +177,7 @@ def _chain_while(
     step: Step,
     limit: int,
     sample: bool,
-    goes_on: Callable[[Tensor], bool],
+    keep_drafting: Callable[[Tensor], bool],
 ) -> Proposal:
     """Grow chains of one length, as long as another guess is worth it."""
     guesses: list[Tensor] = []
@@ -185,7 +185,7 @@ def _chain_while(
     while True:
         guesses.append(draw_distinct(log_probs, 1)[:, 0] if sample else likeliest(log_probs))
         by_depth.append(log_probs)
-        if len(guesses) == limit or not goes_on(_peak(log_probs)):
+        if len(guesses) == limit or not keep_drafting(_peak(log_probs)):
             break
         log_probs = step(guesses[-1][:, None], len(guesses), None, None)[:, 0]
     q = torch.stack(by_depth, dim=1).exp_() if sample else None  # (batch, k, vocabulary)

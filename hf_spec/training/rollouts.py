@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -121,12 +121,19 @@ class _Listening(Speculator):
         """Return the weights that guess, if there are some."""
         return network_of(self.inner)
 
-    def knows_chances(self, rows: int) -> bool:
-        return self.inner.knows_chances(rows)
+    def estimates_acceptance(self, batch_size: int) -> bool:
+        return self.inner.estimates_acceptance(batch_size)
 
     @property
-    def heeds_foresight(self) -> bool:
-        return self.inner.heeds_foresight
+    def supports_early_stop(self) -> bool:
+        return self.inner.supports_early_stop
+
+    @property
+    def profile_key(self) -> tuple[Hashable, ...]:
+        return self.inner.profile_key
+
+    def draft_forwards(self, length: int) -> int:
+        return self.inner.draft_forwards(length)
 
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return self.inner.feature_layers(target)

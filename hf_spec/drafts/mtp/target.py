@@ -158,8 +158,8 @@ class TargetMtp(MtpModel, Speculator):
         return SpeculationConfig(num_speculative_tokens=2 + len(self.layers))
 
     @property
-    def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where looking is free."""
+    def supports_early_stop(self) -> bool:
+        """Tell whether chains end where ``DraftContext.keep_drafting`` says so: on a CPU, where looking is free."""
         return self.device.type == "cpu"
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:

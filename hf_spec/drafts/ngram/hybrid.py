@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,13 +13,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ...counting import numbers_of, uploaded
+from ...policy.base import DraftSource, Estimate
+from ...policy.fixed import unbounded
 from ...proposal import ABSENT, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
-from ..foresight import DRAFTED, Foresight
 from ..lazy import LazyDrafter
-from ..trust import TrackRecord, agreeing, mean_chances
-from .recall import RECALLED, Guesses, Path, chances_of, judge, shortened
+from .recall import Guesses, Path, chances_of, judge, shortened
 from .speculator import DEPTH, REMEMBERED, NgramSpeculator
 
 
@@ -50,19 +50,31 @@ class HybridSpeculator(Speculator):
         if draft_tokens is not None and not (is_int(draft_tokens) and draft_tokens >= 1):
             raise ValueError(f"draft_tokens must be a whole number of at least 1, or None, got {draft_tokens!r}")
         self.draft, self.memory, self.draft_tokens = draft, memory, draft_tokens
-        self.record = TrackRecord()
 
     def with_draft(self, draft: Speculator) -> HybridSpeculator:
-        """Return one with another object for the same draft, that shares memory and experience."""
+        """Return one with another object for the same draft, that shares the memory."""
         if draft is self.draft:
             return self
-        other = HybridSpeculator(draft, self.memory, self.draft_tokens)
-        other.record = self.record
-        return other
+        return HybridSpeculator(draft, self.memory, self.draft_tokens)
 
-    def knows_chances(self, rows: int) -> bool:
+    def estimates_acceptance(self, batch_size: int) -> bool:
         """Return True: the memory says how likely its guesses are."""
         return True
+
+    @property
+    def supports_early_stop(self) -> bool:
+        """Tell whether the draft's chains end where ``DraftContext.keep_drafting`` says so."""
+        return self._draft.supports_early_stop
+
+    @property
+    def profile_key(self) -> tuple[Hashable, ...]:
+        """Name the draft and the kind of memory."""
+        own = (*super().profile_key, self.draft_depth)
+        return (*own, *self._draft.profile_key, *self.memory.profile_key)
+
+    def draft_forwards(self, length: int) -> int:
+        """Count the forwards of the draft."""
+        return self._draft.draft_forwards(min(length, self.draft_depth))
 
     @property
     def model(self) -> Any:
@@ -87,17 +99,10 @@ class HybridSpeculator(Speculator):
         """Index the prompts, and let the draft read them when it is first asked."""
         return HybridDrafter(self, request)
 
-    def foresight(self, request: DraftContext) -> Foresight | None:
-        """Make what ends the draft's chains where they are not worth their time, if somebody can tell."""
-        if request.worth is None or not self._draft.heeds_foresight:
-            return None
-        return Foresight(request.worth, self.record, self.draft_depth)
-
-    def start_draft(self, request: DraftContext, foresight: Foresight | None) -> LazyDrafter:
-        """Make a drafter of the draft, which is told what became text when it is asked."""
-        goes_on = None if foresight is None else foresight.goes_on
-        own = replace(request, config=self._drafts_own(request.config), worth=None, goes_on=goes_on)
-        return LazyDrafter(functools.partial(self._draft.drafter, own))
+    def start_draft(self, request: DraftContext) -> LazyDrafter:
+        """Make a lazy drafter of the draft, of which the hybrid says how much it drafts."""
+        own = replace(request, config=self._drafts_own(request.config))
+        return LazyDrafter(functools.partial(self._draft.drafter, own), unbounded(request.policy.acceptance))
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
         """Let both take in the texts of a finished call."""
@@ -123,62 +128,27 @@ class HybridSpeculator(Speculator):
         return self.draft
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which rows take the memory's chain, how deep at most, and how deep the draft guesses for the others."""
-
-    taken: list[bool]
-    depth: int
-    draft_depth: int
-
-
-@dataclass
-class _Last:
-    """What a step of a call guessed: the draft's chains, and per row the memory's, and whether it was ``taken``."""
-
-    drafted: Proposal
-    recalled: list[Guesses]
-    taken: list[bool]
-
-    def of(self, rows: Tensor) -> _Last:
-        """Keep some rows."""
-        tokens, parents = self.drafted.tokens[rows], self.drafted.parents[rows]
-        some = numbers_of(rows)
-        return _Last(
-            replace(self.drafted, tokens=tokens, parents=parents, q=None),
-            [self.recalled[row] for row in some],
-            [self.taken[row] for row in some],
-        )
-
-    def beside(self, rows: int) -> _Last:
-        """Put ``rows`` more below that guessed nothing."""
-        more = (0, 0, 0, rows)
-        tokens = functional.pad(self.drafted.tokens, more)
-        parents = functional.pad(self.drafted.parents, more, value=ABSENT)
-        nothing: list[Guesses] = [{} for _ in range(rows)]
-        drafted = replace(self.drafted, tokens=tokens, parents=parents, q=None)
-        return _Last(drafted, self.recalled + nothing, self.taken + [False] * rows)
-
-
 class HybridDrafter(Drafter):
     """Ask the memory first, then the draft for the rows that want it."""
 
     def __init__(self, speculator: HybridSpeculator, request: DraftContext) -> None:
         self._rows = speculator.memory.texts(request).rows()
-        self._foresight = speculator.foresight(request)
-        self._draft, self._draft_depth = speculator.start_draft(request, self._foresight), speculator.draft_depth
-        self._min_chance, self._trust = speculator.memory.min_chance, speculator.memory.trust
-        self._worth, self._record = request.worth, speculator.record
-        self._begun = False  # the draft has guessed
+        self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
+        self._min_chance, self._policy = speculator.memory.min_chance, request.policy
+        self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
+        self._begun = False  # the draft has drafted
         self._is_chain = request.config.tree is None
         self._width = 1 if self._is_chain else request.config.tree_top_k
-        self._last: _Last | None = None
+        self._last: list[tuple[Guesses, bool]] = []  # by row, the memory's chain, and whether it was verified
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Take in ``accepted``, look up what may follow, and let the draft guess where that is not much."""
-        for (texts, number), tokens in zip(self._rows, self._read(accepted), strict=True):
+        emitted = accepted.emitted
+        for (texts, number), tokens in zip(self._rows, emitted, strict=True):
             texts.extend(number, tokens)
-        self._last = None
+        for (guesses, was_verified), new in zip(self._last, emitted, strict=bool(self._last)):
+            judge(self._calibration, guesses, new, was_verified)
+        self._last = []
         nodes = None if self._is_chain else limit
         found = [texts.guesses(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows]
         if self._is_chain:
@@ -188,76 +158,34 @@ class HybridDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        self._rows = [self._rows[row] for row in numbers_of(rows)]
+        kept = numbers_of(rows)
+        self._rows = [self._rows[row] for row in kept]
         self._draft.keep_rows(rows)
-        self._last = None if self._last is None else self._last.of(rows)
-        if self._foresight is not None:
-            self._foresight.keep_rows(numbers_of(rows))
+        self._last = [self._last[row] for row in kept] if self._last else []
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, if the draft can; what those guessed last teaches nothing."""
         assert isinstance(other, HybridDrafter)
-        if self._foresight is not None or other._foresight is not None:  # each knows the guesses of its own rows
-            return False
         if not self._draft.join(other._draft):
             return False
         self._rows += other._rows
-        self._last = None if self._last is None else self._last.beside(len(other._rows))
+        self._last += [({}, False)] * len(other._rows) if self._last else []
         return True
 
     def _chains(self, accepted: AcceptedTokens, limit: int, found: list[Guesses]) -> Proposal:
-        # Decided before the draft is asked: what it draws must not decide whether it counts.
-        plan = self._plan(limit, [chances_of(guesses, self._trust) for guesses in found])
-        if self._foresight is not None:
-            self._foresight.begin([not takes for takes in plan.taken], plan.draft_depth)
-        drafted = self._draft.propose(accepted, plan.draft_depth)
-        self.kind = DRAFTED if plan.draft_depth else RECALLED
-        self.caught_up = plan.draft_depth > 0 and not self._begun
-        self._begun |= plan.draft_depth > 0
-        found = [
-            shortened(paths, plan.depth) if takes else paths for paths, takes in zip(found, plan.taken, strict=True)
-        ]
-        self._last = _Last(drafted, found, plan.taken)
-        chains = [max(guesses, key=len) if takes else None for guesses, takes in zip(found, plan.taken, strict=True)]
+        # Decided before the draft is asked: a token that it samples must not decide whether it counts.
+        chances = [chances_of(guesses, self._calibration) for guesses in found]
+        longest = min(limit, self._draft_depth)
+        model = self._policy.acceptance.estimate(DraftSource.MODEL, len(found), longest)
+        plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances), model])
+        drafts = plan.source is DraftSource.MODEL
+        drafted = self._draft.propose(accepted, min(longest, plan.model_length) if drafts else 0)
+        self.had_backlog, self._begun = drafts and not self._begun, self._begun or drafts
+        taken = [plan.length > 0 and source is DraftSource.NGRAM for source in plan.sources]
+        found = [shortened(paths, plan.length) if takes else paths for paths, takes in zip(found, taken, strict=True)]
+        self._last = list(zip(found, taken, strict=True))
+        chains = [max(guesses, key=len) if takes else None for guesses, takes in self._last]
         return with_chains(drafted, chains)
-
-    def _plan(self, limit: int, recalled: Sequence[Sequence[float]]) -> _Plan:
-        """Decide who guesses, and how deep, from the chances of each row's ``recalled`` chain."""
-        deepest = min(limit, self._draft_depth)
-        drafted = self._record.of(deepest)
-        taken = [sum(chances) >= sum(drafted) and bool(chances) for chances in recalled]
-        if self._worth is None:
-            return _Plan(taken, limit, 0 if all(taken) else deepest)
-        rows = len(recalled)
-        depth, speed = self._worth(rows, RECALLED, mean_chances(recalled))
-        if not all(taken):
-            together = [mine if takes else drafted for mine, takes in zip(recalled, taken, strict=True)]
-            further, faster = self._worth(rows, DRAFTED, mean_chances(together))
-            if faster > speed and further:
-                return _Plan(taken, further, min(further, deepest) if self._foresight is None else deepest)
-        return _Plan([depth > 0 and bool(chances) for chances in recalled], depth, 0)
-
-    def _read(self, accepted: AcceptedTokens) -> list[list[int]]:
-        """Bring what became text from its device, with the last guesses, in one transfer, and learn who was right."""
-        last, width = self._last, 1 + accepted.tokens.shape[1]
-        drafted = [] if last is None else [last.drafted.tokens[:, 1:], last.drafted.parents[:, 1:]]
-        rows = torch.cat([accepted.counts[:, None], accepted.tokens, *drafted], dim=1).tolist()
-        texts = [row[1 : 1 + row[0]] for row in rows]
-        if last is not None:
-            self._record.fade(asked=last.drafted.max_depth > 0)
-            for row, (new, recalled, taken) in enumerate(zip(texts, last.recalled, last.taken, strict=True)):
-                judge(self._trust, recalled, new, taken)
-                if not taken:
-                    self._learn(row, rows[row][width:], new)
-        return texts
-
-    def _learn(self, row: int, drafted: list[int], new: list[int]) -> None:
-        """Compare what the draft said of a row, tokens and parents of its chain, with the ``new`` tokens."""
-        guesses, parents = drafted[: len(drafted) // 2], drafted[len(drafted) // 2 :]
-        depth = sum(parent != ABSENT for parent in parents)
-        if depth:
-            sure = [] if self._foresight is None else self._foresight.sure[row]
-            self._record.learn(depth, agreeing(guesses[:depth], new[:-1]), sure)
 
 
 def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..trust import TrackRecord, agreeing
+from ...policy.acceptance import AcceptanceEstimator
+from ...policy.base import DraftSource
 
 TOLD_APART = 4  # tokens of a match, up to which every length has its own record; then every power of two
-
-Records = defaultdict[int, TrackRecord]  # by ``level_of`` a match
 
 
 class _Lookup(NamedTuple):
@@ -24,11 +23,11 @@ class _Lookup(NamedTuple):
 class Lookups:
     """Judge the chains that were looked up for the rows of one call, guessed or not, once their end has become text.
 
-    So it costs no forward to learn when to guess. ``records`` are shared by calls.
+    So it costs no forward to learn when to guess. ``acceptance`` may be shared by calls.
     """
 
-    def __init__(self, records: Records, rows: int) -> None:
-        self._records = records
+    def __init__(self, acceptance: AcceptanceEstimator, rows: int) -> None:
+        self._acceptance = acceptance
         self._waiting: list[deque[_Lookup]] = [deque() for _ in range(rows)]
 
     def chances(self, row: int, text: Sequence[int], chain: tuple[int, ...], agreed: int) -> list[float]:
@@ -38,13 +37,12 @@ class Lookups:
             self._judge(waiting.popleft(), text)
         if chain:
             waiting.append(_Lookup(len(text), chain, level))
-        return self._records[level].of(len(chain))
+        return self._acceptance.survival(DraftSource.NGRAM, len(chain), level)
 
     def _judge(self, lookup: _Lookup, text: Sequence[int]) -> None:
         start, chain, level = lookup
-        record = self._records[level]
-        record.fade()
-        record.learn(len(chain), agreeing(chain, text[start : start + len(chain)]))
+        right = agreeing(chain, text[start : start + len(chain)])
+        self._acceptance.record(DraftSource.NGRAM, [len(chain)], [right], level)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with ``rows`` only."""
@@ -56,5 +54,11 @@ class Lookups:
 
 
 def level_of(agreed: int) -> int:
-    """Number the matches that are judged alike: of 1, 2, 3, 4, 5 to 7, 8 to 15, ... tokens."""
-    return agreed if agreed <= TOLD_APART else TOLD_APART + agreed.bit_length() - 2
+    """Number the matches that are judged alike, from 1 on: of 1, 2, 3, 4, 5 to 7, 8 to 15, ... tokens."""
+    return max(1, agreed) if agreed <= TOLD_APART else TOLD_APART + agreed.bit_length() - 2
+
+
+def agreeing(drafted: Sequence[int], tokens: Sequence[int]) -> int:
+    """Count the tokens at the beginning of ``drafted`` that are those of the text."""
+    same = [one == token for one, token in zip(drafted, tokens, strict=False)]
+    return [*same, False].index(False)

@@ -7,13 +7,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..trust import Trust, agreeing
+from ...policy.acceptance import Calibration
+from .lookups import agreeing
 from .memory import BREAK, LOOK_BACK, SIZES, Memory, Place, agreement
 
 Path = tuple[int, ...]
 Guesses = dict[Path, float]  # paths, each behind its beginnings, and their chances
-
-RECALLED = "recalled"  # the kind of steps in which nobody guesses but the memory
 
 # What speaks against every continuation, in places that agree with the text in one token: measured, docs/memory.md.
 DOUBT = 2.0
@@ -68,7 +67,7 @@ class Texts:
         return []
 
 
-def judge(trust: Trust, guesses: Guesses, new: Sequence[int], scored: bool) -> None:
+def judge(calibration: Calibration, guesses: Guesses, new: Sequence[int], scored: bool) -> None:
     """Compare a chain with the ``new`` tokens: all of it if it was ``scored``, else as far as the text goes.
 
     A chain that was not scored is judged, too: a memory that was wrong once would never be believed again.
@@ -76,12 +75,12 @@ def judge(trust: Trust, guesses: Guesses, new: Sequence[int], scored: bool) -> N
     chain, chances = max(guesses, key=len, default=()), list(guesses.values())
     right = agreeing(chain, new)
     for place, chance in enumerate(chances if scored else chances[: len(new)]):
-        trust.learn(chance, place < right)
+        calibration.record(chance, place < right)
 
 
-def chances_of(guesses: Guesses, trust: Trust) -> list[float]:
+def chances_of(guesses: Guesses, calibration: Calibration) -> list[float]:
     """Return the chances of a chain's guesses as they turn out; none is more likely than those before it."""
-    return [*itertools.accumulate((trust.of(chance) for chance in guesses.values()), min)]
+    return [*itertools.accumulate((calibration(chance) for chance in guesses.values()), min)]
 
 
 def shortened(guesses: Guesses, depth: int) -> Guesses:

@@ -7,8 +7,8 @@ as prompt lookup decoding; with a corpus to look in besides the text it becomes 
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice
 from typing import Any, Literal, get_args
 
@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...counting import numbers_of, uploaded
+from ...policy.base import DraftSource, Estimate
 from ...proposal import ABSENT, NO_PARENT, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
-from ..trust import TrackRecord, Trust, mean_chances
-from .lookups import Lookups, Records
+from .lookups import Lookups
 from .memory import BREAK, LOOK_BACK, Memory, agreement
-from .recall import RECALLED, Guesses, Path, Texts, chances_of, judge, shortened
+from .recall import Guesses, Path, Texts, chances_of, judge, shortened
 from .remembered import Remembered, read_remembered, write_remembered
 
 Match = Literal["recent", "frequent"]
@@ -83,8 +83,6 @@ class NgramSpeculator(Speculator):
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.match, self.min_chance = match, min_chance
         self.memory = None if remember is None else Memory(remember)
-        self.trust = Trust()
-        self.records: Records = defaultdict(TrackRecord)
         self.corpus = TextIndex(self.sizes)
         sequences = [_token_ids(sequence) for sequence in corpus]
         self._largest = max(chain.from_iterable(sequences), default=BREAK)
@@ -96,9 +94,22 @@ class NgramSpeculator(Speculator):
             else:
                 self.corpus.extend([*sequence, BREAK])
 
-    def knows_chances(self, rows: int) -> bool:
-        """Tell whether there is a memory, which says how likely guesses are; of one row the length of a match does."""
-        return self.memory is not None or rows == 1  # in a batch, now and then a guess costs more than it saves
+    def estimates_acceptance(self, batch_size: int) -> bool:
+        """Tell whether there is a memory, which knows it; for one sequence the length of a match says it, too.
+
+        In batches without a memory the average over all places was 13 % faster (docs/performance.md).
+        """
+        return self.memory is not None or batch_size == 1
+
+    @property
+    def profile_key(self) -> tuple[Hashable, ...]:
+        """Tell n-grams with a memory, with a corpus and of other match lengths apart."""
+        has_corpus = self._lasting is not None or bool(self.corpus.tokens)
+        return (*super().profile_key, self.memory is not None, has_corpus, self.sizes, self.match, self.min_chance)
+
+    def draft_forwards(self, length: int) -> int:
+        """Return 0: what is looked up takes no forward."""
+        return 0
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
@@ -229,13 +240,12 @@ class _Shape:
 class NgramDrafter(Drafter):
     """Look up guesses for one ``generate`` call; every row has an index of its own text. Lives on the CPU."""
 
-    kind = RECALLED
-
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._speculator, self._shape = speculator, _Shape(request.config)
         self._rows = [TextIndex(speculator.sizes) for _ in range(request.input_ids.shape[0])]
-        self._worth = request.worth if self._shape.is_chain else None
-        self._lookups = Lookups(speculator.records, len(self._rows))
+        self._policy = request.policy
+        self._plans = self._shape.is_chain and speculator.estimates_acceptance(len(self._rows))
+        self._lookups = Lookups(request.policy.acceptance, len(self._rows))
         for row, prompt in zip(self._rows, request.prompts(), strict=True):
             row.extend(prompt)
 
@@ -244,7 +254,7 @@ class NgramDrafter(Drafter):
         for row, tokens in zip(self._rows, accepted.emitted, strict=True):
             row.extend(tokens)
         depth = self._shape.depth(limit)
-        trees = [self._tree(row, depth) for row in self._rows] if self._worth is None else self._worth_it(depth)
+        trees = self._planned(depth) if self._plans else [self._tree(row, depth) for row in self._rows]
         return lay_out(trees, accepted.root, self._shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -260,18 +270,15 @@ class NgramDrafter(Drafter):
         self._lookups.join(other._lookups)
         return True
 
-    def _worth_it(self, depth: int) -> list[list[Path]]:
-        """Look up a chain for each row, and leave out of them what is not worth its time."""
-        assert self._worth is not None
+    def _planned(self, depth: int) -> list[list[Path]]:
+        """Look up a chain for each row, as long as the policy says."""
         chains = [next(self._continuations(row, depth), ()) for row in self._rows]
-        if not any(chains):
-            return [[] for _ in chains]
         chances = [
             self._lookups.chances(number, row.tokens, chain, self._agreed(row))
             for number, (row, chain) in enumerate(zip(self._rows, chains, strict=True))
         ]
-        worth, _ = self._worth(len(chains), RECALLED, mean_chances(chances))
-        return [[chain[:end] for end in range(1, 1 + len(chain[:worth]))] for chain in chains]
+        plan = self._policy.plan(len(chains), [Estimate(DraftSource.NGRAM, chances)])
+        return [[chain[:end] for end in range(1, 1 + len(chain[: plan.length]))] for chain in chains]
 
     def _agreed(self, row: TextIndex) -> int:
         """Count the tokens at the end of a row's text that also stand where they, or most of them, last occurred."""
@@ -307,13 +314,11 @@ class NgramDrafter(Drafter):
 class RememberingDrafter(Drafter):
     """Guess from the texts of a call and from what is remembered of earlier ones. Lives on the CPU."""
 
-    kind = RECALLED
-
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._rows = speculator.texts(request).rows()
         self._shape = _Shape(request.config)
-        self._min_chance, self._trust = speculator.min_chance, speculator.trust
-        self._worth = request.worth
+        self._min_chance, self._policy = speculator.min_chance, request.policy
+        self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
         self._last: list[Guesses] = [{} for _ in self._rows]  # chains, by row
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
@@ -328,8 +333,8 @@ class RememberingDrafter(Drafter):
         ]
         if shape.is_chain:
             for guesses, new in zip(self._last, emitted, strict=True):
-                judge(self._trust, guesses, new, scored=True)
-            self._last = found = self._worth_it(found)
+                judge(self._calibration, guesses, new, scored=True)
+            self._last = found = self._planned(found)
         ranks = shape.ranks
         trees = [list(guesses) if ranks is None else _of_ranks(guesses, ranks) for guesses in found]
         return lay_out(trees, accepted.root, shape.is_chain)
@@ -346,13 +351,11 @@ class RememberingDrafter(Drafter):
         self._last += other._last
         return True
 
-    def _worth_it(self, found: list[Guesses]) -> list[Guesses]:
-        """Leave out of the rows' chains what is not worth its time, where a clock can tell."""
-        if self._worth is None:
-            return found
-        chances = mean_chances(chances_of(guesses, self._trust) for guesses in found)
-        depth, _ = self._worth(len(found), RECALLED, chances)
-        return [shortened(guesses, depth) for guesses in found]
+    def _planned(self, found: list[Guesses]) -> list[Guesses]:
+        """Leave out of the rows' chains what the policy says is not worth its time."""
+        chances = [chances_of(guesses, self._calibration) for guesses in found]
+        plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances)])
+        return [shortened(guesses, plan.length) for guesses in found]
 
 
 def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:

@@ -63,8 +63,8 @@ class VanillaSpeculator(Speculator):
         runner_for(self.model, cache, one_chain=False)  # has errors of its own
 
     @property
-    def heeds_foresight(self) -> bool:
-        """Tell whether chains end where ``DraftContext.goes_on`` says so: on a CPU, where looking is free."""
+    def supports_early_stop(self) -> bool:
+        """Tell whether chains end where ``DraftContext.keep_drafting`` says so: on a CPU, where looking is free."""
         return input_device(self.model).type == "cpu"
 
     def drafter(self, request: DraftContext) -> Drafter:
@@ -116,7 +116,9 @@ class VanillaDrafter(Drafter):
         )
         self._open = []
         request = self._request
-        proposal = grow(root, log_probs, self._step, request.config, limit, request.sample, goes_on=request.goes_on)
+        proposal = grow(
+            root, log_probs, self._step, request.config, limit, request.sample, keep_drafting=request.keep_drafting
+        )
         return proposal.to(accepted.tokens.device)
 
     @property

@@ -1,0 +1,188 @@
+"""Which draft-length policy a call has, and why: what was asked for, the rule of acceptance, seeds, static caches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..drafts.base import Speculator, network_of
+from ..parallel import Ranks
+from ..policy.acceptance import AcceptanceEstimator
+from ..policy.adaptive import MARGIN, AdaptiveLength, Idle
+from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource
+from ..policy.cost import ModelShape, ShapeCost, StepCost, size_class
+from ..policy.fixed import FixedLength
+from ..policy.store import Profile, profile_of, prompt_class
+from ..proposal import tree_from_paths
+from ..sampling import is_seeded
+from ..scoring.widths import costs_of_widths
+from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from ..verify.rules import rule_for
+
+HALF = (torch.bfloat16, torch.float16)
+STATIC_DRAFT_TOKEN = 0.05  # plain steps; assumed time of a compiled draft token, which is not measured
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the policy of a call depends on besides its settings.
+
+    ``is_static``: over a static cache. ``way`` names what else changes step times, such as continuous batching.
+    """
+
+    target: PreTrainedModel
+    speculator: Speculator
+    samples: bool
+    batch_size: int
+    prompt_length: int
+    is_static: bool = False
+    way: tuple[Hashable, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+
+def draft_length_policy(
+    config: SpeculationConfig, asked: SpeculationConfig | None, situation: Situation, ranks: Ranks
+) -> tuple[SpeculationConfig, DraftLengthPolicy]:
+    """Return the settings and the policy of a call; ``config`` follows from what the user ``asked`` for.
+
+    A number that neither the user nor the draft gave is no bound of what is chosen: it is taken out of the settings.
+    """
+    wants_auto = config.num_speculative_tokens == "auto"
+    is_asked = asked is not None and asked.num_speculative_tokens is not None
+    rule = rule_for(config)
+    reason = "as asked for"
+    if not is_asked and rule.lossy is not None and (situation.samples or rule.when_greedy):
+        reason, is_asked = f'fixed, because acceptance="{config.acceptance}" is not lossless', True
+    needs_seed = situation.samples and config.verification != "exact" and is_seeded(situation.device)
+    is_asked, needs_seed = ranks.agree((is_asked, needs_seed))
+    first = _first(config, situation.speculator)
+    profile = _profile(config, situation)
+    if is_asked and not wants_auto:
+        return config, FixedLength(first, profile.acceptance, reason)
+    if situation.speculator.defaults().num_speculative_tokens is None and not wants_auto:
+        config = config.merge(num_speculative_tokens=None)
+    return config, _adaptive(config, situation, ranks, profile, first, needs_seed and not wants_auto)
+
+
+def _adaptive(
+    config: SpeculationConfig, situation: Situation, ranks: Ranks, profile: Profile, first: int, by_shapes: bool
+) -> AdaptiveLength:
+    agree: Callable[[DraftPlan], DraftPlan] = ranks.agree
+    longest = min(MAX_LENGTH, _tree_depth(config) or MAX_LENGTH)
+    first = min(first, longest)
+    shapes: StepCost = _shape_cost(config, situation) if by_shapes else profile.cost
+    if situation.is_static and config.tree is None:
+        costs_of = _shares(shapes) if by_shapes else functools.partial(costs_of_widths, situation.target)
+        known: dict[int, int] = {} if by_shapes else profile.static_lengths
+        acceptance = AcceptanceEstimator() if by_shapes else profile.acceptance
+        first = ranks.agree(static_length(known, acceptance, situation.batch_size, first, costs_of))
+    lengths: Sequence[int] = (0, first) if situation.is_static else range(longest + 1)
+    if by_shapes:
+        basis = "by acceptance and shapes, because a seed was set"
+        return AdaptiveLength(shapes, AcceptanceEstimator(), Idle(), first, lengths, basis=basis, agree=agree)
+    profile.acceptance.begin_call(situation.batch_size)
+    stops_early = (
+        ranks.is_alone
+        and situation.target.dtype in HALF  # float32 steps do not get dearer evenly: 1.86 instead of 2.05 times plain
+        and situation.speculator.supports_early_stop
+        and (config.tree, config.min_confidence, situation.is_static, situation.way) == (None, 0, False, ())
+    )
+    shared = profile.cost, profile.acceptance, profile.idle
+    return AdaptiveLength(*shared, first, lengths, stops_early, agree=agree)
+
+
+def _first(config: SpeculationConfig, speculator: Speculator) -> int:
+    asked, own = config.num_speculative_tokens, speculator.defaults().num_speculative_tokens
+    usual = _tree_depth(config) or (own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
+    return asked if isinstance(asked, int) else usual
+
+
+def _tree_depth(config: SpeculationConfig) -> int:
+    """Return the depth of a static tree, 0 for other shapes."""
+    return 0 if isinstance(config.tree, str | None) else max(len(path) for path in config.tree)
+
+
+def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
+    shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
+    rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
+    machine = str(situation.device), situation.target.dtype, prompt_class(situation.prompt_length)
+    key = (*situation.speculator.profile_key, *shape, *rule, *machine, situation.is_static, *situation.way)
+    return profile_of(situation.target, network_of(situation.speculator), *key)
+
+
+def static_length(
+    known: dict[int, int],
+    acceptance: AcceptanceEstimator,
+    batch_size: int,
+    first: int,
+    costs_of: Callable[[Sequence[int]], list[float] | None],
+) -> int:
+    """Return the length of compiled steps: chosen once for batches of a size, before there are graphs.
+
+    ``costs_of`` says what forwards of so many tokens take, as multiples of the first one. Of lengths that promise
+    nearly as much the shortest is taken: it loses least where acceptance drops.
+    """
+    size = size_class(batch_size)
+    if size not in known:
+        costs = costs_of([batch_size * (1 + length) for length in range(1 + first)]) if batch_size > 1 else None
+        expected = accumulate(acceptance.survival(DraftSource.MODEL, first), initial=1.0)
+        speeds = [
+            tokens / (cost + STATIC_DRAFT_TOKEN * length)
+            for length, (tokens, cost) in enumerate(zip(expected, costs or (), strict=False))
+        ]
+        enough = max(speeds[1:], default=0.0) / MARGIN
+        known[size] = next((length for length, speed in enumerate(speeds) if length and speed >= enough), first)
+    return min(first, known[size])
+
+
+def most_nodes(policy: DraftLengthPolicy, config: SpeculationConfig, is_static: bool) -> int | None:
+    """Count the nodes of a whole proposal, the root included; ``None`` where its size changes."""
+    if isinstance(policy, AdaptiveLength) and not is_static:
+        return None
+    return 1 + _nodes(config, policy.longest)
+
+
+def _nodes(config: SpeculationConfig, length: int) -> int:
+    """Count the draft tokens of a proposal of this length."""
+    if config.tree is None:
+        return length
+    if not isinstance(config.tree, str):
+        return len(tree_from_paths([path[:length] for path in config.tree])[0]) - 1 if length else 0
+    whole: int = sum(config.tree_top_k**depth for depth in range(1, 1 + length))
+    return min(config.tree_nodes, whole)
+
+
+def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:
+    network = network_of(situation.speculator)
+    return ShapeCost(
+        _shape(situation.target),
+        ModelShape(0, 0) if network is None else _shape(network),
+        situation.speculator.draft_forwards,
+        functools.partial(_nodes, config),
+        situation.device.type != "cpu",
+        situation.target.dtype in HALF,
+    )
+
+
+def _shape(model: nn.Module) -> ModelShape:
+    """Count layers and parameters; the head is one layer more, and so is the choice of a token."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    layers = getattr(model, "layers", None)
+    count = len(layers) if layers is not None else int(getattr(text, "num_hidden_layers", 1) or 1)
+    return ModelShape(count + 1, sum(one.numel() for one in model.parameters()))
+
+
+def _shares(cost: StepCost) -> Callable[[Sequence[int]], list[float] | None]:
+    """Return what forwards take by their shapes, as multiples of the first one."""
+    return lambda widths: [cost.plain(width) / cost.plain(widths[0]) for width in widths]

@@ -1,0 +1,1 @@
+"""How many tokens each step drafts, and from which source: decided from acceptance rates and step times."""

@@ -1,0 +1,183 @@
+"""As many draft tokens as give most text per second, by what was accepted and what steps take.
+
+A step with k draft tokens emits 1 + S(1) + ... + S(k) tokens on average, where S(j) is how often the j-th one is
+accepted, and takes T(k) seconds. The length with the largest ratio is taken; 0 is a plain step. Leviathan et al.
+(arXiv 2211.17192, section 3.4) choose so for a constant acceptance rate and T(k) = T(0) + c k; here both are measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from .acceptance import PRIOR_ACCEPTANCE, AcceptanceEstimator
+from .base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
+from .cost import StepCost
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MARGIN = 1.03  # how much faster than plain steps, whose time is certain, drafting has to promise to be
+TRIES = 1 / 128  # of the time, that trying each source which promises less may cost
+
+
+class Idle:
+    """Seconds since the last step of each source; shared by calls."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[DraftSource, float] = dict.fromkeys(DraftSource, 0.0)
+
+    def stepped(self, source: DraftSource, seconds: float) -> None:
+        for one in self.seconds:
+            self.seconds[one] = 0.0 if one is source else self.seconds[one] + seconds
+
+
+class AdaptiveLength(DraftLengthPolicy):
+    """Choose source and length of each step by expected tokens per second.
+
+    ``first`` is tried of a source that was not measured. ``lengths`` bounds the choice: over static caches there are
+    two, because each one costs a graph. ``stops_early``: a draft model's chain ends where its confidence says so.
+    ``basis`` is for the statistics; ``agree`` returns the plan of the first of several processes.
+    """
+
+    def __init__(
+        self,
+        cost: StepCost,
+        acceptance: AcceptanceEstimator,
+        idle: Idle,
+        first: int,
+        lengths: Sequence[int] = range(MAX_LENGTH + 1),
+        stops_early: bool = False,
+        basis: str = "by measured time",
+        agree: Callable[[DraftPlan], DraftPlan] = lambda plan: plan,
+    ) -> None:
+        super().__init__(acceptance)
+        self.cost, self.idle, self.first, self.lengths = cost, idle, first, lengths
+        self.stops_early = stops_early
+        self._basis, self._agree = basis, agree
+        self._chosen: Counter[int] = Counter()
+        self._confidence: list[list[float]] = []  # of the draft tokens of this step, by sequence
+        self._survival: list[list[float]] = []
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    def plan(self, batch_size: int, estimates: Sequence[Estimate]) -> DraftPlan:
+        self._last = self._agree(self._choose(batch_size, estimates))
+        if self.stops_early and self._last.source is DraftSource.MODEL and self._is_known(batch_size):
+            model = next(one for one in estimates if one.source is DraftSource.MODEL)
+            self._last = replace(self._last, model_length=min(self.longest, max(map(len, model.by_sequence))))
+        self._confidence = [[] for _ in range(batch_size)]
+        self._survival = [[] for _ in range(batch_size)]
+        return self._last
+
+    def keep_drafting(self, confidence: Tensor) -> bool:
+        for kept, survival, own in zip(self._confidence, self._survival, confidence.tolist(), strict=True):
+            kept.append(own if own == own else 0.0)  # a NaN in the draft's logits ends the chain, not the call
+            calibrated = self.acceptance.calibration[DraftSource.MODEL](kept[-1])
+            survival.append((survival[-1] if survival else 1.0) * calibrated)
+        drafts = [source is DraftSource.MODEL for source in self._last.sources]
+        so_far = mean_survival(one if own else () for one, own in zip(self._survival, drafts, strict=True))
+        further = range(1, 1 + self._last.model_length - len(so_far))
+        rest = (so_far[-1] * PRIOR_ACCEPTANCE**more for more in further)
+        return self._best(len(drafts), DraftSource.MODEL, [*so_far, *rest])[0] > len(so_far)
+
+    def observe(self, step: StepObservation) -> None:
+        source = self._last.source if step.length else DraftSource.NONE
+        self._chosen[step.length] += 1
+        seconds = self.cost.observe(step.batch_size, source, min(step.length, MAX_LENGTH), step.seconds)
+        self.idle.stepped(source, seconds)
+        super().observe(step)
+        calibration = self.acceptance.calibration[DraftSource.MODEL]
+        rows = zip(self._confidence, self._last.sources, step.proposed, step.accepted, strict=False)
+        for confidence, own, proposed, accepted in rows:
+            if own is DraftSource.MODEL:  # after a rejected token nothing is known
+                for position, probability in enumerate(confidence[: min(proposed, accepted + 1)]):
+                    calibration.record(probability, position < accepted)
+
+    def _options(self, batch_size: int, estimates: Sequence[Estimate]) -> list[_Option]:
+        """List who could draft: n-grams alone, and for each sequence the better source."""
+        ngrams = [one for one in estimates if one.source is DraftSource.NGRAM]
+        options = {}
+        for used in (ngrams, estimates) if len(ngrams) < len(estimates) else (ngrams,):
+            sources = better_sources(used, batch_size)
+            found = {one.source: one.by_sequence for one in used}
+            rows = [found[own][row] if own in found else () for row, own in enumerate(sources)]
+            if survival := mean_survival(rows):
+                options[sources] = _Option(DraftPlan(1, sources).source, sources, survival)
+        return list(options.values())
+
+    def _choose(self, batch_size: int, estimates: Sequence[Estimate]) -> DraftPlan:
+        options = self._options(batch_size, estimates)
+        return self._explored(batch_size, options) or self._fastest(batch_size, options)
+
+    def _explored(self, batch_size: int, options: Sequence[_Option]) -> DraftPlan | None:
+        """Return a plan for what was not measured, or not for a long time."""
+        for one in options:
+            if not self.cost.curve(batch_size, one.source):
+                return one.plan(min(len(one.survival), self.first))
+        plain = self.cost.plain(batch_size)
+        if options and (not plain or self.idle.seconds[DraftSource.NONE] > plain / TRIES):
+            return _plain(batch_size)
+        return None
+
+    def _fastest(self, batch_size: int, options: Sequence[_Option]) -> DraftPlan:
+        best, fastest = _plain(batch_size), 0.0
+        for one in options:
+            length, speed = self._best(batch_size, one.source, one.survival)
+            usual = min(len(one.survival), self.cost.usual(batch_size, one.source))
+            if length == 0 and self.idle.seconds[one.source] > self.cost.curve(batch_size, one.source)[usual] / TRIES:
+                return one.plan(usual)
+            if length and speed > fastest:
+                best, fastest = one.plan(length), speed
+        return best
+
+    def _best(self, batch_size: int, source: DraftSource, survival: Sequence[float]) -> tuple[int, float]:
+        """Return the best length of ``source``, 0 if none is worth it, and its tokens per second of a sequence."""
+        plain, seconds = self.cost.plain(batch_size), self.cost.curve(batch_size, source)
+        if not plain or not seconds:
+            return len(survival), math.inf
+        best, fastest = 0, MARGIN / plain
+        expected = [*itertools.accumulate(survival, initial=1.0)]
+        for length in self.lengths:
+            tokens = expected[min(length, len(survival))]
+            if length and (speed := tokens / seconds[length]) > fastest:
+                best, fastest = length, speed
+            if length >= len(survival):
+                break
+        return best, fastest
+
+    def _is_known(self, batch_size: int) -> bool:
+        return bool(self.cost.plain(batch_size)) and bool(self.cost.curve(batch_size, DraftSource.MODEL))
+
+    def __str__(self) -> str:
+        total = sum(self._chosen.values())
+        parts = [f"{length or 'none'} in {count / total:.0%}" for length, count in self._chosen.most_common(4)]
+        return f"{', '.join(parts)} of {total} steps, {self._basis}"
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to draft: who drafts for each sequence, and how probably the tokens are accepted, on average."""
+
+    source: DraftSource
+    sources: tuple[DraftSource, ...]
+    survival: Sequence[float]
+
+    def plan(self, length: int) -> DraftPlan:
+        return DraftPlan(length, self.sources, length)
+
+
+def _plain(batch_size: int) -> DraftPlan:
+    return DraftPlan(0, (DraftSource.NONE,) * batch_size, 0)
+
+
+def mean_survival(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Return the mean over sequences; a shorter draft counts as rejected beyond its end."""
+    rows = list(rows)
+    return [sum(column) / len(rows) for column in itertools.zip_longest(*rows, fillvalue=0.0)]

@@ -1,0 +1,27 @@
+"""Draft lengths that a test chooses instead of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hf_spec.policy.adaptive import AdaptiveLength
+from hf_spec.policy.base import DraftLengthPolicy, DraftPlan, Estimate
+from hf_spec.policy.fixed import UNBOUNDED, FixedLength
+
+
+def force_lengths(monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], int]) -> None:
+    """Let every step draft as many tokens as ``choose`` says for its number of rows."""
+    fixed = FixedLength.plan
+
+    def chosen(policy: DraftLengthPolicy, rows: int, estimates: Sequence[Estimate]) -> DraftPlan:
+        length = choose(rows)
+        policy._last = DraftPlan(length, tuple(one.source for one in estimates[:1]) * rows, length)
+        return policy._last
+
+    def plan(policy: FixedLength, rows: int, estimates: Sequence[Estimate]) -> DraftPlan:
+        return (fixed if policy.length == UNBOUNDED else chosen)(policy, rows, estimates)
+
+    monkeypatch.setattr(AdaptiveLength, "_choose", chosen)
+    monkeypatch.setattr(FixedLength, "plan", plan)
