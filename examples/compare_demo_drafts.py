@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import hf_spec
 from hf_spec import demo
 
-SHAPES = {"chains": {"tree": None}, "trees": {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12}}
+SHAPES = {"chains": {"tree": None}, "trees": {"tree": "dynamic", "tree_topk": 4, "num_tree_tokens": 12}}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 BATCH = 16
 

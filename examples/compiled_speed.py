@@ -96,7 +96,7 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
     compiled = {"cache_implementation": "static", "compile_config": config}
     tree = args.tree or None
     depth = args.depth or None
-    settings = SpeculationConfig(num_speculative_tokens=depth, tree=tree, tree_top_k=4, tree_nodes=args.nodes)
+    settings = SpeculationConfig(num_speculative_tokens=depth, tree=tree, tree_topk=4, num_tree_tokens=args.nodes)
     ours = {"speculator": draft, "speculation_config": settings}
     ways: dict[str, dict[str, Any]] = {
         "plain, eager": {},

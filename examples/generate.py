@@ -20,7 +20,7 @@ def main() -> None:
 
     prompts = ["Once upon a time, there was a little dog", "Lily and her mom", "Tom was sad because"]
     inputs = tokenizer(prompts, padding=True, return_tensors="pt")
-    tree = hf_spec.SpeculationConfig(tree="dynamic", tree_nodes=12, tree_top_k=4)
+    tree = hf_spec.SpeculationConfig(tree="dynamic", num_tree_tokens=12, tree_topk=4)
     for config in (None, tree):
         out = target.generate(
             **inputs,

@@ -159,7 +159,7 @@ def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, Speculati
         found[name] = (NgramSpeculator(remember=100_000, min_chance=chance), chain(16))
     if draft is None:
         return found
-    tree = SpeculationConfig(num_speculative_tokens=5, tree="dynamic", tree_top_k=4, tree_nodes=12)
+    tree = SpeculationConfig(num_speculative_tokens=5, tree="dynamic", tree_topk=4, num_tree_tokens=12)
     return found | {
         "draft": (draft, chain(5)),
         "hybrid": (HybridSpeculator(draft, draft_tokens=5), chain(16)),

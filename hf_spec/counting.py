@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LEAST = 128  # where the shortest cached range ends
-FIRST = -2  # where each begins: NO_PARENT is -1 and ABSENT is -2
+FIRST = -2  # where each begins: NO_PARENT is -1 and PAD_NODE is -2
 UPLOADED = "_hf_spec_uploaded"  # the attribute in which a tensor keeps the Python values it was made from
 
 

@@ -77,7 +77,7 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
     """Return a title and the figures that people read, by name."""
     counts = stats.counts
     by_position = " ".join(f"{share:.2f}" for share in counts.acceptance_by_position)
-    seconds = (stats.propose_seconds, stats.verify_seconds, stats.choose_seconds)
+    seconds = (stats.propose_seconds, stats.target_seconds, stats.verify_seconds)
     shares = " / ".join(f"{part / (sum(seconds) or 1):.1%}" for part in seconds)
     title = f"SpeculationStats: {counts.emitted} tokens in {stats.steps} steps, batch of {stats.batch_size}"
     compiled = {"compiled": f"{stats.graphs} graphs in {stats.compile_seconds:.1f} s"} if stats.graphs else {}
@@ -86,7 +86,7 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
         "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
         "acceptance by position": by_position or "-",
         "draft lengths": stats.draft_lengths or "-",
-        "propose / verify / choose": f"{shares} of {sum(seconds):.3f} s",
+        "propose / target / verify": f"{shares} of {sum(seconds):.3f} s",
         "time to first token": f"{stats.time_to_first_token * 1e3:.1f} ms",
         "time per output token": f"{stats.time_per_output_token * 1e3:.2f} ms",
         **compiled,

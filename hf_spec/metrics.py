@@ -12,32 +12,32 @@ import torch
 
 from .display import to_figure, to_html, to_text
 
-Part = Literal["propose", "verify", "choose"]
+Part = Literal["propose", "target", "verify"]
 
 SUMMED = (  # over the calls that are put together
-    *("steps", "propose_seconds", "verify_seconds", "choose_seconds", "compile_seconds", "graphs", "total_seconds"),
+    *("steps", "propose_seconds", "target_seconds", "verify_seconds", "compile_seconds", "graphs", "total_seconds"),
     "first_tokens_in_steps",
 )
 
 
 @dataclass
 class Counts:
-    """Count guesses and tokens over the verification steps of one row, or of several rows together.
+    """Counts of draft tokens and emitted tokens over the steps of one row, or of several rows together.
 
-    ``offered[i]`` counts the steps whose longest guessed path had more than ``i`` tokens, ``reached[i]`` those which
-    accepted more than ``i`` guesses. A figure with nothing to divide by is 0.0.
+    ``proposed_at[i]`` counts the steps whose longest path had more than ``i`` draft tokens, ``accepted_at[i]`` those
+    that accepted more than ``i``. A figure with nothing to divide by is 0.0.
     """
 
     steps: int = 0
     proposed: int = 0
     accepted: int = 0
     emitted: int = 0
-    offered: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
+    proposed_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
 
     @property
     def acceptance_rate(self) -> float:
-        """Divide accepted by proposed guesses."""
+        """Divide accepted by proposed draft tokens."""
         return _ratio(self.accepted, self.proposed)
 
     @property
@@ -47,8 +47,8 @@ class Counts:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Return for each depth the share of steps that accepted a guess there, of those that guessed so deep."""
-        return [_ratio(reached, offered) for reached, offered in zip(self.reached, self.offered, strict=True)]
+        """Return for each position the share of steps that accepted it, of those that drafted so far."""
+        return [_ratio(reached, offered) for reached, offered in zip(self.accepted_at, self.proposed_at, strict=True)]
 
     def add(self, other: Counts) -> None:
         """Count ``other`` in."""
@@ -56,26 +56,26 @@ class Counts:
         self.proposed += other.proposed
         self.accepted += other.accepted
         self.emitted += other.emitted
-        for mine, theirs in ((self.offered, other.offered), (self.reached, other.reached)):
+        for mine, theirs in ((self.proposed_at, other.proposed_at), (self.accepted_at, other.accepted_at)):
             mine.extend([0] * (len(theirs) - len(mine)))
             for depth, count in enumerate(theirs):
                 mine[depth] += count
 
     def add_step(self, proposed: int, accepted: int, emitted: int, depth: int) -> None:
-        """Count one step in, whose longest guessed path had ``depth`` tokens."""
+        """Count one step in, whose longest path had ``depth`` draft tokens."""
         self.steps += 1
         self.emitted += emitted
         if depth == 0:
             return
         self.proposed += proposed
         self.accepted += accepted
-        if (missing := depth - len(self.offered)) > 0:
-            self.offered += [0] * missing
-            self.reached += [0] * missing
+        if (missing := depth - len(self.proposed_at)) > 0:
+            self.proposed_at += [0] * missing
+            self.accepted_at += [0] * missing
         for place in range(depth):
-            self.offered[place] += 1
+            self.proposed_at[place] += 1
         for place in range(accepted):
-            self.reached[place] += 1
+            self.accepted_at[place] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts and what follows from them, ready for JSON."""
@@ -128,8 +128,8 @@ class SpeculationStats:
     tokenizer: Any = None
     steps: int = 0
     propose_seconds: float = 0.0
+    target_seconds: float = 0.0
     verify_seconds: float = 0.0
-    choose_seconds: float = 0.0
     compile_seconds: float = 0.0
     graphs: int = 0
     time_to_first_token: float = 0.0
@@ -169,8 +169,8 @@ class SpeculationStats:
             self.tokenizer,
             row.steps,
             share * self.propose_seconds,
+            share * self.target_seconds,
             share * self.verify_seconds,
-            share * self.choose_seconds,
             time_to_first_token=self.time_to_first_token,
             total_seconds=self.time_to_first_token + row.seconds,
             first_tokens_in_steps=int(self.first_tokens_in_steps > 0),
@@ -186,15 +186,15 @@ class SpeculationStats:
             row.guessed.append(False)
 
     def timed(self, part: Part) -> AbstractContextManager[None]:
-        """Add the time spent inside to ``propose_seconds``, ``verify_seconds`` or ``choose_seconds``."""
+        """Add the time spent inside to ``propose_seconds``, ``target_seconds`` or ``verify_seconds``."""
         return _Timer(self, part)
 
     def book(self, part: Part, seconds: float) -> None:
-        """Add ``seconds`` to ``propose_seconds``, ``verify_seconds`` or ``choose_seconds``."""
+        """Add ``seconds`` to ``propose_seconds``, ``target_seconds`` or ``verify_seconds``."""
         name = f"{part}_seconds"
         setattr(self, name, getattr(self, name) + seconds)
 
-    def compiled(self, graphs: int, seconds: float, part: Part = "verify") -> None:
+    def compiled(self, graphs: int, seconds: float, part: Part = "target") -> None:
         """Note how many graphs were compiled so far for a ``part`` and how long that took, which is no time of it."""
         graphs_before, seconds_before = before = self._compiled.get(part, (0, 0.0))
         if (graphs, seconds) == before:
@@ -268,7 +268,7 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Divide accepted by proposed guesses."""
+        """Divide accepted by proposed draft tokens."""
         return self.counts.acceptance_rate
 
     @property
@@ -289,7 +289,7 @@ class SpeculationStats:
     @property
     def overhead(self) -> float:
         """Return the share of the steps' time spent neither proposing nor in the target's forward."""
-        return _ratio(self.choose_seconds, self.propose_seconds + self.verify_seconds + self.choose_seconds)
+        return _ratio(self.verify_seconds, self.propose_seconds + self.target_seconds + self.verify_seconds)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every figure, ready for JSON; tokens are left out."""
@@ -300,8 +300,8 @@ class SpeculationStats:
             "steps": self.steps,
             "row_steps": counts.steps,
             "propose_seconds": self.propose_seconds,
+            "target_seconds": self.target_seconds,
             "verify_seconds": self.verify_seconds,
-            "choose_seconds": self.choose_seconds,
             "compile_seconds": self.compile_seconds,
             "graphs": self.graphs,
             "overhead": self.overhead,

@@ -14,7 +14,7 @@ from .proposal import Proposal
 T = TypeVar("T")
 
 
-class Ranks:
+class ModelParallelGroup:
     """The processes that one model is split over by tensor or pipeline parallelism.
 
     Every process runs the complete loop on the same tokens. All must make the same forwards of the same widths, or
@@ -30,7 +30,7 @@ class Ranks:
         """Tell whether no other process holds a part of the model."""
         return not self._groups
 
-    def agree(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Return the ``value`` of the first process; it must be picklable and hold no tensor on an accelerator."""
         for group in self._groups:
             box = [value]
@@ -38,7 +38,7 @@ class Ranks:
             value = box[0]
         return value
 
-    def agree_on_proposal(self, proposal: Proposal) -> Proposal:
+    def broadcast_proposal(self, proposal: Proposal) -> Proposal:
         """Return the proposal of the first process: a drafter may depend on measured times, or sample."""
         if not self._groups:
             return proposal
@@ -48,12 +48,12 @@ class Ranks:
         chosen = proposal.chosen
         parts = [proposal.tokens, proposal.parents, *([] if chosen is None else [chosen.long()])]
         table = torch.stack(parts).cpu()  # (2 or 3, batch, nodes)
-        table, (max_depth, is_chain, shape, q_shape) = self.agree((table, fields))
-        q = None if q_shape is None else self._agree_on_tensor(proposal.q, q_shape, device)
+        table, (max_depth, is_chain, shape, q_shape) = self.broadcast((table, fields))
+        q = None if q_shape is None else self._broadcast_tensor(proposal.q, q_shape, device)
         tokens, parents, *rest = table.to(device)
         return Proposal(tokens, parents, max_depth, q, is_chain, shape, rest[0].bool() if rest else None)
 
-    def _agree_on_tensor(self, own: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
+    def _broadcast_tensor(self, own: Tensor | None, shape: torch.Size, device: torch.device) -> Tensor:
         """Return the first process's float32 tensor, without pickling it: one distribution per node is large."""
         fits = own is not None and own.shape == shape
         tensor = own.contiguous() if fits and own is not None else torch.empty(shape, device=device)
@@ -69,7 +69,7 @@ class Ranks:
         module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         if module is not None:
             states.append(module.get_rng_state(device).cpu())
-        states = self.agree(states)
+        states = self.broadcast(states)
         torch.set_rng_state(states[0])
         if module is not None:
             module.set_rng_state(states[1], device)

@@ -7,7 +7,7 @@ follows its parent. A chain is a tree in which every node has one child::
         parents  [  -1     0     0     1     1 ]               │       └─ ran
         depth    [   0     1     1     2     2 ]               └─ dog
 
-Parents come before their children. Rows with fewer nodes than the widest one are padded with ABSENT nodes.
+Parents come before their children. Rows with fewer nodes than the widest one are padded with PAD_NODE nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from .counting import numbers, repeated, uploaded
 
 NO_PARENT = -1
-ABSENT = -2
+PAD_NODE = -2
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class once(cached_property[T]):
 class Proposal:
     """One tree of draft tokens per row.
 
-    ``tokens`` and ``parents`` are (batch, nodes) integers; tokens are of the target's vocabulary, also where ABSENT.
+    ``tokens`` and ``parents`` are (batch, nodes) integers; tokens are of the target's vocabulary, also where PAD_NODE.
     ``max_depth`` bounds the depth of every row. It is a Python number, so that nobody has to ask the accelerator.
 
     ``q`` says which distribution the draft tokens were sampled from, and so how they are verified:
@@ -59,8 +59,8 @@ class Proposal:
     ``chosen`` (batch, nodes) bool marks deterministic draft tokens among sampled ones: each is a point mass, whatever
     ``q`` says. Which token it is may depend on its sampled ancestors and earlier siblings, and on no other sample.
 
-    ``shape`` is ``parents`` as Python numbers, where rows differ in nothing but ABSENT nodes. A sampled tree that has
-    it is verified without asking the accelerator. ``is_whole`` promises that no node is ABSENT.
+    ``shape`` is ``parents`` as Python numbers, where rows differ in padding alone. A sampled tree that has it is
+    verified without asking the accelerator. ``is_unpadded`` promises that no node is PAD_NODE.
     """
 
     tokens: Tensor
@@ -70,7 +70,7 @@ class Proposal:
     is_chain: bool = False
     shape: tuple[int, ...] | None = None
     chosen: Tensor | None = None
-    is_whole: bool = field(default=False, init=False)
+    is_unpadded: bool = field(default=False, init=False)
 
     @classmethod
     def chain(
@@ -84,19 +84,19 @@ class Proposal:
         """Do as ``chain`` with root and draft tokens in one tensor, ``tokens`` (batch, 1 + k)."""
         parents = numbers(tokens.shape[1], tokens.device, NO_PARENT).expand_as(tokens)
         if counts is not None:
-            parents = parents.masked_fill(parents >= counts[:, None], ABSENT)
+            parents = parents.masked_fill(parents >= counts[:, None], PAD_NODE)
         proposal = cls(tokens, parents, tokens.shape[1] - 1, q, is_chain=True)
-        return proposal.whole() if counts is None else proposal
+        return proposal.without_padding() if counts is None else proposal
 
     @classmethod
     def nothing(cls, root: Tensor) -> Proposal:
         """Propose nothing: the target then takes one plain step from ``root`` (batch,)."""
         parents = repeated(NO_PARENT, root.shape[0], root.device)
-        return cls(root[:, None], parents[:, None], max_depth=0, is_chain=True).whole()
+        return cls(root[:, None], parents[:, None], max_depth=0, is_chain=True).without_padding()
 
-    def whole(self) -> Proposal:
-        """Promise that no node is ABSENT, and return the proposal; a changed copy of it promises nothing."""
-        object.__setattr__(self, "is_whole", True)
+    def without_padding(self) -> Proposal:
+        """Promise that no node is PAD_NODE, and return the proposal; a changed copy of it promises nothing."""
+        object.__setattr__(self, "is_unpadded", True)
         return self
 
     @property
@@ -107,7 +107,7 @@ class Proposal:
     @once
     def present(self) -> Tensor:
         """Tell which nodes exist, (batch, nodes) bool."""
-        return self.parents != ABSENT
+        return self.parents != PAD_NODE
 
     @once
     def ancestors(self) -> Tensor:
@@ -119,7 +119,7 @@ class Proposal:
         return ancestors_of(self.parents, self.max_depth)
 
     @once
-    def elders(self) -> Tensor:
+    def earlier_siblings(self) -> Tensor:
         """Tell which nodes are siblings of a node and come before it: (batch, node, earlier sibling) bool."""
         number = numbers(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None]) & (number[:, None] > number)
@@ -137,7 +137,7 @@ class Proposal:
         found, index = match.max(dim=1)
         return torch.where(found, index, -1)
 
-    def within(self, room: Sequence[int]) -> Proposal:
+    def truncate_rows(self, room: Sequence[int]) -> Proposal:
         """Drop the draft tokens of row b that are more than ``room[b]`` deep, whatever they are.
 
         ``room`` must not depend on sampled draft tokens: dropping some because of their value would bias the output.
@@ -145,21 +145,21 @@ class Proposal:
         if min(room) >= self.max_depth:
             return self
         beyond = self.depth > uploaded(room, self.tokens.device)[:, None]
-        return replace(self, parents=self.parents.masked_fill(beyond, ABSENT))
+        return replace(self, parents=self.parents.masked_fill(beyond, PAD_NODE))
 
-    def shallower(self, depth: int) -> Proposal:
+    def truncate(self, depth: int) -> Proposal:
         """Drop the draft tokens that are more than ``depth`` deep."""
         if depth >= self.max_depth:
             return self
         if not self.is_chain:
-            return self.within([depth] * len(self.tokens))
+            return self.truncate_rows([depth] * len(self.tokens))
         q = None if self.q is None else self.q[:, :depth]
         tokens, parents, chosen = (
             None if one is None else one[:, : 1 + depth] for one in (self.tokens, self.parents, self.chosen)
         )
         return self._like(tokens, parents, q, chosen, max_depth=depth)
 
-    def each(self, pick: Callable[[Tensor], Tensor]) -> Proposal:
+    def map_tensors(self, pick: Callable[[Tensor], Tensor]) -> Proposal:
         """Apply ``pick`` to the tensors of the proposal; it may drop rows."""
         kept = [None if one is None else pick(one) for one in (self.tokens, self.parents, self.q, self.chosen)]
         return self._like(*kept)
@@ -167,7 +167,7 @@ class Proposal:
     def _like(self, tokens: Any, parents: Any, q: Tensor | None, chosen: Tensor | None, **changes: Any) -> Proposal:
         """Return a proposal of other tensors, without padding if this one has none."""
         other = replace(self, tokens=tokens, parents=parents, q=q, chosen=chosen, **changes)
-        return other.whole() if self.is_whole else other
+        return other.without_padding() if self.is_unpadded else other
 
     def to(self, device: torch.device) -> Proposal:
         """Return the proposal on ``device``."""

@@ -1,10 +1,10 @@
-"""Every knob of a call."""
+"""The settings of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeGuard, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
 
 TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
@@ -13,11 +13,28 @@ AcceptanceRule = Literal["lossless", "typical", "near_best"]
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
 
 
+# What settings were called before version 0.2.0.
+RENAMED = {
+    "tree_top_k": "tree_topk",
+    "tree_nodes": "num_tree_tokens",
+    "min_confidence": "confidence_threshold",
+    "draft_sampling": "sample_draft",
+    "typical_threshold": "posterior_threshold",
+    "typical_alpha": "posterior_alpha",
+}
+
+
+def refuse_old_names(given: Iterable[str]) -> None:
+    """Raise a TypeError that says what a setting is called now, if one of ``given`` has an old name."""
+    if old := [f"{name} is now called {RENAMED[name]}" for name in given if name in RENAMED]:
+        raise TypeError(f"SpeculationConfig: {'; '.join(old)}.")
+
+
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Choose how to guess and how to verify.
+    """How to draft and how to verify.
 
-    What is left ``None`` comes from the draft, but for the number of guesses, which is measured.
+    What is left ``None`` comes from the draft, except for the draft length, which adapts.
 
     Args:
         num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: chosen in each step by what was
@@ -28,58 +45,64 @@ class SpeculationConfig:
         tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858), or when
             sampling for one drawn without replacement, with most guesses where the draft is surest; ``"sampled"`` for
             such a tree of fixed shape; or a static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa,
-            arXiv 2401.10774), drawn when sampling.
-        tree_top_k: children per node of a dynamic or sampled tree, and nodes expanded per level.
-        tree_nodes: guesses in a dynamic or sampled tree.
-        draft_sampling: draw the guesses from the draft's distribution instead of taking its best. ``None``: as the
-            target does. Either way the output distribution is the target's.
-        min_confidence: end a chain after the first guess that the draft gives a smaller probability, or before the
-            first one that a draft which says so itself (DSpark) trusts less.
+            arXiv 2401.10774), sampled when the target samples.
+        tree_topk: children per node of a dynamic or sampled tree, and nodes expanded per level.
+        num_tree_tokens: draft tokens in a dynamic or sampled tree.
+        sample_draft: when the target samples, sample draft tokens from the draft's distribution, too. ``False``: take
+            the draft's best tokens. Either way the output distribution is the target's.
+        confidence_threshold: end a chain after the first draft token to which the draft gives a smaller probability. A
+            draft with a confidence head (DSpark) ends it before the first token below the threshold.
         verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
-            traversal, 2505.12398, for trees), ``"exact"`` (draw from the target and see whether it was guessed:
-            the same tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
+            traversal, 2505.12398, for trees), ``"exact"`` (sample from the target and compare: the same
+            tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
         acceptance: ``"lossless"``: the text has the target's distribution. ``"typical"``: NOT lossless when sampling.
-            The longest path whose guesses the target finds typical, p(guess) > min(``typical_threshold``,
-            ``typical_alpha`` * exp(-entropy of p)), is followed by the target's best token (Medusa, arXiv 2401.10774):
-            longer paths, and a text that is more predictable than the target's samples and always the same.
-            ``"near_best"``: NOT lossless, greedy or sampling. The longest path whose guesses are each among the
-            target's ``accept_k`` best tokens, or less probable than its best one by at most ``accept_tolerance``, is
-            followed by the target's own next token. Left ``None``, the two are ``verifier_accept_k`` and
-            ``accept_tolerance`` of the draft's ``speculators_config``, else 1 and 0.0.
+            Accept the longest path of tokens with p(token) > min(``posterior_threshold``, ``posterior_alpha`` *
+            exp(-entropy of p)), then emit the target's best token (Medusa, arXiv 2401.10774). The text is more
+            predictable than the target's samples, and always the same. ``"near_best"``: NOT lossless, greedy or
+            sampling. Accept the longest path of tokens that are each among the target's ``accept_k`` best, or less
+            probable than its best one by at most ``accept_tolerance``; then emit the target's own next token. Left
+            ``None``, the two are ``verifier_accept_k`` and ``accept_tolerance`` of the draft's
+            ``speculators_config``, else 1 and 0.0.
         self_check: compare one small ragged block with plain forwards the first time a target is used.
     """
 
     num_speculative_tokens: int | Literal["auto"] | None = None
     tree: TreeKind | Sequence[Sequence[int]] | None = None
-    tree_top_k: int = 10
-    tree_nodes: int = 60
-    draft_sampling: bool | None = None
-    min_confidence: float = 0.0
+    tree_topk: int = 10
+    num_tree_tokens: int = 60
+    sample_draft: bool = True
+    confidence_threshold: float = 0.0
     verification: VerificationRule = "auto"
     acceptance: AcceptanceRule = "lossless"
-    typical_threshold: float = 0.09
-    typical_alpha: float = 0.3
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
     accept_k: int | None = None
     accept_tolerance: float | None = None
     self_check: bool = True
+
+    if not TYPE_CHECKING:  # type checkers read the fields
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+            refuse_old_names(kwargs)
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens
         if count not in (None, "auto") and not (is_int(count) and count >= 1):
             raise ValueError(f"num_speculative_tokens must be a whole number of at least 1 or 'auto', got {count!r}")
-        for name in ("tree_top_k", "tree_nodes", "accept_k"):
+        for name in ("tree_topk", "num_tree_tokens", "accept_k"):
             value = getattr(self, name)
             if not (is_int(value) and value >= 1) and not (value is None and name == "accept_k"):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        for name in ("min_confidence", "typical_threshold", "typical_alpha", "accept_tolerance"):
+        for name in ("confidence_threshold", "posterior_threshold", "posterior_alpha", "accept_tolerance"):
             value = getattr(self, name)
             if not _is_share(value) and not (value is None and name == "accept_tolerance"):
                 raise ValueError(f"{name} must be a number between 0 and 1, got {value!r}")
-        if self.min_confidence == 1.0:
-            raise ValueError("min_confidence is 1.0, which no guess exceeds: it must be below 1")
-        for name, values in {"draft_sampling": (None, False, True), "self_check": (False, True)}.items():
-            if not any(getattr(self, name) is value for value in values):
-                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+        if self.confidence_threshold == 1.0:
+            raise ValueError("confidence_threshold is 1.0, which no draft token exceeds: it must be below 1")
+        for name in ("sample_draft", "self_check"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.verification not in get_args(VerificationRule):
             raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
         self._check_acceptance()
@@ -88,10 +111,10 @@ class SpeculationConfig:
     def _check_acceptance(self) -> None:
         if self.acceptance not in get_args(AcceptanceRule):
             raise ValueError(f"acceptance must be one of {get_args(AcceptanceRule)}, got {self.acceptance!r}")
-        if self.acceptance != "lossless" and (self.verification != "auto" or self.draft_sampling):
+        if self.acceptance != "lossless" and self.verification != "auto":
             raise ValueError(
-                f"acceptance={self.acceptance!r} is a verification of its own, for guesses that were chosen: leave "
-                "verification at 'auto' and draft_sampling at None, or use acceptance='lossless'"
+                f"acceptance={self.acceptance!r} is a verification of its own: leave verification at 'auto', or use "
+                "acceptance='lossless'"
             )
 
     def _check_tree(self) -> None:
@@ -111,6 +134,7 @@ class SpeculationConfig:
 
     def merge(self, **changes: Any) -> SpeculationConfig:
         """Return a copy with ``changes``; unknown names raise a TypeError that lists the known ones."""
+        refuse_old_names(changes)
         known = {field.name for field in fields(self)}
         if unknown := set(changes) - known:
             raise TypeError(f"SpeculationConfig has no {sorted(unknown)}; it has {sorted(known)}")

@@ -104,7 +104,7 @@ def there(model: Any) -> Any:
 def waits_per_step(draft: str, rows: int, tree: bool = False, sample: bool = False) -> float:
     """Return the waits for each forward of the target, without those for the prompt."""
     model, drafts = there(models()[0]), models()[1]
-    shape = {"tree": "dynamic", "tree_nodes": 24, "tree_top_k": 4} if tree else {}
+    shape = {"tree": "dynamic", "num_tree_tokens": 24, "tree_topk": 4} if tree else {}
     options: dict[str, Any] = {"do_sample": sample}
     if (speculator := there(drafts[draft])) is not None:
         config = SpeculationConfig(num_speculative_tokens=5, **shape)

@@ -119,7 +119,7 @@ def test_greedy_text_is_plain_generates(layers: str, kind: str) -> None:
 
 
 TREES = {
-    "dynamic": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8),
+    "dynamic": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=8),
     "static": SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
 }
 

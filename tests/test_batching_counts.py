@@ -120,7 +120,7 @@ def test_draft_tokens_after_the_end_are_not_accepted() -> None:
     assert output.generated_tokens == text[: end + 1]
     stats = output.speculation
     assert (stats.steps, stats.proposed, stats.accepted, stats.emitted) == (1, 8, end, end)
-    assert stats.counts.reached == [1] * end + [0] * (8 - end)
+    assert stats.counts.accepted_at == [1] * end + [0] * (8 - end)
 
 
 @pytest.mark.parametrize("tree", [None, [(0,), (1,), (0, 0), (0, 0, 0)]])
@@ -142,7 +142,7 @@ def test_no_more_is_drafted_than_can_become_text(tree: Any) -> None:
     for length in (1, 2, 4):
         output = found[str(length)]
         assert output.generated_tokens == texts[0][:length]
-        assert len(output.speculation.counts.offered) <= max(0, length - 2)
+        assert len(output.speculation.counts.proposed_at) <= max(0, length - 2)
 
 
 def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from test_verification import TOO_FAR, deviation
 from torch import Tensor
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
-from hf_spec.drafts.base import guess_log_probs
+from hf_spec.drafts.base import draft_log_probs
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
@@ -92,7 +92,7 @@ class Forgetful(Speculator):
             proposal = propose(news, limit)
             if proposal.q is None:
                 return proposal
-            uncorrected = guess_log_probs(dspark("vanilla"), request, blocks[-1].logits)
+            uncorrected = draft_log_probs(dspark("vanilla"), request, blocks[-1].logits)
             return replace(proposal, q=uncorrected[:, : proposal.q.shape[1]].exp())
 
         drafter.growth, drafter.propose = Noting, lie

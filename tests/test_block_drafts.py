@@ -238,7 +238,7 @@ def test_generation_accepts_what_the_peer_accepted(case: str) -> None:
 
 def test_confidence_cuts_chains_where_the_peer_cuts_them() -> None:
     io = outputs("ds_dspark_qwen3")
-    text, guesses, lengths = accepted_lengths("ds_dspark_qwen3", min_confidence=float(io["e2e_cut/threshold"]))
+    text, guesses, lengths = accepted_lengths("ds_dspark_qwen3", confidence_threshold=float(io["e2e_cut/threshold"]))
     steps = len(io["e2e_cut/proposal_len"])
     assert text == io["e2e_cut/spec_ids"].tolist()
     assert [len(chain) for chain in guesses[:steps]] == io["e2e_cut/proposal_len"].tolist()

@@ -26,8 +26,8 @@ FEW = ("llama", "gemma3_text", "qwen3_next", "mamba")
 SHAPES = {
     "chain": SpeculationConfig(num_speculative_tokens=4),
     "static": SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
-    "dynamic": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8),
-    "sampled": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=7),
+    "dynamic": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=8),
+    "sampled": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_topk=2, num_tree_tokens=7),
 }
 LAYERS = {
     "num_hidden_layers": 2,

@@ -148,7 +148,7 @@ def plain_text(model: str, prompt: str, new: int, chat: bool = False) -> str:
 @pytest.mark.parametrize("speculator", ["ngram", "twin", "other"])
 @pytest.mark.parametrize("chat", [False, True])
 def test_generate_writes_the_text_and_then_the_figures(models, capsys, speculator, chat):
-    options = ["--prompt", PROMPT, "--max-new-tokens", "9", "--tree", "dynamic", "--tree-nodes", "6"]
+    options = ["--prompt", PROMPT, "--max-new-tokens", "9", "--tree", "dynamic", "--num-tree-tokens", "6"]
     draft = models.get(speculator, speculator)
     assert main(["generate", models["target"], "--speculator", draft, *options, *(["--chat"] if chat else [])]) == 0
     out, err = capsys.readouterr()

@@ -47,10 +47,10 @@ PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 DEEP = [(1,), *((0,) * depth for depth in range(1, 7))]
 SHAPES = {
     "chain": SpeculationConfig(num_speculative_tokens=DEPTH),
-    "confident": SpeculationConfig(num_speculative_tokens=DEPTH, min_confidence=0.02),
+    "confident": SpeculationConfig(num_speculative_tokens=DEPTH, confidence_threshold=0.02),
     "static": SpeculationConfig(num_speculative_tokens=DEPTH, tree=PATHS),
-    "dynamic": SpeculationConfig(num_speculative_tokens=DEPTH, tree="dynamic", tree_top_k=3, tree_nodes=7),
-    "sampled": SpeculationConfig(num_speculative_tokens=DEPTH, tree="sampled", tree_top_k=3, tree_nodes=7),
+    "dynamic": SpeculationConfig(num_speculative_tokens=DEPTH, tree="dynamic", tree_topk=3, num_tree_tokens=7),
+    "sampled": SpeculationConfig(num_speculative_tokens=DEPTH, tree="sampled", tree_topk=3, num_tree_tokens=7),
 }
 WINDOWS = block_drafts.WINDOW | {"num_hidden_layers": 2, "model_type": "qwen3"}
 MASKED = {"mask_token_id": 0, "eagle_aux_hidden_state_layer_ids": [1, 2]}
@@ -205,7 +205,7 @@ def test_a_prompt_of_one_token_leaves_nothing_to_read_before_it(kind: str, as_it
         assert_same(*call.tell(counts))
 
 
-WIDE = SHAPES["dynamic"].merge(tree_top_k=6, tree_nodes=12)
+WIDE = SHAPES["dynamic"].merge(tree_topk=6, num_tree_tokens=12)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_no_draft_guesses_deeper_than_it_can(kind: str, deepest: int, deep: dict
     for cache in ("static", None):
         _, out = text_and_out(kind, "chain", 1, **ways, cache_implementation=cache)
         assert torch.equal(out.sequences, expected)
-        assert len(out.speculation.per_row[0].offered) == deepest
+        assert len(out.speculation.per_row[0].proposed_at) == deepest
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "peagle", "dflash"])

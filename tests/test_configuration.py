@@ -18,7 +18,7 @@ from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import EAGLE3_FLAGS, Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
-from hf_spec.settings import SpeculationConfig
+from hf_spec.settings import RENAMED, SpeculationConfig
 from hf_spec.training import new_draft
 from hf_spec.training.checks import name_target
 
@@ -228,23 +228,23 @@ def test_fewer_positions_than_the_target_has_are_refused() -> None:
         {"tree": [(0,), ()]},
         {"tree": [(0, 0)]},
         {"tree": [[1], [0], [1, 0, 0]]},
-        {"tree_top_k": 0},
+        {"tree_topk": 0},
         {"tree": 5},
         {"tree": [5]},
         {"tree": [(0,), "10"]},
         {"tree": True},
         {"tree": [(0.0,)]},
-        {"tree_nodes": "12"},
-        {"min_confidence": 1.0},
-        {"min_confidence": "0.3"},
-        {"min_confidence": None},
-        {"min_confidence": float("nan")},
-        {"typical_alpha": "0.3"},
-        {"typical_threshold": True},
+        {"num_tree_tokens": "12"},
+        {"confidence_threshold": 1.0},
+        {"confidence_threshold": "0.3"},
+        {"confidence_threshold": None},
+        {"confidence_threshold": float("nan")},
+        {"posterior_alpha": "0.3"},
+        {"posterior_threshold": True},
         {"verification": None},
         {"verification": ["block"]},
         {"acceptance": 1},
-        {"draft_sampling": "yes"},
+        {"sample_draft": "yes"},
         {"self_check": 1},
         {"verification": "lossy"},
     ],
@@ -255,7 +255,7 @@ def test_wrong_settings_of_a_call_are_refused(changes: dict[str, Any]) -> None:
 
 
 def test_settings_are_merged_by_name() -> None:
-    assert SpeculationConfig(tree_top_k=3).merge(tree="dynamic") == SpeculationConfig(tree_top_k=3, tree="dynamic")
+    assert SpeculationConfig(tree_topk=3).merge(tree="dynamic") == SpeculationConfig(tree_topk=3, tree="dynamic")
     with pytest.raises(TypeError, match="has no \\['speculative_tokens'\\]"):
         SpeculationConfig().merge(speculative_tokens=3)
 
@@ -309,3 +309,18 @@ def test_a_draft_that_is_trained_on_for_another_target_becomes_that_one_s() -> N
     draft = new_draft(Eagle3SpeculatorConfig.for_target(target.config), target)
     name_target(draft, tiny_target(num_hidden_layers=12), "org/twelve")
     assert draft.config.made_for["num_hidden_layers"] == 12 and draft.config.made_for["name_or_path"] == "org/twelve"
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_old_names_of_settings_are_refused_with_the_new_ones(name: str) -> None:
+    for make in (SpeculationConfig, SpeculationConfig().merge):
+        with pytest.raises(TypeError, match=f"{name} is now called {RENAMED[name]}"):
+            make(**{name: 1})
+    assert RENAMED[name] in SpeculationConfig().to_dict()
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_whether_to_sample_the_draft_is_true_or_false(value: Any) -> None:
+    assert SpeculationConfig().sample_draft is True
+    with pytest.raises(ValueError, match="sample_draft must be True or False"):
+        SpeculationConfig(sample_draft=value)

@@ -143,7 +143,7 @@ def test_drafts_over_the_targets_states_guess_stories(models, tokenizer, kind, b
     options = {"max_new_tokens": 48, "do_sample": False}
     plain = models["target"].generate(**inputs, **options)
     for tree in (None, "dynamic"):
-        config = hf_spec.SpeculationConfig(num_speculative_tokens=4, tree=tree, tree_top_k=4, tree_nodes=12)
+        config = hf_spec.SpeculationConfig(num_speculative_tokens=4, tree=tree, tree_topk=4, num_tree_tokens=12)
         out = models["target"].generate(
             **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
         )

@@ -125,7 +125,7 @@ SPECULATORS = {
 @pytest.mark.parametrize("kind", ["vanilla", *CONFIGS])
 def test_defaults_of_torch_change_nothing(kind: str, tree: str | None) -> None:
     """A dtype and a device for what the caller makes; nothing of them is left in what is kept for later calls."""
-    model, config = target(), SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_nodes=6)
+    model, config = target(), SpeculationConfig(num_speculative_tokens=3, tree=tree, num_tree_tokens=6)
     draft, inputs = draft_of(kind, model), prompts(3)
 
     def drawn() -> Tensor:

@@ -104,19 +104,19 @@ PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 VANILLA = {
     "chain, block": SpeculationConfig(num_speculative_tokens=3, verification="block"),
     "chain, token": SpeculationConfig(num_speculative_tokens=3, verification="token"),
-    "chain that stops when in doubt": SpeculationConfig(num_speculative_tokens=3, min_confidence=0.4),
-    "chain of best guesses": SpeculationConfig(num_speculative_tokens=3, draft_sampling=False),
-    "drawn tree, block": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=6),
+    "chain that stops when in doubt": SpeculationConfig(num_speculative_tokens=3, confidence_threshold=0.4),
+    "chain of best guesses": SpeculationConfig(num_speculative_tokens=3, sample_draft=False),
+    "drawn tree, block": SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_topk=2, num_tree_tokens=6),
     "drawn tree, token": SpeculationConfig(
-        num_speculative_tokens=3, tree="sampled", tree_top_k=3, tree_nodes=7, verification="token"
+        num_speculative_tokens=3, tree="sampled", tree_topk=3, num_tree_tokens=7, verification="token"
     ),
     "drawn static tree": SpeculationConfig(tree=PATHS),
-    "static tree of best guesses": SpeculationConfig(tree=PATHS, draft_sampling=False),
-    "dynamic tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=5),
+    "static tree of best guesses": SpeculationConfig(tree=PATHS, sample_draft=False),
+    "dynamic tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=5),
 }
 NGRAM = {
     "chain": SpeculationConfig(num_speculative_tokens=3),
-    "tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=3, tree_nodes=6),
+    "tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=3, num_tree_tokens=6),
 }
 
 
@@ -224,7 +224,7 @@ class Watched(Speculator):
 @pytest.mark.parametrize("shape", [*SHAPES, "drawn tree"])
 def test_exact_verification_draws_no_guesses(shape: str) -> None:
     """The target's own draws decide: of guesses to compare them with, the best ones are right most often."""
-    config = SHAPES.get(shape) or SpeculationConfig(tree="sampled", tree_top_k=2, tree_nodes=6)
+    config = SHAPES.get(shape) or SpeculationConfig(tree="sampled", tree_topk=2, num_tree_tokens=6)
     for verification, drawn in {"exact": False, "block": True}.items():
         watched = Watched()
         target().generate(

@@ -22,7 +22,7 @@ from twins import draft, path_to, paths_of, target
 from hf_spec import SpeculationConfig
 from hf_spec.drafts import drawn_trees, trees
 from hf_spec.drafts.drawn_trees import _imagined
-from hf_spec.proposal import ABSENT, Proposal
+from hf_spec.proposal import PAD_NODE, Proposal
 from hf_spec.verify.rules import block_verification, token_verification
 
 Path = tuple[int, ...]
@@ -124,7 +124,7 @@ def test_the_text_has_the_targets_distribution(
     rule: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = {"tree": "dynamic", "tree_top_k": top_k, "tree_nodes": nodes}
+    config = {"tree": "dynamic", "tree_topk": top_k, "num_tree_tokens": nodes}
     given = enumerated(monkeypatch, drawn_trees, vocabulary, min(top_k, vocabulary), draws, limit, config)
     assert len({tuple(parents) for parents in given[0].parents.tolist()}) > 1, "the shape follows from the draws"
     assert distance(distribution_of(*given, vocabulary, limit + 1, rule), vocabulary, limit + 1) < 1e-6
@@ -142,7 +142,7 @@ def test_dropping_drawn_guesses_is_found_out(rule: Callable[..., Any], monkeypat
         rows = torch.arange(len(worth))
         worth[:, node] = worth[rows, above] * proposal.q[rows, above, proposal.tokens[:, node]]
     lost = worth < worth.topk(3).values[:, -1:]  # all but the root and the best two guesses
-    wrong = replace(proposal, parents=proposal.parents.masked_fill(lost, ABSENT), shape=None)
+    wrong = replace(proposal, parents=proposal.parents.masked_fill(lost, PAD_NODE), shape=None)
     assert distance(distribution_of(wrong, weights, 3, 3, rule), 3, 3) > 100 * 1e-6
 
 
@@ -150,7 +150,7 @@ def test_dropping_drawn_guesses_is_found_out(rule: Callable[..., Any], monkeypat
 def test_a_drawn_tree_keeps_its_bounds(top_k: int, nodes: int, limit: int) -> None:
     draft = TableDraft(24)
     torch.manual_seed(0)
-    proposal = draft.grow(limit, sample=True, tree="dynamic", tree_top_k=top_k, tree_nodes=nodes)
+    proposal = draft.grow(limit, sample=True, tree="dynamic", tree_topk=top_k, num_tree_tokens=nodes)
     assert proposal.q is not None and proposal.max_depth == limit
     shapes = set()
     for row in range(24):
@@ -167,7 +167,7 @@ def test_a_drawn_tree_keeps_its_bounds(top_k: int, nodes: int, limit: int) -> No
 def test_a_sure_draft_guesses_deeper_and_an_unsure_one_wider() -> None:
     def grown(log_probs: Tensor) -> Proposal:
         root = torch.zeros(1, dtype=torch.long)
-        config = SpeculationConfig(tree="dynamic", tree_nodes=8)
+        config = SpeculationConfig(tree="dynamic", num_tree_tokens=8)
         return trees.grow(
             root, log_probs[None], lambda new, *_: log_probs.expand(1, new.shape[1], -1), config, 6, sample=True
         )
@@ -202,7 +202,7 @@ def test_the_imagined_tree_is_the_best_of_its_kind() -> None:
 
 @pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.7, "top_k": 5}, {"repetition_penalty": 1.2}])
 def test_sampled_text_is_generated(kwargs: dict[str, Any]) -> None:
-    config = SpeculationConfig(tree="dynamic", tree_nodes=8, num_speculative_tokens=4)
+    config = SpeculationConfig(tree="dynamic", num_tree_tokens=8, num_speculative_tokens=4)
     torch.manual_seed(0)
     out = target().generate(
         **prompts(3),

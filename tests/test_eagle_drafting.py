@@ -45,7 +45,7 @@ def test_dynamic_trees_are_those_of_the_original_code(case: str, number: int) ->
     io, draft, target = outputs(case), load_draft(case), load_target(case)
     total, depth, top_k = TREES[case][number]
     config = SpeculationConfig(
-        tree="dynamic", tree_top_k=top_k, tree_nodes=total - 1, num_speculative_tokens=depth + 1
+        tree="dynamic", tree_topk=top_k, num_tree_tokens=total - 1, num_speculative_tokens=depth + 1
     )
     ids, features = io["input_ids"][None], io["features"][None]
     known = features.shape[1]
@@ -75,8 +75,8 @@ def test_generation_accepts_what_the_peer_accepted(case: str) -> None:
         total, depth, top_k = TREES[case][0]
         settings = {
             "tree": "dynamic",
-            "tree_top_k": top_k,
-            "tree_nodes": total - 1,
+            "tree_topk": top_k,
+            "num_tree_tokens": total - 1,
             "num_speculative_tokens": depth + 1,
         }
     out = target.generate(
@@ -178,8 +178,8 @@ def test_a_cached_drafter_equals_an_uncached_one_after_every_rejection(draft: An
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
     "static tree": {"tree": [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]},
-    "dynamic tree": {"tree": "dynamic", "tree_top_k": 3, "tree_nodes": 8, "num_speculative_tokens": 4},
-    "sampled tree": {"tree": "sampled", "tree_top_k": 3, "tree_nodes": 8, "num_speculative_tokens": 4},
+    "dynamic tree": {"tree": "dynamic", "tree_topk": 3, "num_tree_tokens": 8, "num_speculative_tokens": 4},
+    "sampled tree": {"tree": "sampled", "tree_topk": 3, "num_tree_tokens": 8, "num_speculative_tokens": 4},
 }
 BATCHES = {1: (13,), 3: (13, 9, 5), 8: (13, 9, 5, 12, 3, 7, 13, 2)}
 NEW_TOKENS = 16  # windows are 8 wide

@@ -36,7 +36,7 @@ NEW_TOKENS = 24
 # Prompts of 12 and 13 tokens are longer than the windows and chunks of 8; all are left-padded to the longest.
 BATCHES = {1: (13,), 3: (13, 9, 5), 8: (13, 9, 5, 12, 3, 7, 13, 2)}
 CHAIN = SpeculationConfig(num_speculative_tokens=4)
-TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8)
+TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=8)
 # ALiBi that counts slots cannot put two guesses at one distance.
 NO_TREES = ("bloom", "falcon:alibi", "mpt")
 

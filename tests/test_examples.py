@@ -41,7 +41,7 @@ def test_a_speculator_of_ones_own_guesses_as_deep_as_it_is_asked(count: Any) -> 
     out = target.generate(**call, speculator=speculator, num_speculative_tokens=count)
     assert torch.equal(out.sequences, target.generate(**call).sequences)
     assert out.speculation.accepted > 0
-    assert count != 2 or len(out.speculation.counts.offered) == 2
+    assert count != 2 or len(out.speculation.counts.proposed_at) == 2
 
 
 def test_a_memory_is_measured(

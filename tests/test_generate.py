@@ -88,7 +88,7 @@ def test_static_tree_and_automatic_length(model: PreTrainedModel) -> None:
     paths = SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
     assert torch.equal(greedy(model, inputs, speculator=draft(), speculation_config=paths), plain)
     assert torch.equal(greedy(model, inputs, speculator=draft(), num_speculative_tokens="auto"), plain)
-    confident = SpeculationConfig(min_confidence=0.5)
+    confident = SpeculationConfig(confidence_threshold=0.5)
     assert torch.equal(greedy(model, inputs, speculator=draft(), speculation_config=confident), plain)
 
 

@@ -41,7 +41,7 @@ from hf_spec.drafts.ngram.hybrid import HybridDrafter, with_branches, with_chain
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.base import DraftSource
 from hf_spec.policy.fixed import unbounded
-from hf_spec.proposal import ABSENT
+from hf_spec.proposal import PAD_NODE
 from hf_spec.verify.result import VerificationResult
 
 ROUNDS = 20_000
@@ -117,13 +117,13 @@ def test_chains_may_end_by_how_sure_a_draft_is_but_not_by_what_was_drawn(way: st
         going = torch.cat([torch.ones(ROUNDS, 1), (peak[:, :-1] > 0.5).float()], dim=1).cumprod(1) > 0
     else:
         going = (q.gather(2, tokens[:, 1:, None])[..., 0] > 0.3).float().cumprod(1) > 0
-    parents[:, 1:][~going] = ABSENT
+    parents[:, 1:][~going] = PAD_NODE
     assert 0.1 < going.float().mean() < 0.9
     assert is_lossless("chain_v3_l3", rule, replace(proposal, tokens=tokens, parents=parents, q=q)) == lossless
 
 
 def test_branches_share_what_is_there() -> None:
-    tokens, parents = torch.tensor([[9, 1, 2, 3], [9, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, ABSENT]])
+    tokens, parents = torch.tensor([[9, 1, 2, 3], [9, 1, 2, 0]]), torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, PAD_NODE]])
     found = [{(1,): 0.9, (1, 4): 0.5, (1, 4, 5): 0.4, (7,): 0.1}, {(1,): 0.9, (1, 2): 0.8}]
     proposal = with_branches(Proposal(tokens, parents, 2), found)
     assert paths_of(proposal, 0) == [(1,), (2,), (1, 3), (1, 4), (1, 4, 5), (7,)]

@@ -77,7 +77,7 @@ def test_drafts_of_the_small_model_guess_the_same(name: str, tree: Any, family: 
     tokenizer = AutoTokenizer.from_pretrained(demo.path())
     inputs = tokenizer([STORY, "Tom and Lily"], return_tensors="pt", padding=True, padding_side="left")
     options = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
-    config = SpeculationConfig(num_speculative_tokens=4, tree=tree, tree_top_k=3, tree_nodes=8)
+    config = SpeculationConfig(num_speculative_tokens=4, tree=tree, tree_topk=3, num_tree_tokens=8)
     found = [
         model.generate(**inputs, **options, speculator=speculator, speculation_config=config)
         for model, speculator in ((small, draft), (large, Narrowed(draft, small)))

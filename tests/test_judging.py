@@ -18,7 +18,7 @@ from twins import paths_of, target
 from hf_spec import Proposal
 from hf_spec.decoding.emission import _are_finite
 from hf_spec.drafts.trees import grow
-from hf_spec.proposal import ABSENT, NO_PARENT
+from hf_spec.proposal import NO_PARENT, PAD_NODE
 from hf_spec.scoring import graphs
 from hf_spec.scoring.graphs import Compiler
 from hf_spec.verify.compiled import CompiledVerifier
@@ -42,8 +42,8 @@ def proposal_of(shape: str, rows: int, seed: int) -> tuple[Proposal, Tensor]:
     if shape == "mixed":  # of what was drawn and what was chosen
         proposal = replace(proposal, chosen=torch.rand(proposal.tokens.shape) < 0.4)
     if shape == "dynamic":  # a text that ends leaves out the deepest guesses
-        proposal = proposal.within([DEPTH - row % 3 for row in range(rows)])
-        assert rows == 1 or bool((proposal.parents == ABSENT).any())
+        proposal = proposal.truncate_rows([DEPTH - row % 3 for row in range(rows)])
+        assert rows == 1 or bool((proposal.parents == PAD_NODE).any())
     logits = tables.clamp(min=-4)[proposal.tokens % 4] + 0.5 * torch.randn(*proposal.tokens.shape, VOCABULARY)
     return proposal, logits.index_fill(2, torch.tensor(3), -torch.inf)
 
@@ -65,7 +65,7 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("shape", ["chain", "sampled", "dynamic", "mixed"])
 @pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_the_same_coins_give_the_same_verdict(rule: Rule, shape: str, compiler: Compiler) -> None:
-    """In 1 to 8 rows, where some guesses are ABSENT, with and without processors: and one graph for each size."""
+    """In 1 to 8 rows, where some guesses are PAD_NODE, with and without processors: and one graph for each size."""
     seen, others, nodes = set(), 0, proposal_of(shape, 1, 0)[0].tokens.shape[1]
     judge = CompiledVerifier(compiler, nodes, rule)
     for seed, rows in enumerate((1, 3, 8, 4, 7)):
@@ -110,8 +110,8 @@ def test_other_shapes_are_left_to_the_rule() -> None:
     judge = CompiledVerifier(Compiler(None, DEPTH), DEPTH + 1, block_verification)
     chain, _ = proposal_of("chain", 3, 0)
     assert judge.takes(chain)
-    assert not judge.takes(chain.shallower(DEPTH - 1))
-    assert not judge.takes(chain.within([1, 3, 3]))  # the end of a text: not worth a graph
+    assert not judge.takes(chain.truncate(DEPTH - 1))
+    assert not judge.takes(chain.truncate_rows([1, 3, 3]))  # the end of a text: not worth a graph
     assert not judge.takes(Proposal.path(chain.tokens))  # was not drawn
 
 
@@ -125,7 +125,7 @@ def test_what_stands_where_a_row_has_no_guess_counts_for_nothing(is_chain: bool)
         parents = torch.tensor(
             [[NO_PARENT, *(int(torch.randint(node, ())) for node in range(1, 5))] for _ in range(3)]
         )
-        parents = parents.masked_fill(torch.arange(5) > counts[:, None], ABSENT)
+        parents = parents.masked_fill(torch.arange(5) > counts[:, None], PAD_NODE)
         proposal = Proposal.path(tokens, counts) if is_chain else Proposal(tokens, parents, 4)
         verdict = verify_against_tokens(proposal, torch.randint(2, (3, 5)))
         kept = [path[:count] for path, count in zip(verdict.path.tolist(), verdict.counts.tolist(), strict=True)]

@@ -382,7 +382,7 @@ def test_each_completion_has_its_statistics(
     whole = target().generate(ids, **GREEDY, speculator=draft(), return_dict_in_generate=True).speculation
     rows = SpeculationStats.merge([whole.of_row(0), whole.of_row(1)])
     assert rows.counts == whole.counts
-    for name in ("propose_seconds", "verify_seconds", "choose_seconds"):
+    for name in ("propose_seconds", "target_seconds", "verify_seconds"):
         assert getattr(rows, name) == pytest.approx(getattr(whole, name))
 
 

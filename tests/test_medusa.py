@@ -101,7 +101,7 @@ def test_generation_accepts_what_the_original_code_accepted(case: str, rule: str
     settings: dict[str, Any] = {"tree": TREES[case]}
     if rule == "typical":
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        settings |= {"acceptance": "typical", "typical_threshold": threshold, "typical_alpha": alpha}
+        settings |= {"acceptance": "typical", "posterior_threshold": threshold, "posterior_alpha": alpha}
     out = target.generate(
         prompt[None],
         attention_mask=torch.ones_like(prompt[None]),
@@ -119,7 +119,7 @@ def test_generation_accepts_what_the_original_code_accepted(case: str, rule: str
 
 
 def typical(threshold: float, alpha: float) -> SpeculationConfig:
-    return SpeculationConfig(acceptance="typical", typical_threshold=threshold, typical_alpha=alpha)
+    return SpeculationConfig(acceptance="typical", posterior_threshold=threshold, posterior_alpha=alpha)
 
 
 @pytest.mark.parametrize(("case", "number"), [(case, i) for case in MEDUSA for i in range(len(POSTERIOR[case]))])
@@ -157,8 +157,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
     "static": {"tree": TREES[V1]},
     "published": {"tree": MEDUSA_TREE},
-    "dynamic": {"tree": "dynamic", "tree_top_k": 3, "tree_nodes": 8, "num_speculative_tokens": 4},
-    "sampled": {"tree": "sampled", "tree_top_k": 3, "tree_nodes": 8, "num_speculative_tokens": 4},
+    "dynamic": {"tree": "dynamic", "tree_topk": 3, "num_tree_tokens": 8, "num_speculative_tokens": 4},
+    "sampled": {"tree": "sampled", "tree_topk": 3, "num_tree_tokens": 8, "num_speculative_tokens": 4},
 }
 
 
@@ -184,7 +184,7 @@ def test_a_dynamic_tree_is_the_most_probable_one() -> None:
     draft, target = load_draft(V1), load_target(V1)
     state = outputs(V1)["hidden_states"][:3]
     distributions = draft(features=state[:, None]).logits[:, 0].softmax(-1)  # (batch, heads, vocabulary)
-    proposal = propose(draft, target, state, limit=3, tree="dynamic", tree_top_k=12, tree_nodes=12)
+    proposal = propose(draft, target, state, limit=3, tree="dynamic", tree_topk=12, num_tree_tokens=12)
     for row in range(3):
         best = distributions[row].topk(12).indices.tolist()
         paths = [path for depth in (1, 2, 3) for path in itertools.product(*best[:depth])]
@@ -410,8 +410,7 @@ def test_a_path_is_enough_to_generate() -> None:
     [
         ({"acceptance": "nucleus"}, "acceptance must be one of"),
         ({"acceptance": "typical", "verification": "token"}, "verification of its own"),
-        ({"acceptance": "typical", "draft_sampling": True}, "verification of its own"),
-        ({"typical_alpha": 1.5}, "typical_alpha must be a number between 0 and 1"),
+        ({"posterior_alpha": 1.5}, "posterior_alpha must be a number between 0 and 1"),
     ],
 )
 def test_acceptance_that_makes_no_sense_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -153,7 +153,7 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
     texts = [random_text(rng, rng.randint(1, 60)) for _ in range(4)]
     drafters = {
         "chain": start(texts, speculator, num_speculative_tokens=5),
-        "dynamic": start(texts, speculator, num_speculative_tokens=5, tree="dynamic", tree_top_k=99, tree_nodes=7),
+        "dynamic": start(texts, speculator, num_speculative_tokens=5, tree="dynamic", tree_topk=99, num_tree_tokens=7),
     }
     rows = [0, 1, 2, 3]
     for step in range(5):

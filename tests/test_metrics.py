@@ -83,12 +83,12 @@ def test_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     stats.prefilled()  # 1
     with stats.timed("propose"):  # 2, 3
         pass
-    with pytest.raises(KeyError), stats.timed("verify"), stats.timed("choose"):  # 4, (5, 6), 7
+    with pytest.raises(KeyError), stats.timed("target"), stats.timed("verify"):  # 4, (5, 6), 7
         raise KeyError
     stats.step([0, 1], [1, 1], [1, 0], [2, 1], [1, 1])  # 8
     stats.step([1], [1], [0], [1], [1])  # 9
     stats.finish()  # 10
-    assert (stats.propose_seconds, stats.verify_seconds, stats.choose_seconds) == (1.0, 3.0, 1.0)
+    assert (stats.propose_seconds, stats.target_seconds, stats.verify_seconds) == (1.0, 3.0, 1.0)
     assert stats.overhead == 1 / 5
     assert stats.time_to_first_token == 1.0
     assert [row.seconds for row in stats.per_row] == [7.0, 8.0]
@@ -117,12 +117,12 @@ def test_merge_equals_one_call_of_all_rows() -> None:
     parts[1].step([0], [5], [1], [2], [2])
     parts[1].step([0], [0], [0], [1], [0])
     for number, part in enumerate(parts):
-        part.propose_seconds, part.verify_seconds, part.choose_seconds = 0.25, 1.0 + number, 0.5
+        part.propose_seconds, part.target_seconds, part.verify_seconds = 0.25, 1.0 + number, 0.5
         part.time_to_first_token, part.total_seconds = 2.0 + number, 5.0
     merged = SpeculationStats.merge(parts)
     assert merged.counts == whole.counts
     assert (merged.batch_size, merged.steps) == (2, 5)
-    assert (merged.propose_seconds, merged.verify_seconds, merged.choose_seconds) == (0.5, 3.0, 1.0)
+    assert (merged.propose_seconds, merged.target_seconds, merged.verify_seconds) == (0.5, 3.0, 1.0)
     assert (merged.time_to_first_token, merged.total_seconds) == (2.5, 10.0)
 
 

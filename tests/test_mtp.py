@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 import hf_spec
 from hf_spec import AcceptedTokens, DraftContext, SpeculationConfig, TargetMtp
-from hf_spec.drafts.feedback import FeedbackDrafter
+from hf_spec.drafts.feedback import AutoregressiveDrafter
 from hf_spec.scoring.features import decoder_of
 
 GOLDENS = Path(__file__).parent / "fixtures" / "goldens"
@@ -66,7 +66,7 @@ def draft_behind(target: Any, draft: Any, ids: Tensor, hidden: Tensor, guesses: 
     request = DraftContext(target, ids[:, :length], mask, hidden, config, distribution, sample=False)
     news = AcceptedTokens(ids[:, length : length + 1], torch.tensor([1]), hidden[:, -1:])
     with torch.no_grad():
-        proposal = FeedbackDrafter(draft, request).propose(news, guesses)
+        proposal = AutoregressiveDrafter(draft, request).propose(news, guesses)
     return proposal.tokens[0, 1:].tolist(), torch.cat(seen)
 
 
@@ -179,7 +179,7 @@ def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree:
     mask = torch.ones_like(prompt)
     for row, padding in enumerate((0, 3, 6, 1, 0, 8, 2, 5)):
         mask[row, :padding] = 0
-    config = SpeculationConfig(num_speculative_tokens=guesses, tree=tree, tree_top_k=3, tree_nodes=8)
+    config = SpeculationConfig(num_speculative_tokens=guesses, tree=tree, tree_topk=3, num_tree_tokens=8)
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for batch in (1, 3, 8):
         inputs = {"input_ids": prompt[:batch], "attention_mask": mask[:batch]}
@@ -189,7 +189,7 @@ def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree:
         )
         assert torch.equal(out.sequences, plain)
         assert out.speculation.accepted > 0
-        deepest = max(len(row.offered) for row in out.speculation.per_row)
+        deepest = max(len(row.proposed_at) for row in out.speculation.per_row)
         assert deepest == guesses if tree is None else min(2, guesses) <= deepest <= guesses
 
 
@@ -233,7 +233,7 @@ def test_layers_of_other_families_serve_their_targets(name: str, tree: Any, tmp_
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for batch in (1, 3):
         inputs = {"input_ids": prompt[:batch], "attention_mask": mask[:batch]}
-        config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_top_k=3, tree_nodes=8)
+        config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_topk=3, num_tree_tokens=8)
         plain = target.generate(**inputs, **options)
         assert torch.equal(target.generate(**inputs, **options, speculator="mtp", speculation_config=config), plain)
 

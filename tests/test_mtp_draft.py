@@ -115,7 +115,7 @@ def test_a_recurrent_target_writes_the_same_text_with_its_own_layer(guesses: int
     call |= {"speculator": "mtp", "speculation_config": config, "return_dict_in_generate": True}
     out = target.generate(ids, **call)
     assert torch.equal(out.sequences, plain)
-    assert max(len(row.offered) for row in out.speculation.per_row) == guesses  # by a single layer
+    assert max(len(row.proposed_at) for row in out.speculation.per_row) == guesses  # by a single layer
 
 
 def test_a_layer_of_another_kind_serves_any_target() -> None:

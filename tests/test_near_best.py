@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from twins import draft, path_to, target
 
 from hf_spec import DraftContext, Drafter, EagleSpeculatorConfig, SpeculationConfig, Speculator, VanillaSpeculator
-from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
+from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
 from hf_spec.training import new_draft
 from hf_spec.verify.rules import accept_near_best
 
@@ -45,7 +45,7 @@ def slow_end(proposal: Proposal, p: Tensor, row: int, k: int, tolerance: float) 
 @pytest.mark.parametrize(("k", "tolerance"), [(1, 0.0), (2, 0.0), (3, 0.0), (1, 0.05), (2, 0.3), (1, 1.0), (9, 0.0)])
 def test_it_decides_as_the_slow_twin(k: int, tolerance: float) -> None:
     random = torch.Generator().manual_seed(7)
-    parents = torch.tensor([[NO_PARENT, 0, 0, 1, 1, 2, 3, 6], [NO_PARENT, 0, 1, 2, 2, ABSENT, 3, ABSENT]])
+    parents = torch.tensor([[NO_PARENT, 0, 0, 1, 1, 2, 3, 6], [NO_PARENT, 0, 1, 2, 2, PAD_NODE, 3, PAD_NODE]])
     config = SpeculationConfig(acceptance="near_best", accept_k=k, accept_tolerance=tolerance)
     lengths = set()
     for _ in range(60):
@@ -86,7 +86,7 @@ def run(**options: Any) -> Any:
 def test_greedy_text(tree: Any) -> None:
     """One best token and no tolerance is plain greedy text; more accept longer paths of another text."""
     plain = target().generate(**prompts(3), max_new_tokens=NEW, do_sample=False)
-    config = SpeculationConfig(tree=tree, acceptance="near_best", tree_nodes=12, tree_top_k=3)
+    config = SpeculationConfig(tree=tree, acceptance="near_best", num_tree_tokens=12, tree_topk=3)
     strict, lossless = run(speculation_config=config), run(speculation_config=config.merge(acceptance="lossless"))
     assert torch.equal(strict.sequences, plain)
     assert strict.speculation.steps == lossless.speculation.steps
@@ -141,7 +141,6 @@ def test_values_in_a_file() -> None:
     ("settings", "message"),
     [
         ({"verification": "token"}, "verification of its own"),
-        ({"draft_sampling": True}, "verification of its own"),
         ({"accept_k": 0}, "accept_k must be a whole number"),
         ({"accept_k": 1.0}, "accept_k must be a whole number"),
         ({"accept_tolerance": -0.1}, "accept_tolerance must be a number between 0 and 1"),

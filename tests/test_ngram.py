@@ -107,7 +107,7 @@ def test_equals_naive_rescan(seed: int, match: str) -> None:
     texts = [random_text(rng, rng.randint(1, 160)) for _ in range(4)]
     drafters = {
         "chain": start(texts, speculator),
-        "dynamic": start(texts, speculator, tree="dynamic", tree_top_k=top_k, tree_nodes=most),
+        "dynamic": start(texts, speculator, tree="dynamic", tree_topk=top_k, num_tree_tokens=most),
         "static": start(texts, speculator, tree=static),
     }
     for step in range(6):

@@ -107,7 +107,7 @@ def per_step(
     target, drafts = models()
     speculator = drafts[draft]
     config = SpeculationConfig(
-        num_speculative_tokens=5, **({"tree": "dynamic", "tree_nodes": 24, "tree_top_k": 4} if tree else {})
+        num_speculative_tokens=5, **({"tree": "dynamic", "num_tree_tokens": 24, "tree_topk": 4} if tree else {})
     )
     if speculator is not None:
         options |= {"speculator": speculator, "speculation_config": config}

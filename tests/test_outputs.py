@@ -26,7 +26,7 @@ from hf_spec import (
     Speculator,
     VanillaSpeculator,
 )
-from hf_spec.proposal import ABSENT, NO_PARENT
+from hf_spec.proposal import NO_PARENT, PAD_NODE
 from hf_spec.scoring import buffers
 from hf_spec.scoring.buffers import SlotBuffer
 from hf_spec.scoring.hooks import looking
@@ -223,7 +223,7 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
             row[13 : 13 + count].tolist() for row, count in zip(plain, emitted, strict=True)
         ]
         for row in stats.per_row:
-            assert row.accepted == sum(row.guessed) == sum(row.reached)
+            assert row.accepted == sum(row.guessed) == sum(row.accepted_at)
             assert row.accepted <= row.proposed
             assert row.steps >= row.emitted - row.accepted, "a step emits at most one token of its own"
             assert row.steps <= row.emitted
@@ -231,7 +231,7 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
         assert stats.steps >= max(row.steps for row in stats.per_row)
         assert stats.emitted == sum(emitted) - (0 if with_prompt else len(emitted))
         assert stats.first_tokens_in_steps == (len(emitted) if with_prompt else 0)
-        parts = stats.propose_seconds + stats.verify_seconds + stats.choose_seconds
+        parts = stats.propose_seconds + stats.target_seconds + stats.verify_seconds
         assert 0 < max(stats.time_to_first_token, parts) <= stats.total_seconds
         assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
 
@@ -265,7 +265,7 @@ class _UnevenDrafter(Drafter):
             return Proposal.chain(news.root, guesses, torch.tensor(depths))
         siblings = torch.stack([(guesses + 7) % 99, guesses], dim=2).flatten(1)  # of which the right one goes on
         node = torch.arange(siblings.shape[1])
-        parents = (2 * (node // 2)).masked_fill(node >= 2 * torch.tensor(depths)[:, None], ABSENT)
+        parents = (2 * (node // 2)).masked_fill(node >= 2 * torch.tensor(depths)[:, None], PAD_NODE)
         parents = torch.nn.functional.pad(parents, (1, 0), value=NO_PARENT)
         return Proposal(torch.cat([news.root[:, None], siblings], dim=1), parents, max(depths))
 
@@ -287,8 +287,8 @@ def test_rows_that_guess_less_are_counted_by_themselves(lockstep: bool, shape: s
     for row, noted in zip(out.speculation.per_row, uneven.noted, strict=True):
         assert row.proposed == sum(guesses for guesses, _ in noted)
         deepest = [depth for _, depth in noted]
-        assert row.offered == [sum(depth > place for depth in deepest) for place in range(max(deepest))]
-    assert [len(row.offered) for row in out.speculation.per_row] == [0, 1, 2, 3]
+        assert row.proposed_at == [sum(depth > place for depth in deepest) for place in range(max(deepest))]
+    assert [len(row.proposed_at) for row in out.speculation.per_row] == [0, 1, 2, 3]
 
 
 def test_a_row_whose_end_was_not_foreseen_holds_no_other_up() -> None:
@@ -391,7 +391,7 @@ class Watched(Speculator):
 @pytest.mark.parametrize("tree", [None, "dynamic", "sampled"])
 def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, sample: bool) -> None:
     """Neither the target's logits nor the draft's distribution; 99 is the size of the vocabulary."""
-    config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_top_k=2, tree_nodes=6)
+    config = SpeculationConfig(num_speculative_tokens=3, tree=tree, tree_topk=2, num_tree_tokens=6)
     watched = Watched()
     gc.collect()
     generate(prompts(1), speculator=watched, speculation_config=config, do_sample=sample)

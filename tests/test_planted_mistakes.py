@@ -131,7 +131,7 @@ def test_measuring_draws_from_numbers_of_its_own() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(1)
     second = measure(draft, target, [[5, 6, 7]], 8, temperature=1.0)
-    assert (first.offered, first.reached) == (second.offered, second.reached)
+    assert (first.proposed_at, first.accepted_at) == (second.proposed_at, second.accepted_at)
 
 
 def test_the_last_checkpoint_is_that_of_the_most_steps(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process
 
-from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
+from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
 from hf_spec.verify import warpers
 from hf_spec.verify.processors import Processors, pure
 from hf_spec.verify.scores import NodeScores
@@ -101,9 +101,9 @@ def tree(random: torch.Generator) -> Proposal:
     parents = torch.tensor(
         [
             [NO_PARENT, 0, 0, 0, 1, 1, 3, 4, 7],
-            [NO_PARENT, 0, 1, 2, 3, 3, 2, ABSENT, ABSENT],
+            [NO_PARENT, 0, 1, 2, 3, 3, 2, PAD_NODE, PAD_NODE],
             [NO_PARENT, 0, 1, 1, 0, 4, 4, 6, 6],
-            [NO_PARENT, 0, 0, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT, ABSENT],
+            [NO_PARENT, 0, 0, PAD_NODE, PAD_NODE, PAD_NODE, PAD_NODE, PAD_NODE, PAD_NODE],
         ]
     )
     return Proposal(tokens, parents, max_depth=5)
@@ -114,7 +114,7 @@ def one_word(random: torch.Generator) -> Proposal:
 
 
 class Block:
-    """A scored proposal after a ragged text, behind which and at whose ABSENT nodes stands rubbish."""
+    """A scored proposal after a ragged text, behind which and at whose PAD_NODE nodes stands rubbish."""
 
     def __init__(self, shape: Callable[[torch.Generator], Proposal], seed: int, dtype: torch.dtype = torch.float32):
         random = torch.Generator().manual_seed(seed)

@@ -236,7 +236,7 @@ def test_pure_processor(shape: str) -> None:
     assert steps["pure"] < steps["lockstep"], "rows waited for each other"
 
 
-DRAWN = SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_top_k=2, tree_nodes=6)
+DRAWN = SpeculationConfig(num_speculative_tokens=3, tree="sampled", tree_topk=2, num_tree_tokens=6)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), DRAWN], ids=[*SHAPES, "drawn"])

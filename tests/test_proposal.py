@@ -14,7 +14,7 @@ from twins import target
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, SpeculationConfig, Speculator
 from hf_spec.drafts.base import ask
-from hf_spec.proposal import ABSENT, NO_PARENT, Proposal, ancestors_of, tree_from_paths
+from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal, ancestors_of, tree_from_paths
 
 VOCABULARY = 4
 
@@ -26,7 +26,7 @@ def random_trees(seed: int, nodes: int = 9, rows: int = 12) -> Proposal:
     parents = (torch.rand(rows, nodes, generator=generator) * torch.arange(nodes)).long()
     sizes = torch.randint(1, nodes + 1, (rows, 1), generator=generator)
     sizes[0] = nodes
-    parents = parents.masked_fill(torch.arange(nodes) >= sizes, ABSENT)
+    parents = parents.masked_fill(torch.arange(nodes) >= sizes, PAD_NODE)
     parents[:, 0] = NO_PARENT
     deepest = max(len(walk(row, node)) for row in parents.tolist() for node in range(nodes))
     return Proposal(tokens, parents, deepest)
@@ -45,10 +45,10 @@ def walk(parents: list[int], node: int) -> list[int]:
 def test_paths(seed: int) -> None:
     proposal = random_trees(seed)
     nodes = proposal.tokens.shape[1]
-    assert proposal.present.tolist() == [[parent != ABSENT for parent in row] for row in proposal.parents.tolist()]
+    assert proposal.present.tolist() == [[parent != PAD_NODE for parent in row] for row in proposal.parents.tolist()]
     for node in range(nodes):
         for row, parents in enumerate(proposal.parents.tolist()):
-            if parents[node] == ABSENT:
+            if parents[node] == PAD_NODE:
                 continue
             path = walk(parents, node)
             assert proposal.depth[row, node] == len(path)
@@ -73,7 +73,7 @@ def test_child(seed: int) -> None:
 
 
 def test_absent_nodes_are_their_own_ancestor_only() -> None:
-    parents = torch.tensor([[NO_PARENT, 0, ABSENT, 1, ABSENT]])
+    parents = torch.tensor([[NO_PARENT, 0, PAD_NODE, 1, PAD_NODE]])
     ancestors = ancestors_of(parents, max_depth=2)
     assert ancestors[0, 2].tolist() == [False, False, True, False, False]
     assert not ancestors[0, [0, 1, 3], :][:, [2, 4]].any()
@@ -84,7 +84,7 @@ def test_chain() -> None:
     proposal = Proposal.chain(root, guesses, counts=torch.tensor([3, 1]))
     assert proposal.is_chain and proposal.max_depth == 3 and proposal.q is None
     assert proposal.tokens.tolist() == [[7, 1, 2, 3], [8, 4, 5, 6]]
-    assert proposal.parents.tolist() == [[NO_PARENT, 0, 1, 2], [NO_PARENT, 0, ABSENT, ABSENT]]
+    assert proposal.parents.tolist() == [[NO_PARENT, 0, 1, 2], [NO_PARENT, 0, PAD_NODE, PAD_NODE]]
     assert proposal.depth[0].tolist() == [0, 1, 2, 3] and proposal.depth[1, :2].tolist() == [0, 1]
     assert proposal.root.tolist() == [7, 8]
     assert Proposal.chain(root, guesses).present.all()
@@ -95,9 +95,9 @@ def test_parts_keep_what_was_said_of_all(counts: torch.Tensor | None) -> None:
     proposal = Proposal.chain(torch.tensor([7, 8]), torch.tensor([[1, 2, 3], [4, 5, 6]]), counts=counts)
     chosen = torch.tensor([[True] * 4, [False] * 4])
     part = dataclasses.replace(proposal, chosen=chosen)
-    part = (part.whole() if counts is None else part).shallower(2).each(lambda one: one[:1])
+    part = (part.without_padding() if counts is None else part).truncate(2).each(lambda one: one[:1])
     assert part.tokens.tolist() == [[7, 1, 2]] and part.chosen is not None and part.chosen.shape == (1, 3)
-    assert part.is_whole == (counts is None)
+    assert part.is_unpadded == (counts is None)
 
 
 def test_what_is_worked_out_is_kept() -> None:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_spec import Proposal
-from hf_spec.parallel import Ranks
-from hf_spec.proposal import ABSENT, NO_PARENT
+from hf_spec.parallel import ModelParallelGroup
+from hf_spec.proposal import NO_PARENT, PAD_NODE
 
 
 def proposal_of(rank: int, kind: str) -> Proposal:
@@ -30,7 +30,7 @@ def proposal_of(rank: int, kind: str) -> Proposal:
     if kind == "drawn":
         return Proposal.path(tokens, None, torch.rand(2, 2 + rank, 50).softmax(-1))
     shape = (NO_PARENT, 0, 0, *[1] * rank)
-    parents = torch.tensor([[*shape], [NO_PARENT, 0, *[ABSENT] * (1 + rank)]])
+    parents = torch.tensor([[*shape], [NO_PARENT, 0, *[PAD_NODE] * (1 + rank)]])
     q, chosen = torch.rand(2, 2, 50).softmax(-1), torch.rand(tokens.shape) < 0.5
     return Proposal(tokens, parents, 2, q, shape=shape, chosen=chosen)
 
@@ -51,11 +51,11 @@ def work(rank: int, folder: str) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4, timeout=timedelta(seconds=60)
     )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ranks: Any = Ranks(SimpleNamespace(_device_mesh=mesh))  # type: ignore[arg-type]
+    ranks: Any = ModelParallelGroup(SimpleNamespace(_device_mesh=mesh))  # type: ignore[arg-type]
     first = rank // 2 * 2
-    assert not ranks.is_alone and ranks.agree(f"of {rank}") == f"of {first}"
+    assert not ranks.is_alone and ranks.broadcast(f"of {rank}") == f"of {first}"
     for kind in ("nothing", "chain", "drawn", "mixed"):
-        assert told(ranks.agree_on_proposal(proposal_of(rank, kind))) == told(proposal_of(first, kind)), kind
+        assert told(ranks.broadcast_proposal(proposal_of(rank, kind))) == told(proposal_of(first, kind)), kind
     torch.manual_seed(rank)
     ranks.share_random_numbers(torch.device("cpu"))
     drawn = torch.rand(3)
@@ -78,6 +78,6 @@ def test_the_first_process_of_each_model_decides(tmp_path: Path) -> None:
 
 
 def test_a_process_by_itself_asks_nobody() -> None:
-    ranks, proposal = Ranks(), proposal_of(1, "mixed")
-    assert ranks.is_alone and ranks.agree("text") == "text"
-    assert ranks.agree_on_proposal(proposal) is proposal
+    ranks, proposal = ModelParallelGroup(), proposal_of(1, "mixed")
+    assert ranks.is_alone and ranks.broadcast("text") == "text"
+    assert ranks.broadcast_proposal(proposal) is proposal

@@ -30,7 +30,7 @@ from hf_spec.scoring.architectures import cache_name
 from hf_spec.scoring.cache import SlotCache
 from hf_spec.scoring.factory import reads_blocks, runner_for
 from hf_spec.scoring.plain import new_cache, plain_logits
-from hf_spec.scoring.recurrent import Branches, LazyRunner, Live, States, StepRunner
+from hf_spec.scoring.recurrent import Branches, Live, PerTokenRunner, SnapshotRunner, States
 from hf_spec.scoring.runner import ModelRunner
 from hf_spec.scoring.selfcheck import check_target
 
@@ -45,7 +45,7 @@ OWN = "minimax rwkv xlstm".split()
 ONE_ROW = {"inkling2_text": "relative position bias", "inkling_text": "relative position bias", "rwkv": "mix the rows"}
 WIDER = ("qwen4_exp_text",)  # several residual streams side by side, which no EAGLE-3 draft was made for
 CHAIN = SpeculationConfig(num_speculative_tokens=4)
-TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=8)
+TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=8)
 BATCHES = {1: (13,), 3: (13, 9, 5), 8: (13, 9, 5, 12, 3, 7, 13, 2)}
 
 
@@ -107,7 +107,7 @@ def mistakes(name: str, config: SpeculationConfig) -> Iterator[str]:
 @pytest.mark.parametrize("name", [*LAZY, *STEPPED, *OWN, *sorted(ONE_ROW.keys() - OWN)])
 def test_same_text_as_plain_generate(name: str) -> None:
     """With n-grams, with a draft that is recurrent too, and with Medusa, MTP and EAGLE-3 drafts."""
-    kind = StepRunner if name in STEPPED else LazyRunner
+    kind = PerTokenRunner if name in STEPPED else SnapshotRunner
     assert type(runner_for(target(name), new_cache(target(name)), one_chain=True)) is kind
     assert list(mistakes(name, CHAIN)) == []
 
@@ -173,13 +173,13 @@ def test_turns(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
 def test_the_state_handed_back_has_read_all_that_was_carried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many tokens the last block left: none, exactly one, several."""
-    model, counts, release = target(name), set[int](), LazyRunner.release
+    model, counts, release = target(name), set[int](), SnapshotRunner.release
 
-    def counted(runner: LazyRunner, committed: int) -> Any:
+    def counted(runner: SnapshotRunner, committed: int) -> Any:
         counts.add(len(runner._carried[0]))
         return release(runner, committed)
 
-    monkeypatch.setattr(LazyRunner, "release", counted)
+    monkeypatch.setattr(SnapshotRunner, "release", counted)
     text = plain(model)
     for end in range(13 + 1, 13 + 9):
         options = {"eos_token_id": int(text[0, end]), "pad_token_id": 0, "return_dict_in_generate": True}
@@ -298,7 +298,7 @@ def test_a_draft_equal_to_its_target_is_always_right(name: str, config: Speculat
     model = target(name)
     out = speculative(model, 3, copy.deepcopy(model), config, max_new_tokens=17)
     depth = config.num_speculative_tokens
-    assert out.speculation.counts.reached[:1] == out.speculation.counts.offered[:1]
+    assert out.speculation.counts.accepted_at[:1] == out.speculation.counts.proposed_at[:1]
     assert out.speculation.steps == -(-16 // (1 + depth)), out.speculation
 
 
@@ -519,13 +519,13 @@ def nodes_read_behind_one_another(patch: pytest.MonkeyPatch) -> None:
 
 
 def carried_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
-    commit = LazyRunner.commit
+    commit = SnapshotRunner.commit
 
     def forgetful(self: Any, *args: Any, **kwargs: Any) -> None:
         commit(self, *args, **kwargs)
         self._carried = [[] for _ in self._carried]
 
-    patch.setattr(LazyRunner, "commit", forgetful)
+    patch.setattr(SnapshotRunner, "commit", forgetful)
 
 
 @pytest.mark.parametrize(
@@ -572,7 +572,7 @@ def test_a_hybrid_of_attention_layers_alone(name: str, layers: dict[str, Any], c
 
 def test_rows_with_tokens_to_read_again_keep_the_draft_tokens_that_two_proposals_have_room_for() -> None:
     """A block has nine columns for chains of four: none, four and seven carried tokens leave room for 8, 4 and 1."""
-    runner = LazyRunner(target("qwen3_next"))
+    runner = SnapshotRunner(target("qwen3_next"))
     runner._carried = [[], [5] * 4, [5] * 7]
     proposal = Proposal.chain(torch.tensor([5, 6, 7]), torch.arange(12).view(3, 4))
     assert runner.fit(proposal, 4).present.sum(1).tolist() == [5, 5, 2]

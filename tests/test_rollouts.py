@@ -57,7 +57,7 @@ def test_text_follows_the_weights(kind: str, tree: Any) -> None:
     texts = []
     for step in range(3):
         plain = model.generate(**rows, **call)
-        config = SpeculationConfig(num_speculative_tokens=4, tree=tree, tree_nodes=8, tree_top_k=2)
+        config = SpeculationConfig(num_speculative_tokens=4, tree=tree, num_tree_tokens=8, tree_topk=2)
         assert torch.equal(model.generate(**rows, **call, speculator=speculator, speculation_config=config), plain)
         texts.append(plain)
         learn(model, step)
@@ -207,9 +207,9 @@ def test_a_policy_gets_its_default_back() -> None:
     default = stored_for(model)
     for ends in ((True,), (False, True)):
         callback = RolloutCallback(NgramSpeculator(remember=100))
-        for is_whole in ends:
+        for is_unpadded in ends:
             callback.on_train_begin(None, None, None, model=model)
-            if is_whole:
+            if is_unpadded:
                 callback.on_train_end(None, None, None, model=model)
         assert stored_for(model) == default and default[1] is config
     RolloutCallback("ngram").on_train_begin(None, None, None, model=model)

@@ -303,7 +303,7 @@ def test_a_text_ends_where_the_paged_cache_does(batched):
 DRAFTS = {
     "ngram": ("ngram", None),
     "medusa": (demo.path("draft-medusa"), None),
-    "tree": (demo.path("draft-eagle3"), SpeculationConfig(tree="dynamic", tree_nodes=8)),
+    "tree": (demo.path("draft-eagle3"), SpeculationConfig(tree="dynamic", num_tree_tokens=8)),
     "mtp": (demo.path("draft-mtp"), None),
     "vanilla": (demo.path("draft-vanilla"), lambda speculator: speculator.settings(num_speculative_tokens=3)),
 }
@@ -332,12 +332,12 @@ def test_a_static_cache():
 def test_the_command_reads_the_options_of_transformers(monkeypatch):
     made = {}
     monkeypatch.setattr("hf_spec.serving.server.Server", lambda *args, **options: made.update(options, args=args))
-    ours = ["--speculator", str(DRAFT), "--tree", "dynamic", "--tree-nodes", "7"]
+    ours = ["--speculator", str(DRAFT), "--tree", "dynamic", "--num-tree-tokens", "7"]
     theirs = ["--port", "8123", "--compile", "--dtype", "float32", "--cb-num-blocks", "9"]
     assert main(["serve", *theirs[:2], TARGET, *ours, *theirs[2:]]) == 0
     name, speculator, config = made["args"]
     assert name == TARGET and type(speculator).__name__ == "Eagle3DraftModel"
-    assert (config(speculator).tree, config(speculator).tree_nodes) == ("dynamic", 7)
+    assert (config(speculator).tree, config(speculator).num_tree_tokens) == ("dynamic", 7)
     assert made["port"] == 8123 and made["compile"] and made["cb_num_blocks"] == 9
     assert made["dtype"] == "float32" and made["host"] == "localhost"
 

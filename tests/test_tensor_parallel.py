@@ -83,11 +83,13 @@ def work(folder: str) -> None:
     together = Slowed(AutoModelForCausalLM.from_pretrained(f"{folder}/draft", **shared))
     assert torch.equal(ours(speculator=together, num_speculative_tokens="auto"), plain)
     for tree in (None, "dynamic", TREE):
-        config = SpeculationConfig(num_speculative_tokens="auto", tree=tree, tree_top_k=2, tree_nodes=6)
+        config = SpeculationConfig(num_speculative_tokens="auto", tree=tree, tree_topk=2, num_tree_tokens=6)
         assert torch.equal(ours(**greedy, speculation_config=config), plain)
         ours(**greedy, speculation_config=config, do_sample=True)
-    ours(**greedy, speculation_config=SpeculationConfig(tree="sampled", tree_nodes=6, tree_top_k=2), do_sample=True)
-    ours(**greedy, speculation_config=SpeculationConfig(min_confidence=0.4), do_sample=True)
+    ours(
+        **greedy, speculation_config=SpeculationConfig(tree="sampled", num_tree_tokens=6, tree_topk=2), do_sample=True
+    )
+    ours(**greedy, speculation_config=SpeculationConfig(confidence_threshold=0.4), do_sample=True)
     assert torch.equal(ours(speculator=Whimsical()), plain)
     ours(speculator=Whimsical(), do_sample=True)
     # Each process has a clock of its own and random numbers of its own.

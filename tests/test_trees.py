@@ -13,7 +13,7 @@ from twins import path_to, paths_of
 
 from hf_spec import SpeculationConfig, sampling
 from hf_spec.drafts.trees import bushy, grow
-from hf_spec.proposal import ABSENT, Proposal
+from hf_spec.proposal import PAD_NODE, Proposal
 from hf_spec.sampling import draw_distinct, largest, likeliest
 from hf_spec.verify.rules import block_verification
 
@@ -98,7 +98,7 @@ def test_a_drawn_chain_carries_the_distribution_of_every_guess() -> None:
 
 def test_a_chain_ends_after_a_guess_without_confidence() -> None:
     draft = TableDraft(16)
-    proposal = draft.grow(5, min_confidence=0.5)
+    proposal = draft.grow(5, confidence_threshold=0.5)
     lengths = set()
     for row in range(16):
         path: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ def test_a_chain_ends_after_a_guess_without_confidence() -> None:
 def test_a_chain_goes_on_after_a_guess_as_sure_as_is_asked_for(has_head: bool) -> None:
     root, even = torch.zeros(2, dtype=torch.long), torch.tensor([math.log(0.5)] * 2).expand(2, -1)
     confidence = (lambda: torch.full((2,), 0.5)) if has_head else None
-    config = SpeculationConfig(min_confidence=0.5)
+    config = SpeculationConfig(confidence_threshold=0.5)
     proposal = grow(root, even, lambda *_: even[:, None], config, 4, False, confidence)
     assert proposal.present.all() and proposal.max_depth == 4
 
@@ -124,14 +124,14 @@ def test_a_chain_goes_on_after_a_guess_as_sure_as_is_asked_for(has_head: bool) -
 @pytest.mark.parametrize(("top_k", "nodes", "depth"), [(2, 5, 3), (3, 12, 4), (6, 40, 3), (4, 3, 2)])
 def test_a_dynamic_tree_keeps_the_most_probable_paths(top_k: int, nodes: int, depth: int) -> None:
     draft = TableDraft(3)
-    proposal = draft.grow(depth, tree="dynamic", tree_top_k=top_k, tree_nodes=nodes)
+    proposal = draft.grow(depth, tree="dynamic", tree_topk=top_k, num_tree_tokens=nodes)
     for row in range(3):
         assert sorted(paths_of(proposal, row)) == sorted(_dynamic_by_hand(draft, row, top_k, nodes, depth))
 
 
 def test_no_more_paths_are_followed_than_nodes_are_kept() -> None:
     draft = TableDraft(3)
-    draft.grow(3, tree="dynamic", tree_top_k=10**9, tree_nodes=4)
+    draft.grow(3, tree="dynamic", tree_topk=10**9, num_tree_tokens=4)
     assert draft.asked == 4
 
 
@@ -161,7 +161,7 @@ def test_a_dynamic_tree_of_sure_guesses_keeps_every_parent(nodes: int) -> None:
         return logits.scatter(-1, (tokens + 1)[..., None] % VOCABULARY, 40.0).log_softmax(-1)
 
     root = torch.zeros(1, dtype=torch.long)
-    config = SpeculationConfig(tree="dynamic", tree_top_k=3, tree_nodes=nodes)
+    config = SpeculationConfig(tree="dynamic", tree_topk=3, num_tree_tokens=nodes)
     found = paths_of(grow(root, log_probs(root), lambda tokens, *_: log_probs(tokens), config, 6, sample=False), 0)
     sure = (1, 2, 3, 4, 5, 0)
     assert {sure[:end] for end in range(1, 1 + min(nodes, len(sure)))} <= set(found)
@@ -209,7 +209,7 @@ def test_nothing_follows_a_guess_that_cannot_be(tree: object, sample: bool) -> N
     """Neither it nor what would stand after it is in the tree."""
     draft, sizes = NarrowDraft(8), set()
     torch.manual_seed(0)
-    proposal = draft.grow(3, sample=sample, tree=tree, tree_top_k=3, tree_nodes=12)
+    proposal = draft.grow(3, sample=sample, tree=tree, tree_topk=3, num_tree_tokens=12)
     for row in range(8):
         paths = paths_of(proposal, row)
         for path in paths:
@@ -222,13 +222,13 @@ def test_nothing_follows_a_guess_that_cannot_be(tree: object, sample: bool) -> N
 @pytest.mark.parametrize("tree", ["sampled", [(0,), (2,), (2, 5), (0, 0), (0, 1), (0, 1, 3)]])
 def test_drawn_siblings_differ_and_carry_their_parents_distribution(tree: object) -> None:
     draft = TableDraft(5)
-    proposal = draft.grow(3, sample=True, tree=tree, tree_top_k=3, tree_nodes=14)
+    proposal = draft.grow(3, sample=True, tree=tree, tree_topk=3, num_tree_tokens=14)
     assert proposal.q is not None
     for row in range(5):
         found = paths_of(proposal, row)
         assert len(set(found)) == len(found)
         for node, parent in enumerate(proposal.parents[row].tolist()):
-            if node and parent != ABSENT:
+            if node and parent != PAD_NODE:
                 assert parent < proposal.q.shape[1]
                 path = path_to(proposal, row, parent)
                 torch.testing.assert_close(proposal.q[row, parent], draft.log_probs(row, path).exp())

@@ -92,7 +92,7 @@ def test_slots_end_where_the_text_does(length: int, tree: Any) -> None:
     model = build("llama", max_position_embeddings=1024)
     ids = torch.randint(3, 99, (1, length), generator=torch.Generator().manual_seed(length))
     options = {"max_new_tokens": 270, "do_sample": False, "eos_token_id": None}
-    config = SpeculationConfig(tree=tree, num_speculative_tokens=2, tree_top_k=1, tree_nodes=2)
+    config = SpeculationConfig(tree=tree, num_speculative_tokens=2, tree_topk=1, num_tree_tokens=2)
     out = model.generate(ids, speculator=copy.deepcopy(model), speculation_config=config, **options)
     assert torch.equal(out, model.generate(ids, **options))
 
@@ -126,7 +126,7 @@ def test_more_may_have_become_text_than_was_guessed() -> None:
 @pytest.mark.parametrize("tree", [None, "dynamic", [(0,), (1,), (0, 0), (1, 0), (0, 0, 1)]])
 def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: Any) -> None:
     draft = build(name)
-    config = SpeculationConfig(tree=tree, tree_top_k=3, tree_nodes=9)
+    config = SpeculationConfig(tree=tree, tree_topk=3, num_tree_tokens=9)
     drafter, prompt = start(draft, config)
     texts = list(prompt["input_ids"])
     generator = torch.Generator().manual_seed(1)
@@ -225,7 +225,7 @@ def test_a_draft_stops_guessing_where_its_table_of_positions_ends(name: str, tre
     with pytest.raises((IndexError, RuntimeError)):
         draft(input_ids=torch.full((1, 30), 5))
     options = {"num_speculative_tokens": 4, "return_dict_in_generate": True}
-    config = SpeculationConfig(tree=tree, tree_top_k=2, tree_nodes=6)
+    config = SpeculationConfig(tree=tree, tree_topk=2, num_tree_tokens=6)
     for lengths, guesses in {(5, 3): True, (13, 5): True, (40, 3): False}.items():
         prompt = prompts(2, lengths=lengths)
         plain = target.generate(**prompt, max_new_tokens=30)
@@ -334,7 +334,7 @@ def test_a_draft_whose_logits_overflow_guesses_badly_and_no_more(shape: str) -> 
 @pytest.mark.parametrize(("threshold", "longest"), [(0.0, 4), (0.99, 1)])
 def test_a_confidence_threshold_ends_greedy_chains(threshold: float, longest: int) -> None:
     """Nobody needs probabilities in greedy chains, but for the threshold, which scores of another kind would pass."""
-    config = SpeculationConfig(num_speculative_tokens=4, min_confidence=threshold)
+    config = SpeculationConfig(num_speculative_tokens=4, confidence_threshold=threshold)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     out = target().generate(**prompts(1), speculator=draft(), speculation_config=config, **options)
-    assert len(out.speculation.counts.offered) == longest
+    assert len(out.speculation.counts.proposed_at) == longest

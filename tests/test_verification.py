@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hf_spec import SpeculationConfig, sampling
-from hf_spec.proposal import ABSENT, NO_PARENT, Proposal
+from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
 from hf_spec.sampling import draw
 from hf_spec.settings import AcceptanceRule, VerificationRule
 from hf_spec.verify import residual, rules
@@ -223,7 +223,7 @@ def test_traverse_accepts_more(name: str) -> None:
 def test_chain_equals_tree(rule: Rule, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual, "MANY", many)
     proposal, p = propose("chain_v3_l3")
-    ragged = proposal.parents.masked_fill(torch.arange(4) > torch.arange(ROUNDS)[:, None] % 4, ABSENT)
+    ragged = proposal.parents.masked_fill(torch.arange(4) > torch.arange(ROUNDS)[:, None] % 4, PAD_NODE)
     for chain in (proposal, replace(proposal, parents=ragged)):
         fast, slow = rule(chain, p, seeded(1)), rule(replace(chain, is_chain=False), p, seeded(1))
         assert torch.equal(fast.tokens, slow.tokens) and torch.equal(fast.path, slow.path)
@@ -237,7 +237,7 @@ def test_a_known_shape_changes_nothing(rule: Rule) -> None:
     assert shape == (NO_PARENT, 0, 0, 1, 1, 2, 2)
     for count in (7, 6, 4):
         dropped = torch.arange(7) >= torch.where(torch.arange(ROUNDS) % 2 == 0, 7, count)[:, None]
-        asked = replace(proposal, parents=proposal.parents.masked_fill(dropped, ABSENT))
+        asked = replace(proposal, parents=proposal.parents.masked_fill(dropped, PAD_NODE))
         verdicts = [rule(one, p, seeded(1)) for one in (asked, replace(asked, shape=shape))]
         assert all(torch.equal(getattr(verdicts[0], name), getattr(verdicts[1], name)) for name in ("tokens", "path"))
 
@@ -245,7 +245,7 @@ def test_a_known_shape_changes_nothing(rule: Rule) -> None:
 def test_drafter_may_stop_because_of_earlier_draws() -> None:
     def stopping(rule: Rule, proposal: Proposal, p: Tensor, generator: torch.Generator) -> VerificationResult:
         stopped = torch.nn.functional.pad((proposal.tokens[:, 1:-1] == 0).cumsum(1) > 0, (2, 0))
-        return rule(replace(proposal, parents=proposal.parents.masked_fill(stopped, ABSENT)), p, generator)
+        return rule(replace(proposal, parents=proposal.parents.masked_fill(stopped, PAD_NODE)), p, generator)
 
     assert lossless("chain_v3_l3", partial(stopping, token_verification))
     assert lossless("chain_v3_l3", partial(stopping, block_verification))
@@ -329,7 +329,7 @@ def random_tree(nodes: int, vocabulary: int, generator: torch.Generator) -> tupl
 def test_the_first_allowed_child_is_taken_from_the_root_on(share: float) -> None:
     generator, rows, widest = seeded(5), 200, 9
     trees = [random_tree(1 + row % widest, 5, generator)[1] for row in range(rows)]
-    parents = torch.tensor([tree + [ABSENT] * (widest - len(tree)) for tree in trees])
+    parents = torch.tensor([tree + [PAD_NODE] * (widest - len(tree)) for tree in trees])
     allowed = torch.rand(rows, widest, generator=generator) < share
     ends = []
     for tree, may in zip(trees, allowed.tolist(), strict=True):
@@ -352,7 +352,7 @@ def test_another_tree_in_every_row(rule: Rule) -> None:
     trees = [random_tree(size, vocabulary, generator) for size in sizes]
     p, q = torch.randn(2, len(sizes), widest, vocabulary, generator=generator).mul(1.5).softmax(-1)
     tokens = torch.tensor([tree + [0] * (widest - len(tree)) for tree, _ in trees])
-    parents = torch.tensor([tree + [ABSENT] * (widest - len(tree)) for _, tree in trees])
+    parents = torch.tensor([tree + [PAD_NODE] * (widest - len(tree)) for _, tree in trees])
     proposal = Proposal(
         *(x.repeat_interleave(copies, dim=0) for x in (tokens, parents)),
         max_depth=widest - 1,
@@ -462,7 +462,7 @@ def test_guesses_dropped_after_they_were_drawn_are_seen() -> None:
     def dropping(proposal: Proposal, p: Tensor, generator: torch.Generator) -> VerificationResult:
         dropped = torch.nn.functional.pad((proposal.tokens[:, 1:] == 0).cumsum(1) > 0, (1, 0))
         return block_verification(
-            replace(proposal, parents=proposal.parents.masked_fill(dropped, ABSENT)), p, generator
+            replace(proposal, parents=proposal.parents.masked_fill(dropped, PAD_NODE)), p, generator
         )
 
     assert not lossless("chain_v3_l3", dropping)
@@ -484,7 +484,7 @@ def test_follow_against_a_walk_by_hand() -> None:
     trees = [random_tree(size, vocabulary, generator) for size in (8, 8, 5, 3, 1, 8)] * 5
     for tokens, parents in trees:  # a copy of node 1 and what hangs on it must not matter
         tokens += [tokens[1], 0] if len(tokens) == 8 else [0] * (10 - len(tokens))
-        parents += [parents[1], 8] if len(parents) == 8 else [ABSENT] * (10 - len(parents))
+        parents += [parents[1], 8] if len(parents) == 8 else [PAD_NODE] * (10 - len(parents))
     chosen = torch.randint(vocabulary, (len(trees), 10), generator=generator)
     calls = []
 
@@ -548,7 +548,7 @@ class TestEdges:
 
     def test_rows_without_guesses(self, rule: Rule, is_chain: bool) -> None:
         proposal, p = chain_of(torch.tensor([0.1, 0.9]), torch.tensor([0.5, 0.5]), copies=20_000)
-        parents = proposal.parents.masked_fill(torch.arange(4) > 0, ABSENT)
+        parents = proposal.parents.masked_fill(torch.arange(4) > 0, PAD_NODE)
         verdict = rule(replace(proposal, parents=parents, is_chain=is_chain), p, seeded())
         assert (verdict.counts == 1).all()
         assert deviation(verdict.tokens[:, 0], torch.tensor([0.1, 0.9])) < TOO_FAR

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 
 CHAIN = SpeculationConfig(num_speculative_tokens=4)
-TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_top_k=2, tree_nodes=6)
+TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=6)
 SHAPES = {"chain": CHAIN, "tree": TREE}
 DEPTHS = {"gemma3n_text": 4, "gemma2": 4, "qwen3_next": 4}  # two layers of each kind
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..counting import uploaded
 from ..drafts.base import AcceptedTokens, Drafter
 from ..metrics import SpeculationStats
-from ..proposal import ABSENT, Proposal
+from ..proposal import PAD_NODE, Proposal
 
 
 @dataclass(eq=False)
@@ -151,11 +151,11 @@ def accepted_of(rows: Sequence[Row], device: torch.device) -> AcceptedTokens:
 
 
 def guesses_of(proposal: Proposal) -> list[Guess]:
-    """Split a proposal into its rows; ABSENT nodes at the end are dropped."""
+    """Split a proposal into its rows; PAD_NODE nodes at the end are dropped."""
     both = torch.stack([proposal.tokens, proposal.parents], dim=1).tolist()  # in one transfer
     guesses = []
     for row, (tokens, parents) in enumerate(both):
-        count = max(i for i, parent in enumerate(parents) if parent != ABSENT) + 1
+        count = max(i for i, parent in enumerate(parents) if parent != PAD_NODE) + 1
         q = None if proposal.q is None else proposal.q[row]
         chosen = None if proposal.chosen is None else proposal.chosen[row, :count].tolist()
         guesses.append(Guess(tokens[:count], parents[:count], proposal.is_chain, q, chosen))
@@ -163,12 +163,12 @@ def guesses_of(proposal: Proposal) -> list[Guess]:
 
 
 def proposal_of(guesses: Sequence[Guess], device: torch.device) -> Proposal:
-    """Batch the proposals of single requests, the smaller ones padded with ABSENT nodes."""
+    """Batch the proposals of single requests, the smaller ones padded with PAD_NODE nodes."""
     width = max(len(guess.tokens) for guess in guesses)
     both = torch.tensor(
         [
             [guess.tokens + [0] * (width - len(guess.tokens)) for guess in guesses],
-            [guess.parents + [ABSENT] * (width - len(guess.parents)) for guess in guesses],
+            [guess.parents + [PAD_NODE] * (width - len(guess.parents)) for guess in guesses],
         ],
         device=device,
     )  # (2, rows, nodes)

@@ -221,9 +221,9 @@ class _Processor(ContinuousBatchProcessor):
         futures, speculation = self._io.requests_in_batch, self.speculation
         self._scored = [self._what_is_scored(future) for future in futures if future.has_new_token]
         rows = [one.row for one in self._scored]
-        with speculation.timed("verify", rows):
+        with speculation.timed("target", rows):
             logits, features = self._forward(model)
-        with speculation.timed("choose", rows):
+        with speculation.timed("verify", rows):
             self._emitted = speculation.verify(self._scored, logits, self._warp, self.return_logprobs)
         return features
 

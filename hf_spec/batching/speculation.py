@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..decoding.draft_length import Situation, draft_length_policy
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask, network_of
 from ..metrics import Counts, Part, SpeculationStats
-from ..parallel import Ranks
+from ..parallel import ModelParallelGroup
 from ..policy.base import MAX_LENGTH, DraftSource, StepObservation
 from ..policy.fixed import unbounded
 from ..proposal import Proposal, tree_from_paths
@@ -98,7 +98,7 @@ class Speculation:
     ) -> None:
         self.asked = asked
         self.model, self.speculator, self.sample = model, speculator, sample
-        self._ranks = Ranks(model)
+        self._ranks = ModelParallelGroup(model)
         situation = Situation(model, speculator, sample, batch_size=1, prompt_length=1, way=("requests",))
         self.config, self.policy = draft_length_policy(config, asked, situation, self._ranks)
         self._source = DraftSource.NGRAM if network_of(speculator) is None else DraftSource.MODEL
@@ -117,7 +117,7 @@ class Speculation:
         tree = self.config.tree
         if tree is None:
             return self.policy.longest
-        return self.config.tree_nodes if isinstance(tree, str) else len(tree_from_paths(tree)[0])
+        return self.config.num_tree_tokens if isinstance(tree, str) else len(tree_from_paths(tree)[0])
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -259,14 +259,14 @@ class Speculation:
         limit: int,
     ) -> Proposal:
         with self._draft_log_probs.asked(rows, warp):
-            proposal = self._ranks.agree_on_proposal(ask(drafter, accepted, limit))
-        return proposal.within([rooms.get(row, 0) for row in rows])
+            proposal = self._ranks.broadcast_proposal(ask(drafter, accepted, limit))
+        return proposal.truncate_rows([rooms.get(row, 0) for row in rows])
 
     def _start(self, row: Row) -> Drafter:
         """Start the drafter of one request behind the tokens of its prompt."""
         prompt = torch.tensor([row.request.initial_tokens], device=self.model.device)  # (1, prompt)
         features = torch.cat(row.features, dim=1) if row.features else None
-        sample = self._verifier.takes_samples and self.config.draft_sampling is not False
+        sample = self._verifier.takes_samples and self.config.sample_draft
         mask = torch.ones_like(prompt)
         asked = (self.model, prompt, mask, features, self.config, self._draft_log_probs, sample)
         request = DraftContext(*asked, policy=unbounded(self.policy.acceptance))

@@ -78,8 +78,8 @@ def add_device_options(add: Any) -> None:
 def add_proposal_options(add: Any) -> None:
     """Declare how much is guessed; ``configured`` reads it."""
     add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")
-    add("--tree-top-k", type=at_least(1), metavar="N", help="children per node of a dynamic or sampled tree")
-    add("--tree-nodes", type=at_least(1), metavar="N", help="guesses in a dynamic or sampled tree")
+    add("--tree-topk", type=at_least(1), metavar="N", help="children per node of a dynamic or sampled tree")
+    add("--num-tree-tokens", type=at_least(1), metavar="N", help="guesses in a dynamic or sampled tree")
 
 
 def add_speculator(add: Any) -> None:
@@ -99,7 +99,7 @@ def add_answer_options(add: Any, length: int) -> None:
 
 def configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
     """Add the options that are given to what the draft itself wants."""
-    options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_top_k", "tree_nodes")}
+    options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_topk", "num_tree_tokens")}
     changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
     return speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
 

@@ -30,7 +30,7 @@ SMALL_LEGEND = """
 τ is what a larger target would gain from: the forwards of this one, {small:.1f} million parameters, cost little more
 than guessing."""
 WARM = 8  # new tokens of a first run that does not count
-SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_top_k": 4, "tree_nodes": 12})
+SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_topk": 4, "num_tree_tokens": 12})
 STORIES = (
     "Once upon a time, there was a little dog named Max.",
     "One day, Lily and her mom went to the park.",

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator, network_of
-from ..parallel import Ranks
+from ..parallel import ModelParallelGroup
 from ..policy.acceptance import AcceptanceEstimator
 from ..policy.adaptive import MARGIN, AdaptiveLength, Idle
 from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource
@@ -51,7 +51,7 @@ class Situation:
 
 
 def draft_length_policy(
-    config: SpeculationConfig, asked: SpeculationConfig | None, situation: Situation, ranks: Ranks
+    config: SpeculationConfig, asked: SpeculationConfig | None, situation: Situation, ranks: ModelParallelGroup
 ) -> tuple[SpeculationConfig, DraftLengthPolicy]:
     """Return the settings and the policy of a call; ``config`` follows from what the user ``asked`` for.
 
@@ -64,7 +64,7 @@ def draft_length_policy(
     if not is_asked and rule.lossy is not None and (situation.samples or rule.when_greedy):
         reason, is_asked = f'fixed, because acceptance="{config.acceptance}" is not lossless', True
     needs_seed = situation.samples and config.verification != "exact" and is_seeded(situation.device)
-    is_asked, needs_seed = ranks.agree((is_asked, needs_seed))
+    is_asked, needs_seed = ranks.broadcast((is_asked, needs_seed))
     first = _first(config, situation.speculator)
     profile = _profile(config, situation)
     if is_asked and not wants_auto:
@@ -75,9 +75,14 @@ def draft_length_policy(
 
 
 def _adaptive(
-    config: SpeculationConfig, situation: Situation, ranks: Ranks, profile: Profile, first: int, by_shapes: bool
+    config: SpeculationConfig,
+    situation: Situation,
+    ranks: ModelParallelGroup,
+    profile: Profile,
+    first: int,
+    by_shapes: bool,
 ) -> AdaptiveLength:
-    agree: Callable[[DraftPlan], DraftPlan] = ranks.agree
+    agree: Callable[[DraftPlan], DraftPlan] = ranks.broadcast
     longest = min(MAX_LENGTH, _tree_depth(config) or MAX_LENGTH)
     first = min(first, longest)
     shapes: StepCost = _shape_cost(config, situation) if by_shapes else profile.cost
@@ -85,7 +90,7 @@ def _adaptive(
         costs_of = _shares(shapes) if by_shapes else functools.partial(costs_of_widths, situation.target)
         known: dict[int, int] = {} if by_shapes else profile.static_lengths
         acceptance = AcceptanceEstimator() if by_shapes else profile.acceptance
-        first = ranks.agree(static_length(known, acceptance, situation.batch_size, first, costs_of))
+        first = ranks.broadcast(static_length(known, acceptance, situation.batch_size, first, costs_of))
     lengths: Sequence[int] = (0, first) if situation.is_static else range(longest + 1)
     if by_shapes:
         basis = "by acceptance and shapes, because a seed was set"
@@ -95,7 +100,7 @@ def _adaptive(
         ranks.is_alone
         and situation.target.dtype in HALF  # float32 steps do not get dearer evenly: 1.86 instead of 2.05 times plain
         and situation.speculator.supports_early_stop
-        and (config.tree, config.min_confidence, situation.is_static, situation.way) == (None, 0, False, ())
+        and (config.tree, config.confidence_threshold, situation.is_static, situation.way) == (None, 0, False, ())
     )
     shared = profile.cost, profile.acceptance, profile.idle
     return AdaptiveLength(*shared, first, lengths, stops_early, agree=agree)
@@ -113,7 +118,7 @@ def _tree_depth(config: SpeculationConfig) -> int:
 
 
 def _profile(config: SpeculationConfig, situation: Situation) -> Profile:
-    shape = str(config.tree), config.tree_top_k, config.tree_nodes, config.min_confidence
+    shape = str(config.tree), config.tree_topk, config.num_tree_tokens, config.confidence_threshold
     rule = config.acceptance, config.accept_k, config.accept_tolerance, situation.samples
     machine = str(situation.device), situation.target.dtype, prompt_class(situation.prompt_length)
     key = (*situation.speculator.profile_key, *shape, *rule, *machine, situation.is_static, *situation.way)
@@ -158,8 +163,8 @@ def _nodes(config: SpeculationConfig, length: int) -> int:
         return length
     if not isinstance(config.tree, str):
         return len(tree_from_paths([path[:length] for path in config.tree])[0]) - 1 if length else 0
-    whole: int = sum(config.tree_top_k**depth for depth in range(1, 1 + length))
-    return min(config.tree_nodes, whole)
+    whole: int = sum(config.tree_topk**depth for depth in range(1, 1 + length))
+    return min(config.num_tree_tokens, whole)
 
 
 def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:

@@ -18,7 +18,7 @@ from ..counting import uploaded
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
 from ..drafts.lazy import LazyDrafter
 from ..metrics import SpeculationStats
-from ..parallel import Ranks
+from ..parallel import ModelParallelGroup
 from ..policy.base import DraftLengthPolicy, DraftSource, StepObservation
 from ..policy.fixed import unbounded
 from ..proposal import Proposal
@@ -81,7 +81,7 @@ class SpeculativeDecoding:
     ) -> Tensor | SpeculativeOutput:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = speculator.settings(self.config)
-        ranks = Ranks(model)
+        ranks = ModelParallelGroup(model)
         text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
         is_static = isinstance(cache_among(model_kwargs), StaticCache)
         prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
@@ -128,7 +128,7 @@ class Call:
         speculator: Speculator,
         config: SpeculationConfig,
         text: Text,
-        ranks: Ranks,
+        ranks: ModelParallelGroup,
         policy: DraftLengthPolicy,
         logits_processor: LogitsProcessorList,
         generation_config: GenerationConfig,
@@ -180,7 +180,7 @@ class Call:
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             score = functools.partial(self.target.prefill_guessing, input_ids, config, kwargs)
-            return self._step(root, score, self.target.take_back_prompt)
+            return self._step(root, score, self.target.restore_prompt_cache)
         scores = self.target.prefill(input_ids, config, kwargs)
         if self.target.compiles:
             self._compile_the_rest(config.compile_config)
@@ -250,22 +250,22 @@ class Call:
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
             limit = min(self.policy.longest, max(room))
-            proposal = self.ranks.agree_on_proposal(self.drafter.propose(accepted, limit))
-            proposal = self.target.fit(proposal.within(room), min(self.policy.planned, limit))
+            proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
+            proposal = self.target.fit(proposal.truncate_rows(room), min(self.policy.planned, limit))
             self._align(proposal)
-        with self.stats.timed("verify"):
+        with self.stats.timed("target"):
             scores = score(proposal)
-        with self.stats.timed("choose"):
+        with self.stats.timed("verify"):
             choice = self._choose(proposal, scores)
         self._note_compilation()
         if choice is None:
             usual, proposal = False, Proposal.nothing(proposal.root)
-            with self.stats.timed("verify"):
+            with self.stats.timed("target"):
                 take_back()
                 scores = score(proposal)
             choice = self._choose(proposal, scores)
             assert choice is not None  # there was no guess to blame
-        with self.stats.timed("choose"):
+        with self.stats.timed("verify"):
             in_place = proposal.is_chain or choice.in_place
             self.target.commit(choice.path, choice.kept, in_place, choice.counts)
             self.block = None
@@ -288,7 +288,7 @@ class Call:
         if self.compiler is not None:
             self.stats.compiled(self.compiler.graphs.made, self.compiler.graphs.seconds, "propose")
         if (compiled := self.emitter.verifier.compiled) is not None:
-            self.stats.compiled(compiled.graphs.made, compiled.graphs.seconds, "choose")
+            self.stats.compiled(compiled.graphs.made, compiled.graphs.seconds, "verify")
 
     def _choose(self, proposal: Proposal, scores: Scores) -> StepResult | None:
         self.block = proposal, self.text.row_lengths
@@ -302,7 +302,7 @@ class Call:
         """
         emitted = self.text.shown - self.text.prompt_length
         if emitted == 0:
-            self.target.take_back_prompt()
+            self.target.restore_prompt_cache()
         elif self.target.slots.cache_is_the_users:
             if self.block is not None and self.target.slots.cache.rows.open:
                 self.target.commit(*self._shown_path(*self.block))
@@ -322,8 +322,8 @@ class Call:
 
     def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> LazyDrafter:
         """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
-        sample = self.emitter.takes_samples and self.config.draft_sampling is not False
-        only_best = self.config.tree is None and not sample and self.config.min_confidence == 0
+        sample = self.emitter.takes_samples and self.config.sample_draft
+        only_best = self.config.tree is None and not sample and self.config.confidence_threshold == 0
         distribution = self.processors.draft_distribution(only_best)
         asked = (self.model, read, mask, features, self.config, distribution, sample)
         rows, free = len(self.text.rows), unbounded(self.policy.acceptance)
@@ -347,7 +347,7 @@ class Call:
     def output(self) -> Tensor | SpeculativeOutput:
         """Close the stream and return what ``generate`` returns."""
         if self._returns_cache and (early := self._ended_early()):
-            with self.stats.timed("verify"):
+            with self.stats.timed("target"):
                 self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
         self.stats.finish()
         self.stats.draft_lengths = str(self.policy)
@@ -369,7 +369,7 @@ class Call:
 
     def _warn_if_never_right(self) -> None:
         counts = self.stats.counts
-        if counts.accepted == 0 and counts.offered and counts.offered[0] >= NEVER_RIGHT:
+        if counts.accepted == 0 and counts.proposed_at and counts.proposed_at[0] >= NEVER_RIGHT:
             logger.warning_once(
                 f"{type(self.speculator).__name__}: none of its guesses was right in {NEVER_RIGHT} steps or more, so "
                 "they only cost time. Either the draft is not trained yet, or it was trained for another target or "

@@ -131,8 +131,10 @@ def diagnose(
 
 
 def _offered(answers: Sequence[Answer]) -> list[int]:
-    widest = max((len(answer.row.offered) for answer in answers), default=0)
-    return [sum(answer.row.offered[i] for answer in answers if i < len(answer.row.offered)) for i in range(widest)]
+    widest = max((len(answer.row.proposed_at) for answer in answers), default=0)
+    return [
+        sum(answer.row.proposed_at[i] for answer in answers if i < len(answer.row.proposed_at)) for i in range(widest)
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ class _Case:
         return float(whole.sum(1).mean())
 
     def measured(self) -> list[float]:
-        reached = [sum(a.row.reached[i] for a in self.answers if i < len(a.row.reached)) for i in range(self.depth)]
+        reached = [
+            sum(a.row.accepted_at[i] for a in self.answers if i < len(a.row.accepted_at)) for i in range(self.depth)
+        ]
         return [count / max(1, asked) for count, asked in zip(reached, _offered(self.answers), strict=False)]
 
     def expected(self) -> list[float]:

@@ -76,7 +76,7 @@ class DraftContext:
         return [[*compress(ids, mask)] for ids, mask in pairs]
 
 
-def guess_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor:
+def draft_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor:
     """Turn logits (..., draft vocabulary) of ``draft`` into the log-probabilities of guesses over the target's."""
     whole: Tensor = draft.over_target(logits)
     if (missing := request.vocabulary - whole.shape[-1]) != 0:  # negative: the target's head knows fewer tokens

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
-from .base import AcceptedTokens, DraftContext, Drafter, DraftOutput, guess_log_probs
+from .base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from .static import OpenKeys, StaticDrafter, StaticKeys, Told, as_mask
 from .trees import Ahead, at_depth, grow
 
@@ -20,7 +20,7 @@ class BlockGrowth:
 
     def __init__(self, draft: Any, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
         assert output.logits is not None
-        self._by_depth = guess_log_probs(draft, request, output.logits)  # (batch, depths, vocabulary)
+        self._by_depth = draft_log_probs(draft, request, output.logits)  # (batch, depths, vocabulary)
 
     @property
     def first(self) -> Tensor:

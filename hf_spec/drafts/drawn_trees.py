@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..counting import numbers, repeated
-from ..proposal import ABSENT, NO_PARENT, Proposal
+from ..proposal import NO_PARENT, PAD_NODE, Proposal
 from ..sampling import draw_distinct
 from .forest import Forest, Step
 
@@ -151,7 +151,7 @@ class _Grown(NamedTuple):
         if self.picked:
             node = torch.cat([node, places.gather(1, torch.cat(self.picked, dim=1) + plan.first)], dim=1)
         tokens = root[:, None].repeat(1, plan.nodes + 2).scatter_(1, places, drawn)
-        parents = torch.full_like(tokens, ABSENT).scatter_(1, places, node.index_select(1, plan.above))
+        parents = torch.full_like(tokens, PAD_NODE).scatter_(1, places, node.index_select(1, plan.above))
         parents[:, 0] = NO_PARENT
         by_node = q.new_zeros((*tokens.shape, q.shape[-1])).scatter_(1, node[:, :, None].expand_as(q), q)
         return Proposal(tokens[:, :-1], parents[:, :-1], len(plan.levels), by_node[:, :-1])

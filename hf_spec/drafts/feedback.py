@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ..proposal import Proposal
 from ..scoring.plain import readable
-from .base import AcceptedTokens, DraftContext, Drafter, guess_log_probs
+from .base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
 from .readers import Reader, StaticReader
 from .static import StaticDrafter, Told, reseated
 from .trees import Ahead, grow
 
 
-class FeedbackDrafter(StaticDrafter):
+class AutoregressiveDrafter(StaticDrafter):
     """Keep what the readers of a draft have read in one call.
 
     ``draft`` is a ``DraftModel`` or has its ``forward``, ``layer_config``, ``device``, ``dtype``, ``num_readers`` and
@@ -70,7 +70,7 @@ class FeedbackDrafter(StaticDrafter):
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         readers, logits = self._read(told)
         growth = _Growth(self._draft, self._request, readers, self._behind)
-        log_probs = guess_log_probs(self._draft, self._request, logits)[:, 0]
+        log_probs = draft_log_probs(self._draft, self._request, logits)[:, 0]
         request = self._request
         config, sample, more = request.config, request.sample, request.keep_drafting
         return grow(told.root, log_probs, growth.step, config, limit, sample, ahead=ahead, keep_drafting=more)
@@ -110,7 +110,7 @@ class FeedbackDrafter(StaticDrafter):
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, unless some are padded."""
-        assert isinstance(other, FeedbackDrafter)
+        assert isinstance(other, AutoregressiveDrafter)
         if not all(mine.join(theirs) for mine, theirs in zip(self._readers, other._readers, strict=True)):
             return False
         self._behind = [torch.cat(pair) for pair in zip(self._behind, other._behind, strict=True)]
@@ -135,7 +135,7 @@ class _Growth:
         """Read new nodes, as a ``Step`` does: log-probabilities (batch, new, vocabulary)."""
         read = self._read_by_several if depth < len(self._readers) else self._read_by_last
         logits, self._hidden = read(tokens, depth, self._of_parents(parents, tokens.shape[1]), ancestors)
-        return guess_log_probs(self._draft, self._request, logits)
+        return draft_log_probs(self._draft, self._request, logits)
 
     def _of_parents(self, parents: Tensor | None, count: int) -> Callable[[int], Tensor]:
         """Return the function from the number of a reader to what it made of ``parents`` (batch, ``count``)."""

@@ -63,7 +63,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _skip_keys_device_placement = ["past_key_values", CACHE]  # noqa: RUF012
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
 
-    num_readers = 1  # see FeedbackDrafter
+    num_readers = 1  # see AutoregressiveDrafter
     ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.keep_drafting`` after each token of a chain
     layers: nn.ModuleList
     d2t: Tensor | None

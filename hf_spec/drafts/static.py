@@ -304,8 +304,8 @@ class CompiledDrafter(Drafter):
             self._inner.read(self._told(rest, rest.tokens.shape[1]))
         told = self._told(accepted, width)
         proposal = self._compiler(_guess, self._inner.draft, self._inner, told, self._depth, self._ahead(limit))
-        proposal = proposal.each(lambda one: lasting(one[: len(amounts)]))
-        return proposal.shallower(limit).to(accepted.tokens.device)
+        proposal = proposal.map_tensors(lambda one: lasting(one[: len(amounts)]))
+        return proposal.truncate(limit).to(accepted.tokens.device)
 
     def _ahead(self, limit: int) -> Ahead:
         request, inner, rows = self._request, self._inner, len(self._lengths)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..counting import numbers, repeated
-from ..proposal import ABSENT, NO_PARENT, Proposal, tree_from_paths
+from ..proposal import NO_PARENT, PAD_NODE, Proposal, tree_from_paths
 from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes, widest_float
 from ..settings import SpeculationConfig
 from .drawn_trees import Plan, grow_drawn, plan_drawn
@@ -56,7 +56,7 @@ class Ahead:
         layout, plan = None, None
         draws: Sequence[tuple[Shape, int]]
         if config.tree == "dynamic" and sample:
-            plan = plan_drawn(config.tree_top_k, config.tree_nodes, depth, vocabulary, device)
+            plan = plan_drawn(config.tree_topk, config.num_tree_tokens, depth, vocabulary, device)
             draws = [((rows, level.width), level.children) for level in plan.levels]
         elif config.tree is None or config.tree == "dynamic":
             draws = [((rows,), 1)] * depth
@@ -75,8 +75,8 @@ class Ahead:
 def most_looked_behind(config: SpeculationConfig, depth: int) -> int:
     """Return how many nodes a draft is asked to look behind at most while a proposal of this depth grows."""
     if isinstance(config.tree, str | None):
-        width = 1 if config.tree is None else max(config.tree_top_k, 1)
-        return depth * width if config.tree != "sampled" else config.tree_nodes
+        width = 1 if config.tree is None else max(config.tree_topk, 1)
+        return depth * width if config.tree != "sampled" else config.num_tree_tokens
     return len(tree_from_paths(config.tree)[0])
 
 
@@ -84,7 +84,7 @@ def _paths(config: SpeculationConfig, limit: int, sample: bool) -> tuple[tuple[i
     """List the paths of a static tree of at most ``limit`` levels."""
     paths: list[tuple[int, ...]]
     if config.tree == "sampled":
-        paths = bushy(config.tree_top_k, config.tree_nodes, limit)
+        paths = bushy(config.tree_topk, config.num_tree_tokens, limit)
     else:
         paths = [tuple(path[:limit]) for path in config.tree or ()]  # type: ignore[arg-type]  # no word is left
     return tuple(_without_gaps(paths) if sample else paths)
@@ -129,8 +129,8 @@ def grow(
     if ahead.layout is not None:
         return _static(root, log_probs, step, ahead.layout, ahead.noise)
     if config.tree is None:
-        return _chain(root, log_probs, step, limit, ahead.noise, config.min_confidence, confidence, in_graph)
-    return _dynamic(root, log_probs, step, limit, config.tree_top_k, config.tree_nodes)
+        return _chain(root, log_probs, step, limit, ahead.noise, config.confidence_threshold, confidence, in_graph)
+    return _dynamic(root, log_probs, step, limit, config.tree_topk, config.num_tree_tokens)
 
 
 def _chain(
@@ -139,20 +139,20 @@ def _chain(
     step: Step,
     limit: int,
     noise: list[Tensor],
-    min_confidence: float,
+    confidence_threshold: float,
     confidence: Confidence | None,
     in_graph: bool,
 ) -> Proposal:
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
-    least = math.log(min_confidence) if min_confidence > 0 else None
+    least = math.log(confidence_threshold) if confidence_threshold > 0 else None
     counts = repeated(0, len(root), root.device)
     going = counts == 0 if least is not None else counts
     for depth in range(limit):
         if depth:
             log_probs = step(guesses[-1][:, None], depth, None, None)[:, 0]
         if least is not None and confidence is not None:  # asked before the guess is in, of which it knows nothing
-            going = going & (confidence() >= min_confidence)
+            going = going & (confidence() >= confidence_threshold)
             if not in_graph and not bool(going.any()):
                 break
         guess = draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else likeliest(log_probs)
@@ -255,7 +255,7 @@ def _static(
         possible = (log_probs.gather(2, ordered) > -torch.inf)[:, level.place, rank] & (rank == level.rank)
         parent = level.nodes[level.place]
         tokens[:, level.children] = ordered[:, level.place, rank]
-        above[:, level.children] = torch.where(possible & (above[:, parent] != ABSENT), parent, ABSENT)
+        above[:, level.children] = torch.where(possible & (above[:, parent] != PAD_NODE), parent, PAD_NODE)
     return Proposal(tokens, above, len(levels), q, shape=tuple(parents))
 
 
@@ -298,7 +298,7 @@ def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
     place = torch.zeros_like(tokens).scatter(1, kept, numbers(nodes, root.device, 1).expand_as(kept))
     above = parents.gather(1, kept)
     above = place.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
-    above = above.masked_fill(scores.gather(1, kept) == -torch.inf, ABSENT)
+    above = above.masked_fill(scores.gather(1, kept) == -torch.inf, PAD_NODE)
     top = torch.full_like(root, NO_PARENT)[:, None]
     return Proposal(torch.cat([root[:, None], tokens.gather(1, kept)], 1), torch.cat([top, above], 1), depth)
 

@@ -37,7 +37,7 @@ _not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # 
 _masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
-class StaticRunner(ModelRunner):
+class StaticCacheRunner(ModelRunner):
     """A runner over a ``StaticCache``: one forward of fixed shape between two commits.
 
     ``widest`` is the number of nodes of a complete proposal, if that is always the same.
@@ -126,7 +126,7 @@ class StaticRunner(ModelRunner):
         its state before the prompt instead.
         """
         if len(set(self.slots.lengths)) > 1 and any(layer.window for layer in self.slots.cache.slot_layers):
-            self.take_back_prompt()
+            self.restore_prompt_cache()
         else:
             super().abandon(committed)
 

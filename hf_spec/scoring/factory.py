@@ -10,9 +10,9 @@ from transformers.cache_utils import StaticCache
 
 from .architectures import keeps_own_states
 from .cache import has_states
-from .compiled import StaticRunner
+from .compiled import StaticCacheRunner
 from .plain import difference, input_device, plain_logits, precision
-from .recurrent import LazyRunner, StepRunner
+from .recurrent import PerTokenRunner, SnapshotRunner
 from .runner import ModelRunner
 from .trials import tried_once
 
@@ -41,12 +41,12 @@ def runner_for(
                 f"{type(model).__name__} cannot be a draft: it keeps recurrent states in a cache of its own kind, "
                 "which takes back one chain of guesses at a time. Use another draft, or 'ngram'."
             )
-        return LazyRunner(model, feature_layers, hidden_states)
+        return SnapshotRunner(model, feature_layers, hidden_states)
     if isinstance(cache, StaticCache):
-        return StaticRunner(model, feature_layers, hidden_states, widest)
+        return StaticCacheRunner(model, feature_layers, hidden_states, widest)
     if not has_states(cache):
         return ModelRunner(model, feature_layers, hidden_states)
-    kind = LazyRunner if one_chain and reads_blocks(model) else StepRunner
+    kind = SnapshotRunner if one_chain and reads_blocks(model) else PerTokenRunner
     return kind(model, feature_layers, hidden_states)
 
 

@@ -1,6 +1,6 @@
 """Targets and drafts with a recurrent state, from which rejected draft tokens cannot be removed.
 
-``LazyRunner`` (*lazy commit*) is for chains. The state is saved at the last point where everything read was accepted.
+``SnapshotRunner`` (*lazy commit*) is for chains. The state is saved where everything read so far was accepted.
 When a block holds a rejected token, the state is rolled back to that point. The accepted tokens of the block are
 *carried*: they become the head of the next block, so that no extra forward is needed. ::
 
@@ -9,7 +9,7 @@ When a block holds a rejected token, the state is rolled back to that point. The
     block 2     [ x5 a | x7 | d  e ]    state rolled back; x5 and a are carried, x7 is the root
     block 3     [ x9 | ...              all of block 2 was accepted: its state is saved, nothing is carried
 
-``StepRunner`` is for trees, for drafts, and for models that read a block differently from single tokens. Inside one
+``PerTokenRunner`` is for trees, for drafts, and for models that read a block unlike single tokens. Inside one
 forward every recurrent layer reads token by token, each from the state after its parent. It keeps a state per open
 node; nothing is carried.
 """
@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
 from ..counting import numbers_of, uploaded
-from ..proposal import ABSENT, NO_PARENT, Proposal
+from ..proposal import NO_PARENT, PAD_NODE, Proposal
 from .cache import SlotCache
 from .hooks import hooked
 from .layers import keeps_state
@@ -127,7 +127,7 @@ class RecurrentRunner(ModelRunner):
             self.release(committed)
 
 
-class LazyRunner(RecurrentRunner):
+class SnapshotRunner(RecurrentRunner):
     """A runner for chains with lazy commit: the saved state may lag behind the accepted tokens."""
 
     _states: States
@@ -153,7 +153,7 @@ class LazyRunner(RecurrentRunner):
         longest = min(max(room), proposal.max_depth)
         steps = torch.arange(1 + longest, device=proposal.tokens.device)
         beyond = steps > uploaded(room, steps.device)[:, None]
-        parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, ABSENT)
+        parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, PAD_NODE)
         q = None if proposal.q is None else proposal.q[:, :longest]
         chosen = None if proposal.chosen is None else proposal.chosen[:, : 1 + longest]
         return Proposal(proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True, chosen=chosen)
@@ -233,7 +233,7 @@ class LazyRunner(RecurrentRunner):
         return super()._length(row) + len(self._carried[row])
 
 
-class StepRunner(RecurrentRunner):
+class PerTokenRunner(RecurrentRunner):
     """A runner for trees: every recurrent layer reads token by token and keeps a state for each open node."""
 
     _states: NodeStates

@@ -216,7 +216,7 @@ class ModelRunner:
             kwargs["logits_to_keep"] = 1
         return self.prefill(input_ids, GenerationConfig(disable_compile=True), kwargs)
 
-    def take_back_prompt(self) -> None:
+    def restore_prompt_cache(self) -> None:
         """Restore transformers' cache to its state before the prompt."""
         if self._undo_prompt is not None:
             self._undo_prompt()

@@ -75,7 +75,7 @@ def _generate(
 def sums_of(counts: Counts, prompts: int) -> Tensor:
     """Return a vector to sum over processes: the ``counts`` of this process and the number of its ``prompts``."""
     flat = [prompts, counts.steps, counts.emitted]
-    for by_depth in (counts.offered, counts.reached):
+    for by_depth in (counts.proposed_at, counts.accepted_at):
         flat += [*by_depth[:DEPTH], *[0] * (DEPTH - len(by_depth))]
     return torch.tensor(flat, dtype=torch.float64)
 

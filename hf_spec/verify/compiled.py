@@ -27,7 +27,7 @@ class CompiledVerifier:
 
     def takes(self, proposal: Proposal) -> bool:
         """Tell whether there is a graph for ``proposal``: of chains, for those of one length."""
-        regular = proposal.is_whole or not proposal.is_chain
+        regular = proposal.is_unpadded or not proposal.is_chain
         return proposal.q is not None and regular and proposal.tokens.shape[1] == self._nodes
 
     def __call__(self, proposal: Proposal, logits: Tensor, scores: Tensor | None) -> tuple[VerificationResult, Tensor]:
@@ -38,7 +38,7 @@ class CompiledVerifier:
         rows, rule = len(logits), self._rule
         noise = _fill_up(uniform_noise(proposal.tokens.shape, logits.device))
         processed = None if scores is None else _fill_up(scores)
-        given = rule, proposal.each(_fill_up), _fill_up(logits), processed, noise
+        given = rule, proposal.map_tensors(_fill_up), _fill_up(logits), processed, noise
         result, table = self._compiler(_verify, rule, *given)
         path, tokens, counts = (lasting(part[:rows]) for part in (result.path, result.tokens, result.counts))
         return VerificationResult(path, tokens, counts), table[:rows]

@@ -79,7 +79,7 @@ def _without_earlier_siblings(proposal: Proposal, q: Tensor) -> Tensor:
     parents, tokens = proposal.parents[:, 1:], proposal.tokens[:, 1:]
     row = numbers(len(parents), q.device)
     left = q[row[:, None], parents.clamp(min=0)]
-    stays = ~proposal.elders[:, 1:, 1:]  # (batch, draft token, other draft token)
+    stays = ~proposal.earlier_siblings[:, 1:, 1:]  # (batch, draft token, other draft token)
     if proposal.chosen is not None:
         stays = stays | proposal.chosen[:, None, 1:]
     left.scatter_reduce_(2, tokens[:, None].expand(stays.shape), stays.to(q.dtype), "prod")
@@ -99,7 +99,7 @@ def _turns(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor, list[int]]:
         parent, child, sizes = order(proposal.shape, device)
         return numbers(len(proposal.tokens), device)[:, None], parent, child, sizes
     if torch.compiler.is_compiling():  # a graph cannot ask how many turns there are: each draft token has its own
-        parent = proposal.parents[:, 1:].clamp(min=0)  # an ABSENT one, sampled from nothing, takes nothing out of p
+        parent = proposal.parents[:, 1:].clamp(min=0)  # an PAD_NODE one, sampled from nothing, takes nothing out of p
         count = parent.shape[1]
         return numbers(len(parent), device)[:, None], parent, numbers(count, device, 1), [1] * count
     turns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -137,7 +137,7 @@ def _chain_probs(proposal: Proposal, p: Tensor, q: Tensor, joint: bool) -> tuple
     Then mass / (mass + 1 - w) is the h of Algorithm 2 in arXiv 2403.10444.
     """
     tokens, q = proposal.tokens[:, 1:], _with_points(proposal, q)
-    probability, not_sampled = _sampled_probs(q, tokens, None if proposal.is_whole else proposal.present[:, 1:])
+    probability, not_sampled = _sampled_probs(q, tokens, None if proposal.is_unpadded else proposal.present[:, 1:])
     weights, proposed = p[:, :-1], q.masked_fill(not_sampled[..., None], 0)
     ratio = _ratio(weights, tokens, probability)  # (batch, draft tokens)
     if joint:
@@ -159,7 +159,7 @@ def _large_chain_probs(proposal: Proposal, p: Tensor, q: Tensor, joint: bool) ->
     The residual is worked out after the last accepted node alone, in a dozen more operators.
     """
     tokens, q = proposal.tokens[:, 1:], _with_points(proposal, q)
-    probability, not_sampled = _sampled_probs(q, tokens, None if proposal.is_whole else proposal.present[:, 1:])
+    probability, not_sampled = _sampled_probs(q, tokens, None if proposal.is_unpadded else proposal.present[:, 1:])
     ratio = _ratio(p[:, :-1], tokens, probability)  # (batch, draft tokens)
     if joint:
         reach = _least_products(ratio)  # (batch, nodes)

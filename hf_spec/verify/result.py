@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..counting import numbers
-from ..proposal import ABSENT, Proposal
+from ..proposal import PAD_NODE, Proposal
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def result_table(proposal: Proposal, result: VerificationResult, finite: Tensor 
     if finite is None:
         return result.tokens
     parts = [result.counts[:, None], result.tokens, finite]
-    if not proposal.is_whole:
+    if not proposal.is_unpadded:
         parts.append(proposal.parents)
     if not proposal.is_chain:
         parts += [result.path, proposal.depth]
@@ -95,7 +95,7 @@ def read_table(proposal: Proposal, result: VerificationResult, table: Tensor) ->
         none = [0] * table.shape[0]
         return HostResult(table.tolist(), [[0]] * table.shape[0], none, none, are_finite=True, in_place=True)
     nodes, steps = proposal.tokens.shape[1], result.tokens.shape[1]
-    widths = [1, steps, nodes] + [nodes] * (not proposal.is_whole) + [steps, nodes] * (not proposal.is_chain)
+    widths = [1, steps, nodes] + [nodes] * (not proposal.is_unpadded) + [steps, nodes] * (not proposal.is_chain)
     ends = list(itertools.accumulate(widths))
     slices = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
     rows = [_read_row(proposal, [row[part] for part in slices]) for row in table.tolist()]
@@ -105,7 +105,7 @@ def read_table(proposal: Proposal, result: VerificationResult, table: Tensor) ->
 
 def _read_row(proposal: Proposal, parts: list[list[int]]) -> tuple[list[int], list[int], int, int, bool, bool]:
     [count], tokens, finite, *parts = parts
-    present = [parent != ABSENT for parent in parts.pop(0)] if not proposal.is_whole else [True] * len(finite)
+    present = [parent != PAD_NODE for parent in parts.pop(0)] if not proposal.is_unpadded else [True] * len(finite)
     path, depth = (list(range(len(tokens))), list(range(len(finite)))) if proposal.is_chain else parts
     return (
         tokens[:count],

@@ -55,7 +55,7 @@ def verify_against_tokens(proposal: Proposal, tokens: Tensor) -> VerificationRes
     if not proposal.is_chain:
         return _verify_tree_against_tokens(proposal, tokens)
     equal = proposal.tokens[:, 1:] == tokens[:, :-1]
-    if not proposal.is_whole:
+    if not proposal.is_unpadded:
         equal = equal & proposal.present[:, 1:]
     accepted = equal.cumprod(1).sum(1, keepdim=True)  # (batch, 1)
     path = numbers(tokens.shape[1], tokens.device).minimum(accepted)
@@ -64,7 +64,7 @@ def verify_against_tokens(proposal: Proposal, tokens: Tensor) -> VerificationRes
 
 def _verify_tree_against_tokens(proposal: Proposal, tokens: Tensor) -> VerificationResult:
     wrong = proposal.tokens != tokens.gather(1, proposal.parents.clamp(min=0))
-    if not proposal.is_whole:
+    if not proposal.is_unpadded:
         wrong = wrong | ~proposal.present
     path, accepted = path_to(proposal, deepest_node(proposal, wrong))
     return VerificationResult(path, tokens.gather(1, path), accepted + 1)
@@ -102,7 +102,7 @@ def block_verification(proposal: Proposal, p: Tensor, source: NoiseSource = None
 
 def _first_accepted(proposal: Proposal, allowed: Tensor, residual: Residual, noise: Tensor) -> VerificationResult:
     """Go from the root to the first ``allowed`` (batch, nodes) child until there is none; sample a token there."""
-    passed = ~allowed | (proposal.elders & allowed[:, None]).any(2)  # rejected, or an earlier sibling is taken
+    passed = ~allowed | (proposal.earlier_siblings & allowed[:, None]).any(2)  # or an earlier one is taken
     return _sample_after(proposal, deepest_node(proposal, passed), residual, noise)
 
 
@@ -119,13 +119,13 @@ def accept_typical(
 ) -> VerificationResult:
     """Accept the longest path of draft tokens that are typical of the target, and emit its best token. NOT lossless.
 
-    A token is typical if p(token) > min(``typical_threshold``, ``typical_alpha`` * exp(-entropy of p)). Of equally
+    A token is typical if p(token) > min(``posterior_threshold``, ``posterior_alpha`` * exp(-entropy of p)). Of equally
     long paths the most probable one is taken. Nothing is sampled, although the rule is for sampling alone. Source:
     Medusa (arXiv 2401.10774, section 3.3.1), its code for the 1e-5.
     """
     rows = torch.arange(p.shape[0], device=p.device)
     entropy = -(p * (p + 1e-5).log()).sum(-1)  # (batch, nodes)
-    least = (config.typical_alpha * (-entropy).exp()).clamp(max=config.typical_threshold)
+    least = (config.posterior_alpha * (-entropy).exp()).clamp(max=config.posterior_threshold)
     weight, parent = _target_probs(proposal, p)
     node = _longest_path(proposal, weight, weight > least.gather(1, parent))
     return emit_path(proposal, node, p[rows, node].argmax(-1))

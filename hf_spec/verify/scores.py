@@ -84,7 +84,7 @@ class NodeScores:
     def at_all_nodes(self) -> Tensor:
         """Return the scores at all nodes: (batch, nodes, vocab) float32.
 
-        Some nodes cannot be reached: ABSENT ones, and those with a token on their path that has probability zero or
+        Some nodes cannot be reached: PAD_NODE ones, and those with a token on their path that has probability zero or
         ends the sequence. They hold zeros or what processors make of them. A processor that is not built in never sees
         a prefix that the target could not have emitted and continued.
         """
@@ -104,7 +104,7 @@ class NodeScores:
     @functools.cached_property
     def _at_all_nodes(self) -> Tensor:
         scores = self.logits.float()
-        if not self._proposal.is_whole:
+        if not self._proposal.is_unpadded:
             scores = scores.masked_fill(~self._proposal.present[:, :, None], 0.0)
         flat = scores.flatten(0, 1)
         if self._processors.stateless:

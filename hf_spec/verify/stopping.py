@@ -13,7 +13,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaLis
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from ..counting import uploaded
-from ..parallel import Ranks
+from ..parallel import ModelParallelGroup
 
 # Criteria that need no lockstep: they depend on a sequence's own tokens, or on time.
 BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
@@ -32,9 +32,9 @@ class Stops:
     Criteria that depend on time, or on what only one process sees, are decided by the first of ``ranks``.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks | None = None) -> None:
+    def __init__(self, criteria: StoppingCriteriaList, ranks: ModelParallelGroup | None = None) -> None:
         self._all = criteria
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks or ModelParallelGroup()
         self.lockstep: bool = not all(type(one) in BLOCKWISE for one in criteria)
         self.reads_text: bool = any(isinstance(one, StopStringCriteria) for one in criteria)
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
@@ -49,7 +49,7 @@ class Stops:
     def __call__(self, input_ids: Tensor, scores: tuple[Tensor, ...] | None) -> list[bool]:
         """Call the complete list as plain ``generate`` does: (batch, length) -> batch times bool."""
         finished: list[bool] = self._all(input_ids, scores).tolist()
-        return self._ranks.agree(finished)
+        return self._ranks.broadcast(finished)
 
     def first_stop(self, text: Tensor, before: Sequence[int], emitted: Sequence[Sequence[int]]) -> list[int | None]:
         """Find where each row of ``text`` (batch, capacity) ends, if it does. Not for a list in lockstep.
@@ -70,7 +70,7 @@ class Stops:
                 if longest >= one.max_length:
                     found = [max(1, one.max_length - old) for old in before]
             elif isinstance(one, MaxTimeCriteria):
-                found = [int(self._ranks.agree(bool(one(torch.zeros(1, 1), None))))] * len(before)
+                found = [int(self._ranks.broadcast(bool(one(torch.zeros(1, 1), None))))] * len(before)
             elif isinstance(one, StopStringCriteria):
                 found = _first_stop_string(one, text, before, emitted)
             for row, count in enumerate(found):

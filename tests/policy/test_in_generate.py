@@ -21,7 +21,7 @@ from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, Speculation
 from hf_spec.decoding import draft_length
 from hf_spec.decoding.draft_length import Situation, draft_length_policy, most_nodes
 from hf_spec.drafts.trees import grow
-from hf_spec.parallel import Ranks
+from hf_spec.parallel import ModelParallelGroup
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength
 from hf_spec.policy.cost import MeasuredCost, ShapeCost
@@ -39,7 +39,7 @@ def policy_of(
     model = target() if model is None else model
     speculator = as_speculator(speculator, model)
     situation = Situation(model, speculator, samples, **{"batch_size": 1, "prompt_length": 7} | more)
-    policy = draft_length_policy(speculator.settings(asked), asked, situation, Ranks(model))[1]
+    policy = draft_length_policy(speculator.settings(asked), asked, situation, ModelParallelGroup(model))[1]
     assert isinstance(policy, FixedLength | AdaptiveLength)
     return policy
 
@@ -108,9 +108,9 @@ def test_what_changes_times_or_acceptance_has_a_profile_of_its_own() -> None:
         policy_of("ngram", prompt_length=5000),
         policy_of("ngram", is_static=True),
         policy_of("ngram", way=("requests",)),
-        policy_of("ngram", SpeculationConfig(min_confidence=0.3)),
-        policy_of("ngram", SpeculationConfig(tree="dynamic", tree_top_k=3)),
-        policy_of("ngram", SpeculationConfig(tree="dynamic", tree_nodes=3)),
+        policy_of("ngram", SpeculationConfig(confidence_threshold=0.3)),
+        policy_of("ngram", SpeculationConfig(tree="dynamic", tree_topk=3)),
+        policy_of("ngram", SpeculationConfig(tree="dynamic", num_tree_tokens=3)),
         policy_of("ngram", SpeculationConfig(accept_tolerance=0.1, **near)),  # type: ignore[arg-type]
         policy_of("ngram", SpeculationConfig(accept_tolerance=0.2, **near)),  # type: ignore[arg-type]
         policy_of("ngram", SpeculationConfig(accept_k=2, **near)),  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_what_changes_times_or_acceptance_has_a_profile_of_its_own() -> None:
 
 def test_confidence_ends_chains_in_half_precision_alone_and_where_no_threshold_does() -> None:
     half, small = copy.deepcopy(target()).bfloat16(), copy.deepcopy(draft()).bfloat16()
-    threshold = SpeculationConfig(min_confidence=0.4)
+    threshold = SpeculationConfig(confidence_threshold=0.4)
     for speculator in (small, HybridSpeculator(small)):
         assert policy_of(speculator, model=half).stops_early
         assert not policy_of(speculator, threshold, model=half).stops_early

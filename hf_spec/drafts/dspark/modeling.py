@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..base import DraftContext, Drafter, DraftOutput, guess_log_probs
+from ..base import DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..block_drafting import BlockDrafter, BlockGrowth
 from ..block_files import engines
 from ..blocks import BlockDraftModel
@@ -205,7 +205,7 @@ class MarkovGrowth(BlockGrowth):
             self._state = reading.state
         if confidence is not None:
             self._trust = confidence[:, 0].float().sigmoid()  # (batch,), read for chains only
-        return guess_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
+        return draft_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
 
     @property
     def confidence(self) -> Callable[[], Tensor] | None:

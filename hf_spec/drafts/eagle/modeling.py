@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..base import DraftOutput
-from ..feedback import FeedbackDrafter
+from ..feedback import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..layers import classes_of
 from ..modeling import DraftModel, only_one
@@ -65,7 +65,7 @@ class EagleDraftModel(DraftModel):
 
     def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
-        return drafter_for(FeedbackDrafter, self, request)
+        return drafter_for(AutoregressiveDrafter, self, request)
 
     @classmethod
     def engines(

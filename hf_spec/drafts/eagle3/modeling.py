@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..feedback import FeedbackDrafter
+from ..feedback import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
@@ -32,7 +32,7 @@ class Eagle3DraftModel(FusingDraftModel):
 
     def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
-        return drafter_for(FeedbackDrafter, self, request)
+        return drafter_for(AutoregressiveDrafter, self, request)
 
     @classmethod
     def engines(

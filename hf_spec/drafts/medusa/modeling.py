@@ -20,7 +20,7 @@ from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 
 from ...proposal import Proposal
-from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, guess_log_probs
+from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
 from ..static import StaticDrafter, Told, drafter_for
@@ -158,7 +158,7 @@ class MedusaDrafter(StaticDrafter):
     def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
         assert told.features is not None
         logits = self._draft(features=told.last(told.features)).logits[:, 0]
-        log_probs = guess_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
+        log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
         step = functools.partial(at_depth, log_probs)
         config, sample = self._request.config, self._request.sample
         return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)

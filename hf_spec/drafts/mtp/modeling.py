@@ -12,7 +12,7 @@ from transformers import AutoModel, Cache, PreTrainedModel
 from transformers import initialization as init
 
 from ..base import DraftContext, Drafter, DraftOutput
-from ..feedback import FeedbackDrafter
+from ..feedback import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
 from ..static import drafter_for
@@ -95,7 +95,7 @@ class MTPDraftModel(DraftModel):
 
     def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
-        return drafter_for(FeedbackDrafter, self, request)
+        return drafter_for(AutoregressiveDrafter, self, request)
 
     @classmethod
     def engines(

@@ -28,7 +28,7 @@ from ...scoring.cache import has_states
 from ...scoring.names import CACHE
 from ...settings import SpeculationConfig
 from ..base import DraftContext, Drafter, DraftOutput, Speculator
-from ..feedback import FeedbackDrafter
+from ..feedback import AutoregressiveDrafter
 from ..modeling import MASKS, next_positions, only_one
 from ..static import not_compiled
 
@@ -169,7 +169,7 @@ class TargetMtp(MtpModel, Speculator):
     def drafter(self, request: DraftContext) -> Drafter:
         if request.compiler is not None:
             not_compiled(self, "transformers makes the masks of a target's own MTP layers inside their forward")
-        return FeedbackDrafter(self, request)
+        return AutoregressiveDrafter(self, request)
 
 
 # Names in checkpoints are translated by the name of the class.

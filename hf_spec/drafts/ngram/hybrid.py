@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ...counting import numbers_of, uploaded
 from ...policy.base import DraftSource, Estimate
 from ...policy.fixed import unbounded
-from ...proposal import ABSENT, Proposal
+from ...proposal import PAD_NODE, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
 from ..lazy import LazyDrafter
@@ -28,8 +28,8 @@ class HybridSpeculator(Speculator):
 
     In chains each row takes the guesses that are expected to be accepted further: the memory's, by their chances, or
     the draft's, by how far it came lately. A draft that no row wants is not asked. In trees the memory's likeliest
-    guesses join the draft's as branches, on top of ``tree_nodes``. Every guess is verified as what it is, drawn or
-    looked up: the text has the target's distribution.
+    guesses join the draft's as branches, on top of ``num_tree_tokens``. Every draft token is verified as what it is,
+    sampled or copied: the text has the target's distribution.
 
     Args:
         draft: whatever ``generate`` takes as ``speculator``, but for ``"ngram"``.
@@ -138,7 +138,7 @@ class HybridDrafter(Drafter):
         self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
         self._begun = False  # the draft has drafted
         self._is_chain = request.config.tree is None
-        self._width = 1 if self._is_chain else request.config.tree_top_k
+        self._width = 1 if self._is_chain else request.config.tree_topk
         self._last: list[tuple[Guesses, bool]] = []  # by row, the memory's chain, and whether it was verified
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
@@ -197,9 +197,9 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
     rows = [[n, *(chain or ()), *[0] * (width - n)] for n, chain in zip(lengths, chains, strict=True)]
     table = uploaded(rows, proposal.tokens.device)  # (batch, 1 + width)
     taken, steps = table[:, :1] > 0, torch.arange(1 + width, device=table.device)
-    parents = torch.where(steps > table[:, :1], ABSENT, steps - 1)
+    parents = torch.where(steps > table[:, :1], PAD_NODE, steps - 1)
     guesses = torch.where(taken, table[:, 1:], functional.pad(proposal.tokens[:, 1:], (0, width - before)))
-    parents = torch.where(taken, parents, functional.pad(proposal.parents, (0, width - before), value=ABSENT))
+    parents = torch.where(taken, parents, functional.pad(proposal.parents, (0, width - before), value=PAD_NODE))
     tokens = torch.cat([proposal.root[:, None], guesses], dim=1)
     if proposal.q is None:
         return Proposal(tokens, parents, width, is_chain=True)
@@ -215,7 +215,7 @@ def with_branches(proposal: Proposal, found: Sequence[Guesses]) -> Proposal:
     trees = [_grown(tokens, parents, paths) for (tokens, parents), paths in zip(rows, found, strict=True)]
     nodes, before = max(len(tokens) for tokens, _ in trees), proposal.tokens.shape[1]
     table = [
-        [[*tokens, *[0] * (nodes - len(tokens))], [*parents, *[ABSENT] * (nodes - len(parents))]]
+        [[*tokens, *[0] * (nodes - len(tokens))], [*parents, *[PAD_NODE] * (nodes - len(parents))]]
         for tokens, parents in trees
     ]
     tokens, parents = uploaded(table, proposal.tokens.device).unbind(1)  # (batch, nodes)

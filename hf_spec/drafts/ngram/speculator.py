@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ...counting import numbers_of, uploaded
 from ...policy.base import DraftSource, Estimate
-from ...proposal import ABSENT, NO_PARENT, Proposal
+from ...proposal import NO_PARENT, PAD_NODE, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
 from .lookups import Lookups
@@ -36,9 +36,9 @@ class NgramSpeculator(Speculator):
     """Continue the text as it, or a corpus, went on after the same last tokens.
 
     The longest of the last ``max_ngram`` to ``min_ngram`` tokens that occurred before decides. A chain copies one
-    continuation; ``tree="dynamic"`` merges up to ``tree_top_k`` different ones into a tree of at most ``tree_nodes``
-    guesses, those of longer matches first; in a static tree, rank r at a node is its r-th child in that merged tree.
-    There is no distribution behind these guesses: ``draft_sampling`` and ``min_confidence`` do not apply.
+    continuation; ``tree="dynamic"`` merges up to ``tree_topk`` different ones into a tree of ``num_tree_tokens`` draft
+    tokens at most, those of longer matches first. In a static tree, rank r at a node is its r-th child in that merged
+    tree. These draft tokens have no distribution: ``sample_draft`` and ``confidence_threshold`` do not apply.
 
     With ``remember`` it keeps a memory of what was written: prompts and outputs of finished calls, of all rows and
     threads, the oldest ones forgotten first. Matches then are as long as the texts agree, guesses as deep as they are
@@ -221,8 +221,8 @@ class _Shape:
     def __init__(self, config: SpeculationConfig) -> None:
         tree = config.tree
         self.is_chain = tree is None
-        self.most_nodes = config.tree_nodes if tree == "dynamic" else None
-        self.most_continuations = 1 if tree is None else config.tree_top_k if tree == "dynamic" else None
+        self.most_nodes = config.num_tree_tokens if tree == "dynamic" else None
+        self.most_continuations = 1 if tree is None else config.tree_topk if tree == "dynamic" else None
         self.ranks: set[Path] | None = None
         if tree is not None and not isinstance(tree, str):
             self.ranks = {tuple(path[:end]) for path in tree for end in range(1, len(path) + 1)}
@@ -359,7 +359,7 @@ class RememberingDrafter(Drafter):
 
 
 def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:
-    """Lay the rows' trees side by side below ``root`` (batch,), the smaller ones filled up with ABSENT nodes.
+    """Lay the rows' trees side by side below ``root`` (batch,), the smaller ones filled up with PAD_NODE nodes.
 
     A tree lists the paths to its nodes, parents before children. Where no row has one, nothing is sent to the device
     and the step is an ordinary one.
@@ -371,13 +371,13 @@ def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Pr
     for tree in trees:
         index = {(): 0} | {path: node for node, path in enumerate(tree, start=1)}
         absent = nodes - len(tree)
-        above = [NO_PARENT, *(index[path[:-1]] for path in tree), *[ABSENT] * absent]
+        above = [NO_PARENT, *(index[path[:-1]] for path in tree), *[PAD_NODE] * absent]
         rows.append([[0, *(path[-1] for path in tree), *[0] * absent], above])
     tokens, parents = uploaded(rows, root.device).unbind(1)  # (batch, 1 + nodes)
     tokens[:, 0] = root
     depth = max(len(path) for tree in trees for path in tree)
     proposal = Proposal(tokens, parents, depth, is_chain=is_chain)
-    return proposal.whole() if all(len(tree) == nodes for tree in trees) else proposal
+    return proposal.without_padding() if all(len(tree) == nodes for tree in trees) else proposal
 
 
 def _most_frequent_first(found: Iterable[Path]) -> list[Path]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...proposal import Proposal
-from ..base import AcceptedTokens, DraftContext, Drafter, guess_log_probs
+from ..base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
 from ..feedback import pairs_of_prompt
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
@@ -106,7 +106,7 @@ class PEagleDrafter(StaticDrafter):
         later = torch.arange(width, width + more, device=device).expand(len(told.counts), -1)
         speaking = torch.cat([told.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
         logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
-        log_probs = guess_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
+        log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
         step = functools.partial(at_depth, log_probs)
         config, sample = self._request.config, self._request.sample
         return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
