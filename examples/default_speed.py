@@ -5,8 +5,8 @@
     python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
 
 Each call decodes 96 tokens. Methods take turns, so that all of them meet the same machine; a figure is the median of
-the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, which is never right. The depth is
-left to the clock: calls that sample have the same seed, and so ask for that (``num_speculative_tokens="auto"``).
+the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, which is never right. The draft
+length is left to the library. Calls that sample have a seed, after which the length is chosen without a clock.
 "assisted" is assisted generation of transformers, one prompt at a time, with the small model and so many of its tokens
 in every step.
 """
@@ -114,8 +114,7 @@ def main() -> None:
                 "pad_token_id": 0,
             }
             options |= PROCESSORS if args.processors else {}
-            depth = args.fixed or ("auto" if do_sample else None)
-            given = {} if depth is None else {"num_speculative_tokens": depth}
+            given = {} if args.fixed is None else {"num_speculative_tokens": args.fixed}
             ways = {"plain": {"speculator": False}} | {
                 name: {"speculator": one} | given for name, one in named.items()
             }
