@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 
-NEVER_RIGHT = 20  # steps with guesses, counted per row, of which none was accepted
+NEVER_RIGHT = 20  # steps with draft tokens, counted per row, in which none was accepted
 
 logger = logging.get_logger(__name__)
 
@@ -110,9 +110,9 @@ class SpeculativeDecoding:
             self.tokenizer,
         )
         try:
-            choice = call.read_prompt(input_ids)
+            result = call.read_prompt(input_ids)
             while text.rows:
-                choice = call.step(choice)
+                result = call.step(result)
             return call.output()
         except BaseException:  # a stop button, too
             call.abandon()
@@ -138,12 +138,12 @@ class Call:
         # What the user passed.
         self.model, self.speculator, self.config = model, speculator, config
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
-        # What grows: the text, and beside it what is returned about it.
+        # What grows: the text, and what is returned about it.
         self.text = text
         self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
         self.record = Record(generation_config, len(text.rows))
-        # Who takes part in a step: the processes that share the model; what says how much to draft; the drafter that
-        # guesses, made when it is first asked; the target that scores the guesses; and the emitter that makes text.
+        # Who takes part in a step: the processes that share the model; the policy, which says how much to draft; the
+        # drafter, made when it is first asked; the target, which scores draft tokens; and the emitter of text.
         self.ranks, self.policy = ranks, policy
         self.drafter: LazyDrafter
         self.processors = Processors(logits_processor, len(text.rows))
@@ -160,17 +160,17 @@ class Call:
         )
         self.target.most_new_tokens = max(text.room(text.rows)) + 1
         self.compiler: Compiler | None = None  # of the drafter, from the prefill on, if the target is compiled
-        # Where the loop stands: rows that were still growing in the last step, and features of the nodes that were
+        # State of the loop: rows that were still growing in the last step, and features of the nodes that were
         # scored last, (rows, nodes, widths).
         self.rows = text.rows
         self.features: Tensor | None = None
-        # What was scored and is not committed: the guesses, and the lengths of the rows in front of them.
+        # What was scored and is not committed: the proposal, and the lengths of the rows before it.
         self.block: tuple[Proposal, list[int]] | None = None
         self.prompt_mask: Tensor
-        self._was_ordinary = False  # the last step guessed nothing
+        self._was_plain = False  # the last step drafted nothing
 
     def read_prompt(self, input_ids: Tensor) -> StepResult:
-        """Emit the first token of every row, or already what a first step makes of guesses read with the prompt."""
+        """Emit the first token of every row, or the first step's where draft tokens are read with the prompt."""
         config, kwargs = self.generation_config, self.model_kwargs
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
         self.text.begin()
@@ -186,30 +186,30 @@ class Call:
             self._compile_the_rest(config.compile_config)
         self.record.prompt(scores.hidden_states)
         last = scores.last()
-        choice = self._choose(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
-        assert choice is not None  # there was no guess to blame
+        result = self._verify(Proposal.nothing(input_ids.new_zeros(len(input_ids))), last)
+        assert result is not None  # there is no draft token to blame
         self.block = None
-        self.stats.prefilled([tokens[0] for tokens in choice.emitted])
+        self.stats.prefilled([tokens[0] for tokens in result.emitted])
         self.drafter, self.features = self._new_drafter(input_ids, mask, scores.features), last.features
-        return choice
+        return result
 
     def _compile_the_rest(self, config: CompileConfig | None) -> None:
-        """Let proposals, and the choice among them, be graphs beside the target's."""
+        """Compile drafting and verification, too."""
         depth, nodes = self.policy.longest, self.nodes
         self.compiler = Compiler(config, depth, self.target.most_new_tokens)
         if nodes is not None:
             self.emitter.compile(Compiler(config, depth, begins_step=False), nodes)
 
-    def step(self, choice: StepResult) -> StepResult:
-        """Go on behind the last ``choice`` with the rows that still grow."""
+    def step(self, result: StepResult) -> StepResult:
+        """Take a step after the last ``result`` with the rows that still grow."""
         going_on, index = list(range(len(self.rows))), None
         if len(self.text.rows) < len(self.rows):
             growing = set(self.text.rows)
             going_on = [i for i, row in enumerate(self.rows) if row in growing]
-            index = uploaded(going_on, choice.tokens.device)
+            index = uploaded(going_on, result.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.text.rows
-        return self._step(choice.accepted_tokens(self.features, going_on, index), self.target.score, self.target.drop)
+        return self._step(result.accepted_tokens(self.features, going_on, index), self.target.score, self.target.drop)
 
     def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
@@ -219,7 +219,7 @@ class Call:
         Plain ``generate`` pads a row that is done for as long as others grow, and so reads its last token, too. With
         ``max_length=9``, where only row 1 goes on::
 
-            row 0   6 tokens, ended by EOS   early: its last token is read beside row 1's next guesses, then it goes
+            row 0   6 tokens, ended by EOS   early: its last token is read with row 1's next draft tokens, then it goes
             row 1   7 tokens                 goes on
             row 2   9 tokens                 goes now: nothing can follow, so plain generate does not read its end
         """
@@ -243,9 +243,9 @@ class Call:
         return [i for i in done if end is None or text.lengths[self.rows[i]] < end]
 
     def _step(
-        self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], take_back: Callable[[], None]
+        self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], roll_back: Callable[[], None]
     ) -> StepResult:
-        """Propose, score, choose and commit; ``take_back`` guesses that have spoilt the scores, and score without."""
+        """Propose, score, verify and commit; ``roll_back`` draft tokens that spoilt the scores, and score without any."""
         start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
@@ -256,32 +256,32 @@ class Call:
         with self.stats.timed("target"):
             scores = score(proposal)
         with self.stats.timed("verify"):
-            choice = self._choose(proposal, scores)
+            result = self._verify(proposal, scores)
         self._note_compilation()
-        if choice is None:
+        if result is None:
             usual, proposal = False, Proposal.nothing(proposal.root)
             with self.stats.timed("target"):
-                take_back()
+                roll_back()
                 scores = score(proposal)
-            choice = self._choose(proposal, scores)
-            assert choice is not None  # there was no guess to blame
+            result = self._verify(proposal, scores)
+            assert result is not None  # there is no draft token to blame
         with self.stats.timed("verify"):
-            in_place = proposal.is_chain or choice.in_place
-            self.target.commit(choice.path, choice.kept, in_place, choice.counts)
+            in_place = proposal.is_chain or result.in_place
+            self.target.commit(result.path, result.kept, in_place, result.counts)
             self.block = None
-            rows = (choice.proposed, choice.accepted, choice.kept, choice.deepest, choice.emitted)
+            rows = (result.proposed, result.accepted, result.kept, result.deepest, result.emitted)
             self.stats.step(self.rows, *rows)
             seconds = time.perf_counter() - start if usual and self.stats.graphs == graphs else None
             seconds = None if self.drafter.had_backlog else seconds
-            self.policy.observe(StepObservation(proposal.max_depth, seconds, choice.deepest, choice.accepted))
+            self.policy.observe(StepObservation(proposal.max_depth, seconds, result.deepest, result.accepted))
         self.features = scores.features
-        return choice
+        return result
 
     def _align(self, proposal: Proposal) -> None:
-        """Align the rows where ordinary steps follow each other: that costs once what each of them costs more."""
-        if self._was_ordinary and proposal.max_depth == 0 and not self._returns_cache:
+        """Align the rows where plain steps follow each other: it costs once what each of them would cost more."""
+        if self._was_plain and proposal.max_depth == 0 and not self._returns_cache:
             self.target.align()
-        self._was_ordinary = proposal.max_depth == 0
+        self._was_plain = proposal.max_depth == 0
 
     def _note_compilation(self) -> None:
         self.stats.compiled(*self.target.compilation)
@@ -290,12 +290,12 @@ class Call:
         if (compiled := self.emitter.verifier.compiled) is not None:
             self.stats.compiled(compiled.graphs.made, compiled.graphs.seconds, "verify")
 
-    def _choose(self, proposal: Proposal, scores: Scores) -> StepResult | None:
+    def _verify(self, proposal: Proposal, scores: Scores) -> StepResult | None:
         self.block = proposal, self.text.row_lengths
         return self.emitter.emit(proposal, scores)
 
     def abandon(self) -> None:
-        """Leave in a cache that the user handed in the text that was shown, but for its last token, and no guess.
+        """Leave in the user's cache the text that was shown, except its last token, and no draft token.
 
         That is what plain ``generate`` leaves if a streamer or a criterion raises; if a processor does, plain has read
         one token more. Nothing was shown: the cache is as it was handed in.
@@ -309,7 +309,7 @@ class Call:
             self.target.abandon(emitted - 1)
 
     def _shown_path(self, proposal: Proposal, before: list[int]) -> tuple[Tensor, list[int]]:
-        """Follow what was shown of the last block through its guesses: nodes (rows, m), and how many of them count."""
+        """Follow what was shown of the last block through its nodes: (rows, m), and how many of them count."""
         ids = self.text.padded()
         rows, first = (torch.tensor(values, device=ids.device) for values in (self.rows, before))
         ends = [min(self.text.lengths[row], self.text.shown) for row in self.rows]
@@ -321,7 +321,7 @@ class Call:
         return torch.stack(path, dim=1), counts
 
     def _new_drafter(self, read: Tensor, mask: Tensor, features: Tensor | None) -> LazyDrafter:
-        """Let the speculator start behind the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
+        """Start a drafter after the tokens that were ``read`` (batch, n), 0 in ``mask`` where padded."""
         sample = self.emitter.takes_samples and self.config.sample_draft
         only_best = self.config.tree is None and not sample and self.config.confidence_threshold == 0
         distribution = self.processors.draft_distribution(only_best)
