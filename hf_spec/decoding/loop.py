@@ -245,7 +245,7 @@ class Call:
     def _step(
         self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], roll_back: Callable[[], None]
     ) -> StepResult:
-        """Propose, score, verify and commit; ``roll_back`` draft tokens that spoilt the scores, and score without any."""
+        """Propose, score, verify and commit; ``roll_back`` draft tokens that spoil the scores, and score without."""
         start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
             room = self.text.room(self.rows)
