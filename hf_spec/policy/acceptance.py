@@ -98,7 +98,7 @@ class AcceptanceEstimator:
     ) -> None:
         """Count how many tokens were proposed and accepted in one step, per sequence; none: another source drafted."""
         counts = self._counts[source, feature]
-        counts.scale(DECAY)
+        counts.scale(DECAY if any(proposed) else DECAY ** (2 / 3))  # less after a step that taught nothing
         if any(proposed):
             counts.record(proposed, accepted)
 

@@ -53,7 +53,7 @@ def test_steps_without_a_source_let_its_past_fade() -> None:
     for _ in range(50):
         known.record(MODEL, [2], [0])
     worst = known.survival(MODEL, 1)[0]
-    for _ in range(400):
+    for _ in range(800):
         known.record(MODEL, [], [])
     assert worst < 0.1 and known.survival(MODEL, 1)[0] > 0.75
 

@@ -24,6 +24,7 @@ from hf_spec.drafts.trees import grow
 from hf_spec.parallel import ModelParallelGroup
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength
+from hf_spec.policy.base import DraftPlan, DraftSource
 from hf_spec.policy.cost import MeasuredCost, ShapeCost
 from hf_spec.policy.fixed import FixedLength
 from hf_spec.sampling import is_seeded
@@ -183,6 +184,7 @@ def test_chains_that_end_early_leave_the_text_as_it_is(kind: str, rows: int, mon
         return chance.random() < 0.6
 
     monkeypatch.setattr(draft_length, "HALF", (torch.float32,))
+    monkeypatch.setattr(AdaptiveLength, "_choose", lambda _, rows, __: DraftPlan(5, (DraftSource.MODEL,) * rows, 5))
     monkeypatch.setattr(AdaptiveLength, "keep_drafting", any_end)
     speculator = HybridSpeculator(draft()) if kind == "hybrid" else draft()
     inputs = prompts(rows, (9, 6, 3)[:rows], vocab_size=60)

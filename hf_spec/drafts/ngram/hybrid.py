@@ -184,7 +184,7 @@ class HybridDrafter(Drafter):
         taken = [plan.length > 0 and source is DraftSource.NGRAM for source in plan.sources]
         found = [shortened(paths, plan.length) if takes else paths for paths, takes in zip(found, taken, strict=True)]
         self._last = list(zip(found, taken, strict=True))
-        chains = [max(guesses, key=len) if takes else None for guesses, takes in self._last]
+        chains = [max(guesses, key=len, default=()) if takes else None for guesses, takes in self._last]
         return with_chains(drafted, chains)
 
 
