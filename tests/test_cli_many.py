@@ -132,7 +132,7 @@ def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--max-new-tokens", "13"], "max_new_tokens was 12, not 13"),
+        (["--max-new-tokens", "13"], "--max-new-tokens was 12, not 13"),
         (["--temperature", "0.5"], "temperature was None, not 0.5"),
         (["--chat"], "chat was False, not True"),
         (["--seed", "3"], "seed was None, not 3"),

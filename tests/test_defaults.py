@@ -270,11 +270,12 @@ def test_a_draft_that_is_read_by_every_call_is_told_of(warned: list[str]) -> Non
 
 @pytest.mark.parametrize(("device", "count"), [("cuda:0", 1), ("cpu", 0), ("meta", 0)])
 def test_a_draft_left_on_the_cpu_is_told_of(
-    device: str, count: int, model: PreTrainedModel, warned: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, count: int, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft = AutoModel.from_pretrained(demo.path("draft-eagle3"))
+    model, small = (AutoModelForCausalLM.from_pretrained(demo.path(name)) for name in ("target", "draft-vanilla"))
     monkeypatch.setattr(resolve, "input_device", lambda target: torch.device(device))
-    for speculator in (draft, hf_spec.VanillaSpeculator(model), hf_spec.NgramSpeculator()):  # the last one is nowhere
+    for speculator in (draft, hf_spec.VanillaSpeculator(small), hf_spec.NgramSpeculator()):  # the last one is nowhere
         as_speculator(speculator, model)
     assert len(warned) == 2 * count
     assert all("on the CPU" in warning and f'draft.to("{device}")' in warning for warning in warned)
