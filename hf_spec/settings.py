@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard, TypeVar, get_args
 
 TreeKind = Literal["dynamic", "sampled"]
 VerificationRule = Literal["auto", "token", "block", "exact"]
 AcceptanceRule = Literal["lossless", "typical", "near_best"]
 
 DEFAULT_NUM_SPECULATIVE_TOKENS = 5
+
+T = TypeVar("T")
 
 
 # What settings were called before version 0.2.0.
@@ -30,6 +33,20 @@ def refuse_old_names(given: Iterable[str]) -> None:
         raise TypeError(f"SpeculationConfig: {'; '.join(old)}.")
 
 
+def _knows_old_names(config: type[T]) -> type[T]:
+    """Let a dataclass refuse the old names of its fields."""
+    init: Callable[..., None] = config.__init__
+
+    @functools.wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        refuse_old_names(kwargs)
+        init(self, *args, **kwargs)
+
+    config.__init__ = checked  # type: ignore[assignment, method-assign, unused-ignore]
+    return config
+
+
+@_knows_old_names
 @dataclass(frozen=True)
 class SpeculationConfig:
     """How to draft and how to verify.
@@ -79,12 +96,6 @@ class SpeculationConfig:
     accept_k: int | None = None
     accept_tolerance: float | None = None
     self_check: bool = True
-
-    if not TYPE_CHECKING:  # type checkers read the fields
-
-        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-            refuse_old_names(kwargs)
-            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens

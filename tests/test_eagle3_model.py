@@ -313,7 +313,7 @@ def test_a_draft_refuses_a_target_it_was_not_made_for() -> None:
     for other, named in (
         (tiny_target(vocab_size=97), "vocab_size is 96"),
         (tiny_target(hidden_size=48), "target's is 48"),
-        (tiny_target(num_hidden_layers=7), "0..7"),
+        (tiny_target(num_hidden_layers=7), "7 layers"),
     ):
         with pytest.raises(ValueError, match=named):
             draft.check(other)
