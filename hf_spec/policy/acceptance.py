@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .base import DraftSource, Estimate
+from .base import MAX_LENGTH, DraftSource, Estimate
 
 DECAY = 0.98  # weight of a step after the next one; half of all weight is on the last 34 steps (replay: 0.97 to 0.98)
+PLAIN_DECAY = DECAY ** (2 / 3)  # the same after a step that drafted nothing, and so taught nothing
 PRIOR_ACCEPTANCE = 0.8  # of a draft token whose predecessor was accepted, before any was seen (replay: 0.7 to 0.8)
 PRIOR_STEPS = 2.0  # steps that the prior weighs as much as, and earlier calls at most
 BINS = 8  # of confidence, each calibrated by itself: as many as some hundred tokens fill
@@ -22,9 +23,11 @@ class PositionCounts:
     def __init__(self) -> None:
         self._proposed: list[float] = []
         self._accepted: list[float] = []
+        self._survival: list[float] = []  # what follows from the counts, until they change
 
     def record(self, proposed: Sequence[int], accepted: Sequence[int]) -> None:
         """Count one step, by sequence. A shorter draft counts as rejected beyond its end: the step takes as long."""
+        self._survival = []
         longest = max(proposed)
         for counts in (self._proposed, self._accepted):
             counts += [0.0] * (longest - len(counts))
@@ -34,6 +37,7 @@ class PositionCounts:
 
     def scale(self, share: float) -> None:
         """Let what was counted weigh less."""
+        self._survival = []
         for counts in (self._proposed, self._accepted):
             counts[:] = [share * count for count in counts]
 
@@ -44,15 +48,18 @@ class PositionCounts:
 
     def survival(self, length: int) -> list[float]:
         """Return for each position the probability that its draft token is accepted, with all before it."""
+        if length <= len(self._survival):
+            return self._survival[:length]
         found, survival = [], 1.0
-        for position in range(length):
+        for position in range(max(length, MAX_LENGTH)):
             proposed, accepted = (
                 counts[position] if position < len(counts) else 0.0 for counts in (self._proposed, self._accepted)
             )
             prior = PRIOR_STEPS * PRIOR_ACCEPTANCE * survival
             survival = min(survival, (accepted + prior) / (proposed + PRIOR_STEPS))
             found.append(survival)
-        return found
+        self._survival = found
+        return found[:length]
 
 
 class Calibration:
@@ -86,6 +93,7 @@ class AcceptanceEstimator:
     def __init__(self) -> None:
         self._counts: defaultdict[tuple[DraftSource, int], PositionCounts] = defaultdict(PositionCounts)
         self.calibration: defaultdict[DraftSource, Calibration] = defaultdict(Calibration)
+        self._plain_steps = 0  # since the averages last faded
 
     def begin_call(self, batch_size: int) -> None:
         """Let the averages of earlier calls weigh as much as the prior: other text may be accepted otherwise."""
@@ -98,9 +106,18 @@ class AcceptanceEstimator:
     ) -> None:
         """Count how many tokens were proposed and accepted in one step, per sequence; none: another source drafted."""
         counts = self._counts[source, feature]
-        counts.scale(DECAY if any(proposed) else DECAY ** (2 / 3))  # less after a step that taught nothing
+        counts.scale(DECAY if any(proposed) else PLAIN_DECAY)
         if any(proposed):
             counts.record(proposed, accepted)
+
+    def record_plain_step(self) -> None:
+        """Let the averages fade after a plain step: eight at a time, because plain steps have to be cheap."""
+        self._plain_steps += 1
+        if self._plain_steps == 8:
+            self._plain_steps = 0
+            for (_, feature), counts in list(self._counts.items()):
+                if feature == AVERAGE:
+                    counts.scale(PLAIN_DECAY**8)
 
     def survival(self, source: DraftSource, length: int, feature: int = AVERAGE) -> list[float]:
         """Return for each position the probability that its draft token is accepted, with all before it."""

@@ -29,11 +29,15 @@ class Idle:
     """Seconds since the last step of each source; shared by calls."""
 
     def __init__(self) -> None:
-        self.seconds: dict[DraftSource, float] = dict.fromkeys(DraftSource, 0.0)
+        self._now = 0.0
+        self._last: dict[DraftSource, float] = dict.fromkeys(DraftSource, 0.0)
 
     def stepped(self, source: DraftSource, seconds: float) -> None:
-        for one in self.seconds:
-            self.seconds[one] = 0.0 if one is source else self.seconds[one] + seconds
+        self._now += seconds
+        self._last[source] = self._now
+
+    def seconds(self, source: DraftSource) -> float:
+        return self._now - self._last[source]
 
 
 class AdaptiveLength(DraftLengthPolicy):
@@ -92,6 +96,9 @@ class AdaptiveLength(DraftLengthPolicy):
         self._chosen[step.length] += 1
         seconds = self.cost.observe(step.batch_size, source, min(step.length, MAX_LENGTH), step.seconds)
         self.idle.stepped(source, seconds)
+        if step.length == 0:
+            self.acceptance.record_plain_step()
+            return
         super().observe(step)
         calibration = self.acceptance.calibration[DraftSource.MODEL]
         rows = zip(self._confidence, self._last.sources, step.proposed, step.accepted, strict=False)
@@ -122,7 +129,7 @@ class AdaptiveLength(DraftLengthPolicy):
             if not self.cost.curve(batch_size, one.source):
                 return one.plan(min(len(one.survival), self.first))
         plain = self.cost.plain(batch_size)
-        if options and (not plain or self.idle.seconds[DraftSource.NONE] > plain / TRIES):
+        if options and (not plain or self.idle.seconds(DraftSource.NONE) > plain / TRIES):
             return _plain(batch_size)
         return None
 
@@ -131,7 +138,7 @@ class AdaptiveLength(DraftLengthPolicy):
         for one in options:
             length, speed = self._best(batch_size, one.source, one.survival)
             usual = min(len(one.survival), self.cost.usual(batch_size, one.source))
-            if length == 0 and self.idle.seconds[one.source] > self.cost.curve(batch_size, one.source)[usual] / TRIES:
+            if length == 0 and self.idle.seconds(one.source) > self.cost.curve(batch_size, one.source)[usual] / TRIES:
                 return one.plan(usual)
             if length and speed > fastest:
                 best, fastest = one.plan(length), speed

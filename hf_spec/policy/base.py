@@ -29,6 +29,8 @@ MAX_LENGTH = 16  # draft tokens: longer chains were never worth their time on re
 class DraftSource(enum.Enum):
     """Where the draft tokens of a sequence come from."""
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash takes many instructions
+
     NONE = "plain step"
     MODEL = "draft model"
     NGRAM = "n-grams"

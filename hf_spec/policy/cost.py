@@ -44,6 +44,7 @@ class MeasuredCost(StepCost):
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, DraftSource], dict[int, deque[float]]] = {}
+        self._since_median: dict[tuple[int, DraftSource], int] = {}
         self._medians: dict[tuple[int, DraftSource], dict[int, float]] = {}
         self._curves: dict[tuple[int, DraftSource], list[float]] = {}
 
@@ -55,7 +56,12 @@ class MeasuredCost(StepCost):
         if length not in samples:  # the first step of a kind warms up and does not count
             samples[length] = deque(maxlen=SAMPLES)
             return seconds
-        samples[length].append(seconds)
+        own = samples[length]
+        own.append(seconds)
+        self._since_median[key] = since = self._since_median.get(key, 0) + 1
+        if length == 0 and len(own) > 8 and since < 8:  # plain steps have to be cheap, and their median is known
+            return seconds
+        self._since_median[key] = 0
         # A dict of its own: another thread may be looking through the old one.
         self._medians[key] = {**self._medians.get(key, {}), length: median(samples[length])}
         for place in list(self._curves):
