@@ -110,7 +110,7 @@ def test_every_log_is_of_its_own_steps(tmp_path: Path) -> None:
 
 def test_no_share_is_above_one() -> None:
     """The last steps of texts are short: the second guess may be right more often than the first is."""
-    sums = sums_of(Counts(steps=10, emitted=17, offered=[10, 2], reached=[5, 2]), 3)
+    sums = sums_of(Counts(steps=10, emitted=17, proposed_at=[10, 2], accepted_at=[5, 2]), 3)
     assert acceptance(sums) == {
         "acceptance_length": 1.7,
         "measured_prompts": 3,

@@ -95,7 +95,7 @@ def test_parts_keep_what_was_said_of_all(counts: torch.Tensor | None) -> None:
     proposal = Proposal.chain(torch.tensor([7, 8]), torch.tensor([[1, 2, 3], [4, 5, 6]]), counts=counts)
     chosen = torch.tensor([[True] * 4, [False] * 4])
     part = dataclasses.replace(proposal, chosen=chosen)
-    part = (part.without_padding() if counts is None else part).truncate(2).each(lambda one: one[:1])
+    part = (part.without_padding() if counts is None else part).truncate(2).map_tensors(lambda one: one[:1])
     assert part.tokens.tolist() == [[7, 1, 2]] and part.chosen is not None and part.chosen.shape == (1, 3)
     assert part.is_unpadded == (counts is None)
 

@@ -1,0 +1,1 @@
+"""What is accepted: rules, residuals, scores after processors, and the one transfer to the host."""
