@@ -204,11 +204,11 @@ def instructions_per_step(rows: int, sample: bool, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("rows", "more"), [(1, 4200), (8, 5500)])
+@pytest.mark.parametrize(("rows", "more"), [(1, 4700), (8, 5900)])
 def test_an_ordinary_step_takes_little_more_python_than_one_of_plain_generate(
     rows: int, more: int, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of plain ``generate`` has some 20,000 instructions here."""
+    """A step of plain ``generate`` has some 20,000 instructions here; asking the policy for a length takes some 500."""
     force_lengths(monkeypatch, lambda rows: 0)
     config = SpeculationConfig(num_speculative_tokens="auto")
     ours = instructions_per_step(rows, sample, speculator=models()[1]["eagle3"], speculation_config=config)

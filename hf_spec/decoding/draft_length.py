@@ -47,6 +47,7 @@ class Situation:
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the target."""
         return self.target.device
 
 

@@ -33,10 +33,12 @@ class Idle:
         self._last: dict[DraftSource, float] = dict.fromkeys(DraftSource, 0.0)
 
     def stepped(self, source: DraftSource, seconds: float) -> None:
+        """Note a step of ``source``."""
         self._now += seconds
         self._last[source] = self._now
 
     def seconds(self, source: DraftSource) -> float:
+        """Return the seconds since the last step of ``source``."""
         return self._now - self._last[source]
 
 
@@ -81,6 +83,7 @@ class AdaptiveLength(DraftLengthPolicy):
         return self._last
 
     def keep_drafting(self, confidence: Tensor) -> bool:
+        """Tell whether another draft token is worth its time, by calibrated confidence and step times."""
         for kept, survival, own in zip(self._confidence, self._survival, confidence.tolist(), strict=True):
             kept.append(own if own == own else 0.0)  # a NaN in the draft's logits ends the chain, not the call
             calibrated = self.acceptance.calibration[DraftSource.MODEL](kept[-1])

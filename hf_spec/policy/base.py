@@ -83,6 +83,7 @@ class StepObservation:
 
     @property
     def batch_size(self) -> int:
+        """Return the number of sequences."""
         return len(self.proposed)
 
 

@@ -54,6 +54,10 @@ def within(least: float, most: float, above: bool = False) -> Test:
     return lambda value: is_number(value) and least <= value <= most and not (above and value == least)
 
 
+def _is_bias(value: Any) -> bool:
+    return within(-1e4, 1e4)(value)
+
+
 def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -185,7 +189,6 @@ def _is_plain_format(value: Any) -> bool:
     return wanted is None or (isinstance(wanted, dict) and wanted.get("type", "text") == "text")
 
 
-_is_bias = within(-1e4, 1e4)
 _COUNT = (is_count, "a whole number of at least 1")
 _FROM_ZERO = (_is_from_zero, "a whole number of at least 0")
 _ONE = (lambda value: value == 1, "1, and a request has one answer; send it again, with another seed")
