@@ -208,7 +208,7 @@ def instructions_per_step(rows: int, sample: bool, **options: Any) -> float:
 def test_an_ordinary_step_takes_little_more_python_than_one_of_plain_generate(
     rows: int, more: int, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step of plain ``generate`` has some 20,000 instructions here; asking the policy for a length takes some 500."""
+    """A step of plain ``generate`` has some 20,000 instructions here, and asking the policy some 500."""
     force_lengths(monkeypatch, lambda rows: 0)
     config = SpeculationConfig(num_speculative_tokens="auto")
     ours = instructions_per_step(rows, sample, speculator=models()[1]["eagle3"], speculation_config=config)

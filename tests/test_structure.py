@@ -47,6 +47,7 @@ def module_of(file: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
+@pytest.mark.clock  # without stand-ins for methods
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_measures(file: Path) -> None:
     source = file.read_text(encoding="utf-8")
