@@ -235,7 +235,7 @@ def test_tokens_that_there_are_not(client, setting):
 
 
 def test_a_bias_may_be_larger_than_the_vocabulary(client):
-    config = json.dumps({"sequence_bias": [[[5], 5000]], "max_new_tokens": 2})
+    config = json.dumps({"sequence_bias": [[[5], 5000.0]], "max_new_tokens": 2})
     status, answer = client.post("v1/completions", {"prompt": "Hi", "generation_config": config})
     assert status == 200 or "continuous batching" in answer["detail"]
     status, answer = client.post("v1/chat/completions", {**CHAT, "logit_bias": {"2048": 1}})
