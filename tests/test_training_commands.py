@@ -140,8 +140,10 @@ def test_an_interrupted_regeneration_says_that_it_goes_on(
 
 def test_the_share_of_a_draft_vocabulary_is_that_of_examples_held_out() -> None:
     seen, new = ([{"input_ids": ids, "loss_mask": [1] * len(ids)}] for ids in ([1, 1, 2, 2, 3], [1, 3, 3, 4]))
-    assert coverage(seen, 16) == {1: 0.4, 2: 0.8, 4: 1.0, 8: 1.0}
-    assert coverage(seen, 16, new) == {1: 0.25, 2: 0.25, 4: 0.75, 8: 1.0}  # ties go to the lower ids: 0 is the fourth
+    assert coverage(seen, 16) == pytest.approx({1: 0.4, 2: 0.8, 4: 1.0, 8: 1.0})
+    assert coverage(seen, 16, new) == pytest.approx(
+        {1: 0.25, 2: 0.25, 4: 0.75, 8: 1.0}
+    )  # ties go to the lower ids: 0 is the fourth
 
 
 @pytest.mark.parametrize("held_out", ["2", "0"])
