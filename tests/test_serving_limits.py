@@ -92,8 +92,8 @@ def test_what_a_template_raises_is_the_mistake_of_the_client(client, monkeypatch
 # -- outside the event loop -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_others_are_answered_while_a_chat_is_rendered(client, monkeypatch, stream):
+def rendering_waits(client, monkeypatch):
+    """Let chats be rendered no further until the second event is set; the first tells that one has begun."""
     [loaded] = client.server._model_manager.loaded_models.values()
     rendered, may_go_on, render = threading.Event(), threading.Event(), loaded.processor.apply_chat_template
 
@@ -103,6 +103,12 @@ def test_others_are_answered_while_a_chat_is_rendered(client, monkeypatch, strea
         return render(*args, **kwargs)
 
     monkeypatch.setattr(loaded.processor, "apply_chat_template", slowly)
+    return rendered, may_go_on
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_others_are_answered_while_a_chat_is_rendered(client, monkeypatch, stream):
+    rendered, may_go_on = rendering_waits(client, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         ask = client.openai.chat.completions.create
         asked = pool.submit(ask, model=TARGET, **CHAT, temperature=0, stream=stream)
@@ -119,15 +125,7 @@ def test_others_are_answered_while_a_chat_is_rendered(client, monkeypatch, strea
 def test_a_client_that_leaves_before_its_text_begins_has_none(client, monkeypatch, stream):
     until(client.is_idle)
     before = client.metrics()
-    [loaded] = client.server._model_manager.loaded_models.values()
-    rendered, may_go_on, render = threading.Event(), threading.Event(), loaded.processor.apply_chat_template
-
-    def slowly(*args, **kwargs):
-        rendered.set()
-        assert may_go_on.wait(60)
-        return render(*args, **kwargs)
-
-    monkeypatch.setattr(loaded.processor, "apply_chat_template", slowly)
+    rendered, may_go_on = rendering_waits(client, monkeypatch)
     body = json.dumps({**CHAT, "stream": stream}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
     try:
