@@ -129,13 +129,13 @@ def without(rule: str) -> Iterator[None]:
         saved.append((place, name, getattr(place, name)))
         setattr(place, name, value)
 
-    if rule == "earlier calls weigh little":
+    if rule == "fresh start":
         put(acceptance.AcceptanceEstimator, "begin_call", lambda self, batch_size: None)
-    elif rule == "old steps weigh less":
+    elif rule == "decay":
         put(acceptance, "DECAY", 1.0)
-    elif rule == "what promises less is tried":
+    elif rule == "retries":
         put(adaptive, "TRIES", 1e-12)
-    elif rule == "short lengths are believed cheap":
+    elif rule == "cost bound":
         line = cost._on_line
         put(cost, "_on_line", lambda times, weights, plain: line(times, weights, 0.0 if len(times) > 1 else plain))
     elif rule == "match length":
@@ -150,20 +150,20 @@ def without(rule: str) -> Iterator[None]:
 
 
 RULES = (
-    "earlier calls weigh little",
-    "old steps weigh less",
-    "what promises less is tried",
-    "short lengths are believed cheap",
+    "fresh start",
+    "decay",
+    "retries",
+    "cost bound",
     "match length",
 )
 
 
 def main() -> None:
-    """Print times plain with all rules, and what is left of that without each one: the mean, the worst category."""
+    """Print times plain with all rules, and the share of that which is left without each one: mean, worst category."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=6)
     passes = parser.parse_args().passes
-    print("| draft, times of | x plain | " + " | ".join(f"without: {rule}" for rule in RULES) + " |")
+    print("| draft, step times of | x plain | " + " | ".join(f"without: {rule}" for rule in RULES) + " |")
     print("|---|---|" + "---|" * len(RULES))
     for kind, machine in itertools.product(("draft model", "n-grams"), MACHINES):
         base = took(kind, machine, passes)
