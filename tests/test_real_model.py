@@ -217,13 +217,13 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, capsys):
     assert "| EAGLE-3 | 4,096 | 25% | 1.40 |" in page
     assert (tmp_path / "benchmarks-curves.png").read_bytes().startswith(b"\x89PNG")
     assert "secret" not in (results / "training-eagle3.json").read_text()
-    names = {"plain": "plain", "prompt lookup": "prompt lookup", "ngram chain": "n-grams", "memory chain": "memory"}
+    names = {"plain": "plain", "prompt lookup": "prompt lookup", "ngram chain": "n-grams", "memory chain": "history"}
     speeds = {names[method]: f"{one['ratio_to_plain']:.2f}" for method, one in report["figures"]["overall"].items()}
     assert len(speeds) == 4 and all(f"| {name} | {speed}" in page for name, speed in speeds.items())
     others = [name for name in speeds if name != "plain"]
     assert f"| x plain | {' | '.join(others)} |" in page
-    assert f"depth | {' | '.join(speeds[name] for name in others)} |" in page
-    assert f"## {report['environment']['dtype'].capitalize()}, greedy, batches of 1" in page
+    assert f"length | {' | '.join(speeds[name] for name in others)} |" in page
+    assert f"## {report['environment']['dtype'].capitalize()}, greedy, batch size 1" in page
     assert report["environment"]["processor"] in page
     (tmp_path / "work").rename(tmp_path / "gone")
     script("page", results, tmp_path / "again.md", monkeypatch=monkeypatch)

@@ -1,9 +1,9 @@
-"""Write docs/benchmarks.md from raw figures: those of measure.sh, and what training logged.
+"""Write docs/benchmarks.md from raw figures: those of measure.sh, and the logs of training.
 
     python examples/real_model/page.py RESULTS docs/benchmarks.md [--work WORK]
 
-With ``--work``, the directory of make.sh, what its drafts logged is copied to RESULTS first, with configs and model
-cards. Everything in the page comes from RESULTS, so that it can be written again without the drafts.
+``--work`` names the directory of make.sh. Logs, configs and model cards of its drafts are then copied to RESULTS
+first. The page is made from RESULTS alone, so it can be written again without the drafts.
 """
 
 import argparse
@@ -22,16 +22,22 @@ KINDS = {
     "dspark": "DSpark",
     "medusa": "Medusa",
     "mtp": "MTP",
-    "vanilla": "two layers, distilled",
+    "vanilla": "draft model",
 }
 NEWEST = "eagle3-new"
-FURTHER = {"eagle3-more": "eagle3", "eagle3-new": "eagle3-more"}  # begins with what that one had learnt
+FURTHER = {"eagle3-more": "eagle3", "eagle3-new": "eagle3-more"}  # each starts from the weights of the other
 CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+NOTES = {  # of a table, by its file; to be removed when the file is measured again
+    "float32-batch1-temperature0-1-auto.json": (
+        "Measured with an earlier version that could replace MKL by oneDNN, and "
+        "[faster than today's](performance.md#float32-on-a-cpu). "
+    ),
+}
 LOGGED = ("step", "max_steps", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
 
 
 def collect(work: Path, results: Path) -> None:
-    """Copy what describes the drafts in ``work`` to ``results``: no weights."""
+    """Copy logs, configs and model cards of the drafts in ``work`` to ``results``, but no weights."""
     for kind in KINDS:
         states = sorted(work.glob(f"{kind}/checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
         if not states:
@@ -53,10 +59,10 @@ def collect(work: Path, results: Path) -> None:
 
 
 def curves(results: Path, picture: Path) -> str:
-    """Draw τ over tokens seen; return a table of what each draft was trained on and reached."""
+    """Draw τ over tokens seen; return a table of each draft's training and acceptance."""
     pyplot = import_pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    lines = ["| draft | tokens seen | of the training | τ, held-out prompts | guess 1 | 2 | 3 | 4 | 5 |"]
+    lines = ["| draft | tokens seen | of the training | τ, held-out prompts | token 1 | 2 | 3 | 4 | 5 |"]
     lines.append(f"|{'---|' * 9}")
     ends: dict[str, int] = {}  # tokens seen
     for kind, name in KINDS.items():
@@ -71,7 +77,7 @@ def curves(results: Path, picture: Path) -> str:
         ends[kind] = seen[-1]
         axes.plot(seen, [line["eval_acceptance_length"] for line in measured], marker="o", label=name)
         last = measured[-1]
-        shares = [1.0, *(last.get(f"eval_acceptance_{k}") for k in range(1, 6))]  # of guesses 1 to k
+        shares = [1.0, *(last.get(f"eval_acceptance_{k}") for k in range(1, 6))]  # of the first k draft tokens
         cells = " | ".join(f"{share / before:.2f}" if share else "-" for before, share in itertools.pairwise(shares))
         whole = next((line["max_steps"] for line in history if "max_steps" in line), last["step"])
         done = f"{last['step'] / whole:.0%}"
@@ -124,20 +130,20 @@ def by_category(report: dict[str, Any]) -> str:
 def headline(report: dict[str, Any]) -> str:
     settings, made = report["settings"], report["environment"]
     how = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
-    depths = {one["num_speculative_tokens"] for one in settings["contenders"].values() if one}
-    depth = "depth left to the clock" if depths == {"auto"} else "each draft's own depth"
+    lengths = {one["num_speculative_tokens"] for one in settings["contenders"].values() if one}
+    length = "adaptive draft length" if lengths == {"auto"} else "fixed draft length"
     chats = any(name in CHAT for name in report["figures"])
-    parts = [made["dtype"].capitalize(), how, f"batches of {settings['batch_size']}", depth]
+    parts = [made["dtype"].capitalize(), how, f"batch size {settings['batch_size']}", length]
     compiled = "plain, compiled" in report["figures"]["overall"]
-    return ", ".join(parts + ["other tasks"] * (not chats) + ["beside plain compiled"] * compiled)
+    return ", ".join(parts + ["other tasks"] * (not chats) + ["with plain compiled"] * compiled)
 
 
 def label(method: str) -> str:
-    """Name a method as people do: chains are what is usual."""
+    """Return the readable name of a method; a chain is the default shape and not mentioned."""
     name = method.removesuffix(" chain")
     for kind in reversed(KINDS):  # the longer names first
         name = name.replace(kind, "EAGLE-3" if kind == NEWEST else KINDS[kind])
-    return name.replace("ngram", "n-grams").replace("+", " and ")
+    return name.replace("ngram", "n-grams").replace("memory", "history").replace("+", " and ")
 
 
 def summary(reports: list[dict[str, Any]]) -> str:
@@ -162,7 +168,7 @@ def machine(report: dict[str, Any]) -> str:
 
 
 def conversations(report: dict[str, Any]) -> str:
-    """Return each method's τ over the categories of MT-bench, weighed by rows, where there are others beside them."""
+    """Return each method's τ over the categories of MT-bench, weighted by rows, if the report has others too."""
     there = [name for name in CHAT if name in report["figures"]]
     found: list[str] = []
     if len(there) == len(report["figures"]) - 1:
@@ -179,21 +185,31 @@ def conversations(report: dict[str, Any]) -> str:
 
 PAGE = """# Benchmarks of a real model
 
-SmolLM2-135M-Instruct, on a CPU. The drafts were made by `examples/real_model/make.sh`, the figures by `measure.sh`
-beside it, and this page by `page.py` from the raw figures in `examples/real_model/results`: nothing in it was
-written by hand.
+This page shows the speed of all drafts on a real chat model, SmolLM2-135M-Instruct, on a CPU. Its figures come from
+scripts alone, and these commands make them again:
 
 ```sh
 cd examples/real_model
-./make.sh ~/smollm2 CORPUS spec_bench.jsonl     # prompts, the target's answers, features, drafts; goes on where it was
-./measure.sh ~/smollm2 spec_bench.jsonl results # goes on, too; on a machine that does nothing else
+./make.sh ~/smollm2 CORPUS spec_bench.jsonl     # prompts, the target's answers, features, drafts
+./measure.sh ~/smollm2 spec_bench.jsonl results # use a machine that does nothing else
 python page.py results ../../docs/benchmarks.md --work ~/smollm2
 ```
 
-What the words mean, and how time is taken, says [benchmarking](benchmarking.md). In brackets stands where nine of
-ten figures lie if as many prompts are drawn anew. *Accepted by position* is how often guess k and all before it were
-right, in the steps that guessed so deep. Every table is one run, in which each prompt goes through all methods before
-the next one comes. *Assisted* and *prompt lookup* are those of transformers.
+After an interruption, `make.sh` and `measure.sh` continue where they stopped. `page.py` writes this page from the raw
+figures in `examples/real_model/results`.
+
+How to read the tables:
+
+- Every table is one run, in which each prompt goes through all methods before the next one comes
+  ([how it is measured](benchmarking.md#how-it-is-measured)).
+- **x plain** is the speed, divided by that of plain `generate`.
+- **τ** is the number of tokens per step and sequence.
+- **Brackets** hold the range of nine in ten figures when the prompts are resampled.
+- **Accepted by position** is how often draft token k was accepted, with all before it, in the steps that drafted that
+  many.
+- **Assisted** and **prompt lookup** are those of transformers. **Assisted** uses our draft model.
+- **n-grams** look in the text itself, **history** looks in earlier answers, too.
+- The **draft model** has two layers, and was distilled.
 """
 
 
@@ -203,13 +219,14 @@ def page(results: Path, target: Path) -> str:
     if table := curves(results, picture):
         sections.append(
             "## Training\n\n"
-            "All drafts begin with the same rows of 512 tokens. *Trained further* goes on from that EAGLE-3 draft "
-            "over more answers, one and a half times; the learning rate falls twice (linearly in the first round "
-            "of this run, a cosine in the recipe). *Trained on new answers* goes on from there, and reads once "
-            "the answers to prompts that no draft has read; the tables below measure this one. τ is measured by "
-            "`generate` in chains of five. The held-out prompts differ between the three parts: compare τ within a "
-            "part only. A third of those of the second part had been read in the first one. *Guess k* is how often "
-            "guess k was right where all before it were.\n\n"
+            "All drafts begin with the same rows of 512 tokens. τ is measured by `generate` in chains of five. "
+            "*Token k* is how often draft token k was accepted where all before it were.\n\n"
+            "- *Trained further* continues that EAGLE-3 draft over more answers, one and a half times. The learning "
+            "rate falls twice: linearly in the first round of this run, by a cosine in the recipe.\n"
+            "- *Trained on new answers* continues from there. It reads the answers to new prompts, which no draft had "
+            "read, once. The tables below measure this draft.\n"
+            "- The held-out prompts differ between the three parts: compare τ within a part only. A third of those of "
+            "the second part had been read in the first one.\n\n"
             f"![τ over tokens seen]({picture.name})\n\n{table}\n"
         )
     reports = [
@@ -222,8 +239,8 @@ def page(results: Path, target: Path) -> str:
         sections.append(
             f"## {headline(report)}\n\n{machine(report)}. "
             f"{report['figures']['overall']['plain']['rows']} answers of up to {report['settings']['max_new_tokens']} "
-            f"tokens. Raw figures: `{path.name}`.\n\n{overall(report)}\n\n{conversations(report)}"
-            f"Speed beside plain, and τ, by category:\n\n{by_category(report)}\n"
+            f"tokens. {NOTES.get(path.name, '')}Raw figures: `{path.name}`.\n\n{overall(report)}\n\n"
+            f"{conversations(report)}x plain / τ by category:\n\n{by_category(report)}\n"
         )
     if not reports:
         sections.append("No tables yet: `measure.sh` has not been run.\n")
@@ -233,7 +250,7 @@ def page(results: Path, target: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="directory of raw figures")
-    parser.add_argument("page", type=Path, help="file to write; the picture goes beside it")
+    parser.add_argument("page", type=Path, help="file to write; the picture goes next to it")
     parser.add_argument("--work", type=Path, help="directory of make.sh, to copy from")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
