@@ -144,3 +144,30 @@ def test_commands_know_their_options(document: Path) -> None:
 def commands(document: Path) -> list[str]:
     code = "\n".join(block.code for block in blocks(document, "sh", "bash")).replace("\\\n", " ")
     return [part.strip() for line in code.splitlines() for part in line.split("&&") if part.strip()]
+
+
+def numbers_in_rows(document: str, beginning: str) -> list[list[float]]:
+    """Read the numbers in the rows of ``document`` that begin with ``beginning``."""
+    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+    rows = re.findall(rf"^\| {beginning}[^|]*\|(.*)\|$", text, re.M)
+    return [[float(cell) for cell in row.split("|")] for row in rows]
+
+
+def test_shares_of_experts_are_computed() -> None:
+    """A block of n tokens reads E (1 - (1 - k / E) ** n) of E experts, if each token takes k of them at random."""
+    rows = numbers_in_rows("mixtures-of-experts.md", "(?:Mixtral|gpt-oss|Qwen3|DeepSeek)")
+    assert len(rows) == 5
+    for experts, per_token, *shares in rows:
+        used = [experts * (1 - (1 - per_token / experts) ** tokens) for tokens in (2, 4, 6, 8, 16, 32, 64)]
+        assert shares == [round(one / per_token, 1) for one in used]
+
+
+def test_costs_after_long_texts_are_those_of_the_page_on_performance() -> None:
+    """The first rows of four columns are those after 64 to 4,096 tokens."""
+    rows = numbers_in_rows("long-contexts.md", "(?:float32:|bfloat16:)")
+    for dtype, row in zip(("float32", "bfloat16"), rows, strict=True):
+        plain, block = (
+            next(row for row in numbers_in_rows("performance.md", f"{dtype}, {name}") if len(row) == 4)
+            for name in ("plain", "6 nodes")
+        )
+        assert row == [round(one / other, 2) for one, other in zip(block, plain, strict=True)]
