@@ -141,6 +141,37 @@ def test_commands_know_their_options(document: Path) -> None:
             assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == [], line
 
 
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert [one for one in sentences(text) if len(one.split()) > 25] == []
+
+
+def test_long_sentences_are_found() -> None:
+    long = "word " * 25 + "end."
+    assert sentences(f"# Title\n\n- {long} Short [one](two three)!\n\n| a | {long} |\n")[1:] == [
+        long.strip(),
+        "Short one!",
+        "a",
+        long.strip(),
+    ]
+
+
+def sentences(text: str) -> list[str]:
+    """List the sentences outside of code; cells of tables, points of lists and titles end one."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "\n", text, flags=re.M | re.S)
+    text = re.sub(r"!?\[((?:!\[[^\]]*\]\([^)]*\)|[^\]])*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`", "code", text)
+    parts = re.split(r"\n\s*\n|^\s*(?:[-*]|\d+\.|#+) |\||(?<=[.!?])\s", text, flags=re.M)
+    return [" ".join(part.split()) for part in parts if re.search(r"\w", part)]
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_llms_txt_names_every_page(name: str) -> None:
+    listed = re.findall(r"\]\((\S+)\)", (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
+    assert [one for one in listed if one.endswith(f"/main/docs/{name}")], name
+
+
 def commands(document: Path) -> list[str]:
     code = "\n".join(block.code for block in blocks(document, "sh", "bash")).replace("\\\n", " ")
     return [part.strip() for line in code.splitlines() for part in line.split("&&") if part.strip()]

@@ -70,6 +70,7 @@ def test_the_notebook_runs() -> None:
     """In a kernel of its own, as a user has it, but trained for a few steps only."""
     notebook = nbformat.read(ROOT / "examples" / "quickstart.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert '%pip install --quiet "hf-spec[' in notebook.cells[1].source  # for Colab; not run where it is installed
     (steps,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     steps.source = "TRAINING_STEPS = 8"
     NotebookClient(notebook, timeout=600).execute()
@@ -80,8 +81,8 @@ def test_the_notebook_runs() -> None:
     tree, kinds, depths, taus = (
         printed(notebook, start) for start in ("class Watched", "drafts =", "depths =", "from matp")
     )
-    assert tree.count("\n") == 13 and "\n        '" in tree  # the root and twelve guesses
-    assert set(kinds) == {"n-grams", "a small model", "medusa", "mtp", "eagle3"} and min(kinds.values()) >= 1
+    assert tree.count("\n") == 13 and "\n        '" in tree  # the root and twelve draft tokens
+    assert set(kinds) == {"n-grams", "a draft model", "medusa", "mtp", "eagle3"} and min(kinds.values()) >= 1
     assert list(depths.values()) == sorted(depths.values())
     assert len(taus) == 5 and taus[0] < taus[-1]
 
