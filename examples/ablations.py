@@ -1,11 +1,11 @@
-"""Ask what makes an EAGLE-3 draft good, at the scale of the demo target: docs/training.md shows what came out.
+"""Measure which parts of EAGLE-3 training matter, at the scale of the demo target; docs/training.md shows the results.
 
     python examples/ablations.py --data stories.jsonl --held-out others.jsonl --output ablations
     python examples/ablations.py --output ablations --plot
 
 Both files hold a `text` in each line. Every arm trains a draft from scratch on the same text in the same order, with
-the changes that ARMS lists, and then drafts for the same held-out stories. An arm that is in the output already is
-not trained again. An arm takes about five minutes on one core of a recent server processor.
+the changes in ARMS. It then drafts for the same held-out stories. Finished arms are not trained again. An arm takes
+about five minutes on one core of a recent server processor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_spec import demo
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
 
-DEPTH = 7  # how far every draft is measured, however it was trained
+LENGTH = 7  # draft tokens of the measurement, however a draft was trained
 # `share` of the text, read once; `layers` of the target that the draft reads; the rest are DraftTrainingArguments.
 ARMS: dict[str, dict[str, Any]] = {
     "seven steps": {},
@@ -58,7 +58,7 @@ def run(name: str, options: argparse.Namespace) -> None:
         "per_device_train_batch_size": 8,
         "eval_prompts": 64,
         "eval_max_new_tokens": 96,
-        "eval_speculative_tokens": DEPTH,
+        "eval_speculative_tokens": LENGTH,
         "eval_temperature": 1.0,
         "seed": options.seed,
         "report_to": [],
@@ -83,14 +83,14 @@ def run(name: str, options: argparse.Namespace) -> None:
     )
     trainer.train()
     trainer.save_model()
-    judge = DraftTrainer(draft, target, DraftTrainingArguments(unroll_steps=DEPTH, **common), eval_dataset=held_out)
+    judge = DraftTrainer(draft, target, DraftTrainingArguments(unroll_steps=LENGTH, **common), eval_dataset=held_out)
     result = {"name": name, "steps": trainer.state.global_step, **judge.evaluate()}
     (directory / "result.json").write_text(json.dumps(result, indent=1))
 
 
 def curve(result: dict[str, Any]) -> list[float]:
-    """Return how often guess k is accepted if those before it were, for k from 1 as far as chains get."""
-    reached = [1.0, *(result[f"eval_acceptance_{k}"] for k in range(1, DEPTH + 1))]
+    """Return the acceptance of draft token k if those before it were accepted, for all positions that chains reach."""
+    reached = [1.0, *(result[f"eval_acceptance_{k}"] for k in range(1, LENGTH + 1))]
     return [after / before for before, after in pairwise(reached) if before > 0.01]
 
 
@@ -98,7 +98,7 @@ def report(output: Path) -> dict[str, dict[str, Any]]:
     """Print a table of all arms that are done."""
     found = [json.loads(path.read_text()) for path in sorted(output.glob("*/result.json"))]
     results = {result["name"]: result for result in found}
-    print("| | steps | τ, greedy | τ, temperature 1 | guess 1 | 2 | 3 | 5 | 7 |\n|" + "---|" * 9)
+    print("| | steps | τ, greedy | τ, temperature 1 | token 1 | 2 | 3 | 5 | 7 |\n|" + "---|" * 9)
     for name, result in results.items():
         lengths = [result[f"eval_{kind}acceptance_length"] for kind in ("", "sampled_")]
         accepted = dict(enumerate(curve(result), start=1))
@@ -117,12 +117,14 @@ def plot(results: dict[str, dict[str, Any]], output: Path) -> None:
     for name in filter(results.__contains__, ("seven steps", "one step")):
         accepted = curve(results[name])
         steps.plot(range(1, len(accepted) + 1), accepted, marker="o", markersize=3, label=f"trained in {name}")
-    steps.set(xlabel="guess k", ylabel="accepted, if those before were", ylim=(0, 0.8), xticks=range(1, DEPTH + 1))
+    steps.set(
+        xlabel="draft token k", ylabel="accepted, if those before were", ylim=(0, 0.8), xticks=range(1, LENGTH + 1)
+    )
     steps.legend()
 
     bars = sorted((name for name in results if "share" not in ARMS.get(name, {})), key=lambda name: length[name])
-    drawn = changes.barh(bars, [length[name] for name in bars], height=0.6)
-    changes.bar_label(drawn, fmt="%.2f", padding=2)
+    shown = changes.barh(bars, [length[name] for name in bars], height=0.6)
+    changes.bar_label(shown, fmt="%.2f", padding=2)
     changes.set(xlabel="τ, greedy chains of seven", xlim=(1, 1.1 * max(length.values())))
 
     shares = {"eighth": 1 / 8, "quarter": 1 / 4, "seven steps": 1 / 2, "all": 1.0}

@@ -1,12 +1,12 @@
-"""Compare ways to answer many prompts of mixed length: fixed batches, transformers' engine, the engine that guesses.
+"""Compare fixed batches and continuous batching on prompts of mixed length, plain and speculative.
 
     python examples/batch_speed.py
     python examples/batch_speed.py --size 1152 4608 16 --at-once 4 16 64 --rounds 3 --json batches.json
 
-All prompts are there from the beginning, so a request's time is that until its text is whole. Methods take turns;
-figures are medians over the rounds, with the least and the most of them. The target is the demo family's, inflated to
-a hidden size, an MLP size and a number of layers; its drafts guess as they do for the small one. A method whose texts
-are not those of the first one, transformers' engine alone, ends the run.
+All prompts are there from the beginning, so a request's time ends when its text is complete. Methods take turns.
+Figures are medians over the rounds, with minimum and maximum. The target is the demo family's, inflated to a hidden
+size, an MLP size and a number of layers. Drafts are accepted as by the small target. The first method is plain
+continuous batching. The run ends with an error if another method writes other texts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Timed = tuple[Texts, list[float]]
 
 
 class Workload:
-    """Be the prompts, each with the number of tokens to be written, and the forwards that a method takes for them."""
+    """The prompts with their numbers of new tokens, and a count of the target's forwards."""
 
     def __init__(self, target: Any, tokenizer: Any, count: int, seed: int = 0) -> None:
         draw = random.Random(seed)
@@ -49,7 +49,7 @@ class Workload:
         self.forwards += 1
 
     def in_batches(self, speculator: Any, size: int) -> Timed:
-        """Answer in batches of ``size``, one behind the other, each as long as its longest text."""
+        """Answer in batches of ``size``, one after the other; each lasts as long as its longest text."""
         start, texts, seconds = time.perf_counter(), [], []
         for first in range(0, len(self.prompts), size):
             prompts, lengths = self.prompts[first : first + size], self.lengths[first : first + size]
@@ -70,7 +70,7 @@ class Workload:
         return texts, seconds
 
     def in_engine(self, speculator: Any, size: int) -> Timed:
-        """Answer with transformers' engine, at most ``size`` requests at once."""
+        """Answer by continuous batching, at most ``size`` requests at once."""
         options = GenerationConfig(do_sample=False, max_new_tokens=128, eos_token_id=-1, pad_token_id=0)
         sizes = ContinuousBatchingConfig(
             max_requests_per_batch=size, num_blocks=16 * size, page_size=16, max_batch_tokens=max(256, 16 * size)
@@ -88,7 +88,7 @@ class Workload:
         return [texts[name] for name in names], [seconds[name] for name in names]
 
     def measured(self, method: Callable[[Any, int], Timed], speculator: Any, size: int, expected: Texts | None) -> Any:
-        """Run a method once: forwards, tokens a second, median and 95th percentile of a request's seconds; texts."""
+        """Run a method; return forwards, tokens/s, median and 95th percentile of request seconds, and the texts."""
         self.forwards = 0
         texts, seconds = method(speculator, size)
         if expected is not None and texts != expected:

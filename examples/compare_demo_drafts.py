@@ -1,11 +1,11 @@
-"""Compare how far the demo family's drafts over hidden states guess, on stories that training never saw.
+"""Compare the acceptance of the demo family's drafts over hidden states, on stories that training never saw.
 
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK
     python examples/compare_demo_drafts.py --stories WORK/validation.jsonl
 
-Every seed draws its own stories, whose beginnings are the prompts, the same for all drafts. Figures are means over the
-seeds with their standard errors: τ, the tokens that a forward of the target emits, in chains and trees, greedily and
-at temperature 1; and how long a proposal takes, of one row, which says something on a quiet machine only.
+Each seed chooses its own stories, the same for all drafts. Their beginnings are the prompts. Figures are means over
+the seeds with their standard errors: τ, the tokens per forward of the target, in chains and trees, greedily and at
+temperature 1. The last column is the time of a proposal for one sequence, which needs a quiet machine.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ BATCH = 16
 
 def prompts(stories: list[str], tokenizer: Any, options: argparse.Namespace, seed: int) -> torch.Tensor:
     """Return the beginnings of some stories, (stories, prompt length)."""
-    drawn = random.Random(seed).sample(stories, min(options.count, len(stories)))
+    sample = random.Random(seed).sample(stories, min(options.count, len(stories)))
     return torch.stack(
-        [tokenizer(story, return_tensors="pt").input_ids[0, : options.prompt_length] for story in drawn]
+        [tokenizer(story, return_tensors="pt").input_ids[0, : options.prompt_length] for story in sample]
     )
 
 
 def measured(target: Any, draft: Any, ids: torch.Tensor, options: argparse.Namespace, **call: Any) -> Any:
-    """Return the statistics of generating behind ``ids`` (prompts, length)."""
-    config = draft.defaults().merge(num_speculative_tokens=options.guesses, **call.pop("shape"))
+    """Return the statistics of generating from prompts ``ids`` (prompts, length)."""
+    config = draft.defaults().merge(num_speculative_tokens=options.draft_length, **call.pop("shape"))
     temperature = call["temperature"]
     how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     calls = [
@@ -83,12 +83,16 @@ def cell(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=Path, required=True, help="a text in each line")
-    parser.add_argument("--drafts", nargs="+", default=list(demo.MODELS[2:]), help="of the family, or directories")
+    parser.add_argument(
+        "--drafts", nargs="+", default=list(demo.MODELS[2:]), help="names of the family, or directories"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--count", type=int, default=32, help="stories of each seed")
     parser.add_argument("--prompt-length", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--guesses", type=int, default=7, help="depth of chains and trees; Medusa has four heads")
+    parser.add_argument(
+        "--draft-length", type=int, default=7, help="of chains, and depth of trees; Medusa has four heads"
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -3,12 +3,12 @@
     python examples/compiled_speed.py                                    # the demo target, float32, one core
     python examples/compiled_speed.py --device cuda --dtype bfloat16 --shape 1b 8b --batch 1 8 32
 
-Every method decodes the same prompts in turn, after two rounds that warm up and compile; the fastest of the others is
-shown, as tokens a second and relative to plain, or with `--sample`, where each round draws another text, their mean.
-Shapes other than "demo" are the demo target inflated: to 0.2 billion parameters, and to about the sizes of Llama 3.2
-1B and Llama 3.1 8B, without their vocabulary. The text is the same, so is the demo target's acceptance. On CUDA, mode
-"reduce-overhead" uses CUDA graphs. Whether texts are plain `generate`'s is told; in 16 bits near-ties may flip,
-compiled or not. Beside the vanilla draft, assisted generation guesses with it, too.
+All methods decode the same prompts and take turns. Two rounds warm up and compile. The table shows the fastest of the
+other rounds, as tokens per second and relative to plain. With `--sample`, texts differ by round, and it shows their
+mean. Shapes other than "demo" are the demo target inflated: to 0.2 billion parameters, and to about the sizes of Llama
+3.2 1B and Llama 3.1 8B, without their vocabulary. Text and acceptance stay those of the demo target. On CUDA, mode
+"reduce-overhead" uses CUDA graphs. The last column says whether texts are those of plain `generate`. In 16 bits
+near-ties may change, compiled or not. With the draft model, assisted generation runs, too.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def models(shape: str, device: str, dtype: torch.dtype, draft: str) -> tuple[Any
     """Load the demo target, inflated to ``shape``, and a draft for it."""
     small = LlamaForCausalLM.from_pretrained(demo.path(), dtype=dtype).to(device).eval()
     auto: Any = AutoModelForCausalLM if draft == "vanilla" else AutoModel
-    guesser: Any = auto.from_pretrained(demo.path(f"draft-{draft}"), dtype=dtype).to(device).eval()
+    model: Any = auto.from_pretrained(demo.path(f"draft-{draft}"), dtype=dtype).to(device).eval()
     if (sizes := SHAPES[shape]) is None:
-        return small, guesser
+        return small, model
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return inflate(small, *sizes), guesser if draft == "vanilla" else Narrowed(guesser, small)
+            return inflate(small, *sizes), model if draft == "vanilla" else Narrowed(model, small)
     finally:
         torch.set_default_dtype(before)
 
@@ -95,8 +95,8 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
     options |= {"temperature": 1.0, "top_k": 0} if args.sample else {}
     compiled = {"cache_implementation": "static", "compile_config": config}
     tree = args.tree or None
-    depth = args.depth or None
-    settings = SpeculationConfig(num_speculative_tokens=depth, tree=tree, tree_topk=4, num_tree_tokens=args.nodes)
+    length = args.draft_length or None
+    settings = SpeculationConfig(num_speculative_tokens=length, tree=tree, tree_topk=4, num_tree_tokens=args.nodes)
     ours = {"speculator": draft, "speculation_config": settings}
     ways: dict[str, dict[str, Any]] = {
         "plain, eager": {},
@@ -105,17 +105,17 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
         f"{args.draft}, compiled": ours | compiled,
     }
     if args.draft == "vanilla" and batch == 1:
-        draft.generation_config.num_assistant_tokens = args.depth or 5
+        draft.generation_config.num_assistant_tokens = args.draft_length or 5
         ways["assisted, eager"] = {"assistant_model": draft}
     methods = {name: lambda way=way: target.generate(**inputs, **options, **way) for name, way in ways.items()}
     found = measure(methods, args.rounds, statistics.mean if args.sample else min)
     plain, plain_compiled = found["plain, eager"], found["plain, compiled"]
     print(f"\n{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {args.device}")
-    print("| | tokens/s | x plain eager | x plain compiled | tokens a step | same text |\n|---|---|---|---|---|---|")
+    print("| | tokens/s | x plain eager | x plain compiled | tokens per step | same text |\n|---|---|---|---|---|---|")
     for name, (seconds, out) in found.items():
         stats = getattr(out, "speculation", None)
         accepted = f"{stats.mean_accepted_length:.2f}" if stats else "1"
-        same = "drawn" if args.sample else "yes" if torch.equal(out.sequences, plain[1].sequences) else "no"
+        same = "sampled" if args.sample else "yes" if torch.equal(out.sequences, plain[1].sequences) else "no"
         ratios = f"{plain[0] / seconds:.2f} | {plain_compiled[0] / seconds:.2f}"
         print(f"| {name} | {batch * args.tokens / seconds:.0f} | {ratios} | {accepted} | {same} |")
 
@@ -127,9 +127,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--draft", choices=("eagle3", "mtp", "medusa", "dspark", "vanilla"), default="eagle3")
-    parser.add_argument("--tree", choices=("", "dynamic", "sampled"), default="", help="of guesses; none for a chain")
+    parser.add_argument(
+        "--tree", choices=("", "dynamic", "sampled"), default="", help="of draft tokens; empty for a chain"
+    )
     parser.add_argument("--nodes", type=int, default=12, help="of a tree")
-    parser.add_argument("--depth", type=int, default=5, help="of the guesses; 0 leaves it to the clock, as by default")
+    parser.add_argument("--draft-length", type=int, default=5, help="0: adaptive, as by default")
     parser.add_argument("--sample", action="store_true", help="sample at temperature 1 instead of greedy decoding")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)

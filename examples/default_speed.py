@@ -1,14 +1,13 @@
-"""Measure default settings beside plain ``generate``: every draft of the demo family, alone and in batches of eight.
+"""Compare default settings with plain ``generate``: every draft of the demo family, batch sizes 1 and 8.
 
     python examples/default_speed.py
     python examples/default_speed.py --processors  # with a minimum length, a repetition penalty and an n-gram ban
     python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
 
-Each call decodes 96 tokens. Methods take turns, so that all of them meet the same machine; a figure is the median of
-the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, which is never right. The draft
-length is left to the library. Calls that sample have a seed, after which the length is chosen without a clock.
-"assisted" is assisted generation of transformers, one prompt at a time, with the small model and so many of its tokens
-in every step.
+Each call decodes 96 tokens. Methods take turns, so that drift of the machine affects all of them. A figure is the
+median of the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, never accepted. The
+draft length is adaptive. Calls that sample have a seed, so their length does not depend on measured times. "assisted"
+is assisted generation of transformers, one prompt at a time, with the draft model and a fixed number of its tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ PROCESSORS = {"min_new_tokens": 96, "repetition_penalty": 1.1, "no_repeat_ngram_
 
 
 def drafts(small: Any, is_inflated: bool) -> dict[str, Any]:
-    """Return what guesses, by name; for a target that ``small`` was inflated to, or for itself."""
+    """Return the drafts by name, for a target that ``small`` was inflated to, or for ``small``."""
     found: dict[str, Any] = {"ngram": "ngram"}
     found["vanilla"] = AutoModelForCausalLM.from_pretrained(demo.path("draft-vanilla"), dtype=torch.float32)
     for kind in ("eagle3", "medusa", "mtp", "dspark"):
@@ -52,7 +51,7 @@ def drafts(small: Any, is_inflated: bool) -> dict[str, Any]:
 
 
 def assisted(small: Any, tokens: int) -> dict[str, Any]:
-    """Return the options of assisted generation with ``tokens`` guesses in every step."""
+    """Return the options of assisted generation with ``tokens`` draft tokens in every step."""
     assistant = copy.deepcopy(small)
     assistant.generation_config.update(
         num_assistant_tokens=tokens, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
@@ -86,12 +85,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--fixed", type=int, help="guess so many tokens in every step instead")
+    parser.add_argument("--fixed", type=int, help="draft tokens of every step, instead of an adaptive number")
     parser.add_argument("--processors", action="store_true", help="use processors that look at the text")
     parser.add_argument(
         "--size", type=int, nargs=3, metavar=("HIDDEN", "MLP", "LAYERS"), help="inflate the target to it"
     )
-    parser.add_argument("--assisted", type=int, nargs="+", default=[], help="beside assisted generation, so many deep")
+    parser.add_argument(
+        "--assisted", type=int, nargs="+", default=[], help="also measure assisted generation with these draft lengths"
+    )
     parser.add_argument("--drafts", nargs="+", help="only these")
     args = parser.parse_args()
     torch.set_num_threads(1)

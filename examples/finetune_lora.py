@@ -2,7 +2,7 @@
 
     python examples/finetune_lora.py --target ORG/MODEL --draft ORG/DRAFT --data support.jsonl --output adapter
 
-`--draft` is a draft of any kind and format, or a small language model. The adapter goes with the draft that it was
+`--draft` is a draft of any kind and format, or a draft model. The adapter goes with the draft that it was
 trained on:
 
     draft = PeftModel.from_pretrained(AutoModel.from_pretrained("ORG/DRAFT"), "adapter")

@@ -1,4 +1,4 @@
-"""Generate a batch with a draft, in a chain and in a tree, and look at how the guessing went.
+"""Generate a batch with a draft, in a chain and in a tree, and print the statistics.
 
     python examples/generate.py
 

@@ -1,11 +1,11 @@
-"""Reinforce a policy with TRL's GRPOTrainer, its rollouts written with guesses, and compare the time.
+"""Train a policy with TRL's GRPOTrainer, with and without speculation in its rollouts, and compare the time.
 
     pip install trl
-    python examples/grpo.py  # the demo target, an EAGLE-3 draft that is refreshed, and stories about dogs
-    python examples/grpo.py --speculator memory  # no draft: what earlier rollouts wrote
+    python examples/grpo.py  # the demo target, an EAGLE-3 draft that is trained on, and stories about dogs
+    python examples/grpo.py --speculator memory  # no draft: n-grams with a history of earlier rollouts
 
-The text keeps the distribution of the policy, whose weights change from step to step. What changes is how many guesses
-are right, so the draft is trained on the latest rollouts now and then.
+The text keeps the distribution of the policy, whose weights change from step to step. Acceptance would fall, so the
+draft is trained on the latest rollouts now and then.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion, at most")
-    parser.add_argument("--every", type=int, default=5, help="steps between two refreshings of the draft")
+    parser.add_argument("--every", type=int, default=5, help="steps between two trainings of the draft")
     parser.add_argument("--output", default="grpo")
     options = parser.parse_args()
 
     plain = Rollouts()
     train(plain, None, options)
-    guessing = Rollouts()
-    train(guessing, options.speculator, options)
-    print(f"tokens per verification, policy and draft changing: {guessing.counts.mean_accepted_length:.2f}")
-    print(f"generation without guesses {plain.seconds:.1f} s, with {guessing.seconds:.1f} s")
-    print(f"with guesses {guessing.per_token / plain.per_token:.2f} of the time per token")
+    speculative = Rollouts()
+    train(speculative, options.speculator, options)
+    print(f"tokens per verification, policy and draft changing: {speculative.counts.mean_accepted_length:.2f}")
+    print(f"generation: plain {plain.seconds:.1f} s, speculative {speculative.seconds:.1f} s")
+    print(f"time per token: {speculative.per_token / plain.per_token:.2f} of plain")
 
 
 class Rollouts:
-    """Time the calls of ``generate``, and count what they wrote and guessed."""
+    """The time of ``generate`` calls, and counts of their tokens and draft tokens."""
 
     def __init__(self) -> None:
         self.seconds, self.tokens, self.counts = 0.0, 0, Counts()

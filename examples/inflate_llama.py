@@ -1,9 +1,9 @@
-"""Inflate a small Llama to the cost of a big one without changing what it says, to measure speed with real acceptance.
+"""Inflate a small Llama to the cost of a big one without changing its text, to measure speed with real acceptance.
 
     python examples/inflate_llama.py SMALL OUT --hidden-size 1152 --intermediate-size 4608 --layers 16
 
-`hf_spec.demo.inflation` says how. A language model that is a draft for SMALL is one for OUT. So is a draft over hidden
-states, as `Narrowed(draft, small)` in Python. Acceptance is SMALL's, which says nothing about any big model's.
+`hf_spec.demo.inflation` explains how. A draft model for SMALL works for OUT. So does a draft over hidden states, as
+`Narrowed(draft, small)` in Python. Acceptance is SMALL's, and says nothing about any big model's.
 """
 
 from __future__ import annotations

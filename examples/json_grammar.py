@@ -1,10 +1,10 @@
-"""Let a grammar decide what may be said, and a draft guess it: valid JSON in fewer forwards.
+"""Generate valid JSON in fewer forwards: a grammar and a draft together.
 
     pip install xgrammar
     python examples/json_grammar.py
 
-A grammar leaves little choice at many places, so even guesses that merely copy the shape of the answer come true. Any
-processor may be used like this: those that remember what they saw are called as plain ``generate`` calls them.
+A grammar leaves little choice in many places, so draft tokens that only copy the shape of the answer are accepted. Any
+processor may be used like this. Those that keep a state are called as plain ``generate`` calls them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     out = answer(speculator=speculator, return_dict_in_generate=True)
     said = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     print(json.loads(said), out.speculation, sep="\n\n")
-    assert torch.equal(out.sequences, answer())  # what plain generate says
+    assert torch.equal(out.sequences, answer())  # the text of plain generate
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Measure what a memory of earlier calls is worth: tokens per forward of the target, with and without it.
+"""Measure the gain of a history of earlier calls: tokens per forward of the target, with and without it.
 
     python examples/memory.py                                    # the demo family, offline
     python examples/memory.py --target DIR --draft DIR --prompts prompts.jsonl --json memory.json
 
-Every set is a series of calls, one prompt each, in which a memory grows from nothing. The sets that ship are an
-agent's: ten small changes to one function, shown or only described; a support chat; ten beginnings of one story. A
-file of JSON lines, as for ``hf-spec bench``, adds one per category. Lengths of guesses are fixed, so that no clock
-decides and another run finds the same figures.
+Each set is a series of calls, one prompt each, in which a history (``memory``) grows from nothing. Four sets ship: ten
+small changes to one function, shown or only described; a support chat; ten beginnings of one story. A file of JSON
+lines, as for ``hf-spec bench``, adds one per category. Draft lengths are fixed, so another run finds the same figures.
 
     python examples/memory.py --target DIR --prompts prompts.jsonl --write-texts texts.json    # plain generate, once
     python examples/memory.py --texts texts.json --min-chance 0.05 0.1 0.2 0.3                 # no model
 
-Greedy text is the same whatever guesses, so what is looked up can be judged over texts that are there already.
+Greedy text is the same with any draft, so lookups can be measured over saved texts.
 """
 
 from __future__ import annotations
@@ -122,19 +121,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", help="some of the sets, by name or category")
     parser.add_argument("--ways", nargs="+", help="some of the columns, by name")
     parser.add_argument("--limit", type=int, help="prompts of each set")
-    parser.add_argument("--max-length", type=int, default=700, help="leave out longer prompts")
+    parser.add_argument("--max-length", type=int, default=700, help="skip longer prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--min-chance", type=float, nargs="+", default=[0.1], help="several: measure the threshold")
+    parser.add_argument("--min-chance", type=float, nargs="+", default=[0.1], help="several: compare thresholds")
     parser.add_argument("--write-texts", help="only write plain greedy texts to this file")
-    parser.add_argument("--texts", help="judge what is looked up over the texts in this file")
+    parser.add_argument("--texts", help="measure lookups over the texts in this file")
     parser.add_argument("--json")
     return parser.parse_args()
 
 
 def noisy(target: PreTrainedModel, noise: float) -> PreTrainedModel:
-    """Stand in for a draft where there is none: how often its guesses are right depends on ``noise`` alone."""
+    """Return a substitute for a draft; its acceptance depends on ``noise`` alone."""
     draft = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -145,7 +144,7 @@ def noisy(target: PreTrainedModel, noise: float) -> PreTrainedModel:
 
 
 def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, SpeculationConfig]]:
-    """Return what guesses in each column, beginning with an empty memory."""
+    """Return the speculator and settings of each column; histories are empty."""
 
     def chain(count: int) -> SpeculationConfig:
         return SpeculationConfig(num_speculative_tokens=count)
@@ -205,22 +204,22 @@ def write_texts(target: Any, tokenizer: Any, sets: dict[str, list[Prompt]], opti
 
 
 def replay(pairs: Any, speculator: NgramSpeculator, config: SpeculationConfig) -> dict[str, Any]:
-    """Let ``speculator`` guess chains along prompts and answers, as ``generate`` would ask it."""
+    """Let ``speculator`` draft chains along prompts and answers, as ``generate`` does."""
     counts = {"row_steps": 0, "proposed": 0, "emitted": 0}
     for prompt, answer in pairs:
-        ids = torch.tensor([prompt[:-1]])  # the first guesses are read together with the prompt
+        ids = torch.tensor([prompt[:-1]])  # the first draft tokens are read together with the prompt
         request: Any = (None, ids, torch.ones_like(ids), None, speculator.settings(config), None, False)
         drafter, new, at = speculator.drafter(DraftContext(*request)), prompt[-1:], 0
         while at < len(answer):
             accepted = AcceptedTokens(torch.tensor([new]), torch.tensor([len(new)]))
             room = min(len(answer) - at - 1, config.num_speculative_tokens)  # type: ignore[type-var]
             proposal = drafter.propose(accepted, room)
-            guesses = proposal.tokens[0, 1:][proposal.present[0, 1:]].tolist()
-            right = [guess == token for guess, token in zip(guesses, answer[at:], strict=False)]
+            draft = proposal.tokens[0, 1:][proposal.present[0, 1:]].tolist()
+            right = [ours == token for ours, token in zip(draft, answer[at:], strict=False)]
             new = answer[at : at + [*right, False].index(False) + 1]
             at += len(new)
             counts["row_steps"] += 1
-            counts["proposed"] += len(guesses)
+            counts["proposed"] += len(draft)
             counts["emitted"] += len(new)
         speculator.learn([[*prompt, *answer]])
     return counts | {"mean_accepted_length": counts["emitted"] / counts["row_steps"]}
@@ -231,11 +230,11 @@ def print_table(name: str, figures: dict[str, dict[str, Any]]) -> None:
         f"{way} {one['mean_accepted_length']:.2f} ({one['proposed'] / one['row_steps']:.1f})"
         for way, one in figures.items()
     )
-    print(f"{name}: tokens (guesses) per step: {', '.join(cells)}", flush=True)
+    print(f"{name}: tokens (draft tokens) per step: {', '.join(cells)}", flush=True)
 
 
 def costs(tokens: int = 100_000) -> dict[str, float]:
-    """Fill a memory with all but random text, and return its bytes and microseconds per token."""
+    """Fill a history with nearly random text, and return its bytes and microseconds per token."""
     generator = torch.Generator().manual_seed(0)
     texts = (torch.rand(tokens // 500, 500, generator=generator) ** 3 * 5_000).long().tolist()
     speculator = NgramSpeculator(remember=tokens)

@@ -1,9 +1,9 @@
-"""Write a speculator of your own: here one that guesses what a dictionary of phrases completes.
+"""Write a speculator of your own: here one that completes phrases from a dictionary.
 
     python examples/own_speculator.py
 
-A ``Speculator`` is what is passed to ``generate``; it starts a ``Drafter`` per call, which is told what became text
-and says what may come next. Whether a guess is right is not its business: wrong ones cost time and change nothing.
+A ``Speculator`` is passed to ``generate`` and starts a ``Drafter`` per call. The drafter gets the accepted tokens and
+proposes the next ones. Wrong draft tokens cost time and change nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PHRASES = [
 
 
 class PhraseSpeculator(Speculator):
-    """Complete the phrases that begin with the last ``context`` tokens of the text."""
+    """A draft that completes phrases in which the last ``context`` tokens of the text occur."""
 
     def __init__(self, phrases: list[list[int]], context: int = 2) -> None:
         self.context = context
@@ -35,7 +35,7 @@ class PhraseSpeculator(Speculator):
 
 
 class PhraseDrafter(Drafter):
-    """Remember the end of each row's text."""
+    """The state of one call: the text of each sequence."""
 
     def __init__(self, speculator: PhraseSpeculator, request: DraftContext) -> None:
         self.speculator = speculator
@@ -45,9 +45,9 @@ class PhraseDrafter(Drafter):
         for end, tokens, count in zip(self.ends, accepted.tokens.tolist(), accepted.counts.tolist(), strict=True):
             end += tokens[:count]
         found = [self.speculator.following.get(tuple(end[-self.speculator.context :]), []) for end in self.ends]
-        found = [guesses[:limit] for guesses in found]
+        found = [tokens[:limit] for tokens in found]
         width = max(map(len, found))
-        padded = [guesses + [0] * (width - len(guesses)) for guesses in found]
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in found]
         tokens = torch.tensor(padded, dtype=torch.long, device=accepted.tokens.device).view(len(found), width)
         return Proposal.chain(accepted.root, tokens, torch.tensor([*map(len, found)], device=tokens.device))
 

@@ -3,8 +3,8 @@
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK
 
 DIR holds `*.jsonl.gz` files; a line has a "source" and either a "text" or "messages" of {"role", "content"}. WORK
-receives what examples/train_demo_family.py reads. Drafts for a target that is there already need its tokenizer:
-`--tokenizer hf_spec/demo/target`. docs/demo-family.md describes the data and what came out.
+receives what examples/train_demo_family.py reads. Drafts for an existing target need its tokenizer:
+`--tokenizer hf_spec/demo/target`. docs/demo-family.md describes the data and the results.
 """
 
 from __future__ import annotations
@@ -242,12 +242,12 @@ def prepare(args: argparse.Namespace) -> None:
     def chat(messages: list[dict[str, str]]) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
-    def told(story: str) -> list[dict[str, str]]:
+    def dialogue(story: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": request_for(story, rng)}, {"role": "assistant", "content": story}]
 
     groups = {
         "story": [BOS + story + EOS for story in stories],
-        "story_chat": [chat(told(story)) for story in stories],
+        "story_chat": [chat(dialogue(story)) for story in stories],
         "dialogue": [chat(messages) for messages in dialogues],
         "validation": [BOS + story + EOS for story in validation],
     }

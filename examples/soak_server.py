@@ -1,13 +1,14 @@
-"""Let requests come, go and fail at a server for a while, and watch its memory and every text.
+"""Stress a server with requests that come, go and fail, and check its memory and every text.
 
     python examples/soak_server.py --minutes 30
     python examples/soak_server.py --minutes 30 --one-by-one --speculator ngram
 
-A server of the demo family is started on the loopback address, in a process of its own. Clients ask it at random
-moments for texts of mixed length, streamed or whole, greedy or sampled, with stop strings or without; some read
-slowly, some leave, some ask for nonsense. Greedy texts are compared with those of plain `generate`. A line says what
-was answered so far, how many texts were wrong, what runs and waits, what the engine keeps, and the memory of the
-server. The exit status is 1 if a text was wrong, if something stayed behind, or if memory grew.
+A server of the demo family runs on the loopback address, in a process of its own. Clients send requests at random
+moments, for texts of mixed length, streamed or whole, greedy or sampled, with or without stop strings. Some clients
+read slowly, some leave, some send invalid requests. Greedy texts are compared with those of plain `generate`.
+
+Each line of the output counts answers, wrong texts, and running and waiting requests. It shows what the engine keeps,
+and the server's memory. The exit status is 1 if a text was wrong, if the engine keeps something, or if memory grew.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ PROMPTS = (
 )
 LENGTHS = (1, 3, 10, 30, 80, 200)
 STOPS = ("day", ".", "and the")
-MOST_GROWTH = 1.05  # of the memory, from a third of the time on: pools, caches and Python's own are warm by then
+MOST_GROWTH = 1.05  # of the memory after a third of the time, when pools, caches and Python itself are warm
 SAMPLED = '{"do_sample": true, "max_new_tokens": 60}'
 
 
 def plain_texts(target: str) -> dict[tuple[str, int, str | None], str]:
-    """Return what plain `generate` writes for every greedy request that there can be."""
+    """Return the text of plain `generate` for every possible greedy request."""
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(target, dtype="float32"),
         AutoTokenizer.from_pretrained(target),
@@ -75,7 +76,7 @@ class Soak:
         self.wrong: list[str] = []
 
     async def run(self, seconds: float, most: int, pid: int) -> list[float]:
-        """Ask for `seconds`, at most `most` things at a time; return the memory of the server over time, in MB."""
+        """Send requests for `seconds`, at most `most` at a time; return the server's memory over time, in MB."""
         start, asked, memory = time.monotonic(), set[asyncio.Task[None]](), []
         interval = max(5.0, seconds / 60)
         while (now := time.monotonic() - start) < seconds:
@@ -85,7 +86,7 @@ class Soak:
                 task.add_done_callback(asked.discard)
             if now >= interval * len(memory):
                 memory.append(resident(pid))
-                await self.tell(now, memory[-1])
+                await self.report(now, memory[-1])
             await asyncio.sleep(self.random.expovariate(20))
         await asyncio.gather(*asked)
         return memory
@@ -110,11 +111,11 @@ class Soak:
             if greedy and text != self.expected[prompt, new, stop]:
                 self.wrong.append(f"{kind} {prompt!r} {new} {stop!r}: {text!r}")
             if kind == "bad":
-                self.wrong.append(f"nonsense was answered: {options}")
+                self.wrong.append(f"an invalid request was answered: {options}")
         self.seen[kind] += 1
 
     async def text(self, kind: str, options: dict[str, Any]) -> str:
-        """Return the answer to one request, or as much of it as its client stays for."""
+        """Return the answer to one request, or the part that was sent before its client left."""
         if kind == "bad":
             options |= self.random.choice(({"max_tokens": -1}, {"temperature": -2}, {"stop": ""}, {"prompt": ""}))
         if kind == "sampled":
@@ -138,7 +139,7 @@ class Soak:
                 await asyncio.sleep(0.1 if kind == "slow" else 0)
         return text
 
-    async def tell(self, now: float, memory: float) -> None:
+    async def report(self, now: float, memory: float) -> None:
         """Print one line."""
         found = await self.metrics()
         kept = " ".join(f"{name} {found[name]:.2f}" for name in ("cache_used", "draft_slots") if name in found)
@@ -163,7 +164,7 @@ class Soak:
             if not any(found.get(name) for name in names):
                 return True
             await asyncio.sleep(0.1)
-        print(f"still there: { {name: found.get(name) for name in names} }")
+        print(f"still kept: { {name: found.get(name) for name in names} }")
         return False
 
 
@@ -215,7 +216,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--clients", type=int, default=24, help="requests at a time (%(default)s)")
     parser.add_argument("--target", default=str(demo.path()))
-    # A draft that reads hidden states shares no prefixes, so that nothing of the paged cache is kept for later.
+    # Drafts over hidden states share no prefixes, so nothing of the paged cache is kept for later.
     parser.add_argument("--speculator", default=str(demo.path("draft-eagle3")))
     parser.add_argument("--one-by-one", action="store_true", help="without continuous batching")
     parser.add_argument("--seed", type=int, default=0)

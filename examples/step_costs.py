@@ -1,11 +1,11 @@
-"""Measure what a step costs as it gets wider: with more guesses, rows, text before it, and words to choose from.
+"""Measure the cost of a step over draft tokens, batch size, prompt length and vocabulary.
 
     python examples/step_costs.py --json costs.json --png docs/step-costs.png
     python examples/step_costs.py --hidden 4096 --layers 32 --dtypes bfloat16 --device cuda
 
-The target is a llama of random weights, which cost what trained ones do. Guesses are random, too: none is accepted, so
-that each step verifies as many nodes as asked and emits one token. Times are medians over steps, each divided
-by that of a step of plain ``generate`` at the first place of its curve, in the same run.
+The target is a Llama of random weights, which cost as much as trained ones. Draft tokens are random, too. None is
+accepted, so each step verifies the given number of nodes and emits one token. Times are medians over steps, divided by
+a step of plain ``generate`` at the first point of the curve, in the same run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 
-# What is varied, where, and how many nodes a step verifies there; 0 is plain generate.
+# Curves: values of the varied quantity, and nodes that a step verifies; 0 nodes are plain generate.
 CURVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "nodes": ((1, 2, 4, 8, 16, 32, 64, 128), ()),
     "rows": ((1, 2, 4, 8, 16, 32), (0, 1, 6, 16)),
@@ -34,8 +34,8 @@ CURVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 USUAL = {"rows": 1, "prompt": 64, "vocabulary": 8_000}
 
 
-class Clock(StoppingCriteria):
-    """Note when each token of plain ``generate`` was there."""
+class Timestamps(StoppingCriteria):
+    """A criterion that never stops and records the time of each token of plain ``generate``."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -46,10 +46,10 @@ class Clock(StoppingCriteria):
 
 
 class Noise(Speculator, Drafter):
-    """Guess chains of random tokens, and note when each step began."""
+    """A draft of random tokens in chains, which records when each step began."""
 
-    def __init__(self, vocabulary: int, guesses: int) -> None:
-        self.vocabulary, self.guesses = vocabulary, guesses
+    def __init__(self, vocabulary: int, length: int) -> None:
+        self.vocabulary, self.length = vocabulary, length
         self.times: list[float] = []
 
     def drafter(self, request: DraftContext) -> Drafter:
@@ -57,9 +57,9 @@ class Noise(Speculator, Drafter):
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         self.times.append(time.perf_counter())
-        if not self.guesses:
+        if not self.length:
             return Proposal.nothing(accepted.root)
-        shape = (len(accepted.root), min(self.guesses, limit))
+        shape = (len(accepted.root), min(self.length, limit))
         return Proposal.chain(accepted.root, torch.randint(self.vocabulary, shape, device=accepted.root.device))
 
     def keep_rows(self, rows: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class Noise(Speculator, Drafter):
 
 
 def model_of(args: argparse.Namespace, vocabulary: int, dtype: torch.dtype) -> Any:
-    """Return a llama of random weights with two heads to a key head, as many models have."""
+    """Return a Llama of random weights with two heads per key head, as in many models."""
     torch.manual_seed(0)
     heads = max(2, args.hidden // 64)
     config = LlamaConfig(
@@ -91,20 +91,21 @@ def step_seconds(model: Any, rows: int, prompt: int, nodes: int, steps: int) -> 
     ids = torch.randint(vocabulary, (rows, prompt), device=model.device)
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
     if nodes == 0:
-        clock = Clock()
-        model.generate(ids, **options, max_new_tokens=steps + 1, stopping_criteria=StoppingCriteriaList([clock]))
-        times = clock.times
+        timestamps = Timestamps()
+        criteria = StoppingCriteriaList([timestamps])
+        model.generate(ids, **options, max_new_tokens=steps + 1, stopping_criteria=criteria)
+        times = timestamps.times
     else:
         noise = Noise(vocabulary, nodes - 1)
         config = SpeculationConfig(num_speculative_tokens=max(1, nodes - 1), self_check=False)
-        length = {"max_new_tokens": steps + nodes + 1}  # guesses do not reach beyond the end
+        length = {"max_new_tokens": steps + nodes + 1}  # draft tokens end with the text
         model.generate(ids, **options, **length, speculator=noise, speculation_config=config)
         times = noise.times[: steps + 1]
     return median(after - before for before, after in pairwise(times))
 
 
 def places(curve: str) -> Iterator[tuple[int, int, dict[str, int]]]:
-    """Yield the value that is varied, the nodes, and everything that is set."""
+    """Yield the varied value, the nodes, and all settings."""
     values, widths = CURVES[curve]
     for value in values:
         for nodes in widths or (value,):
@@ -112,7 +113,7 @@ def places(curve: str) -> Iterator[tuple[int, int, dict[str, int]]]:
 
 
 def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
-    """Return for each curve and number of nodes, by the value that is varied, the cost in plain steps."""
+    """Return costs in plain steps, for each curve and number of nodes, by the varied value."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for curve in args.curves:
         model, one = None, 0.0
@@ -121,7 +122,7 @@ def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str,
                 continue
             if model is None or model.config.vocab_size != setting["vocabulary"]:
                 model = model_of(args, setting["vocabulary"], dtype)
-                step_seconds(model, 1, 64, 6, 3)  # warms up, and checks the target
+                step_seconds(model, 1, 64, 6, 3)  # warm-up, and the target's self-check
             if not one:
                 one = step_seconds(model, 1, USUAL["prompt"], 0, args.steps)
             seconds = step_seconds(model, setting["rows"], setting["prompt"], nodes, args.steps)
@@ -133,7 +134,7 @@ def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str,
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Write a picture with a row for each curve and a column for each dtype, to be read at the width of a page."""
+    """Write a picture with a row for each curve and a column for each dtype."""
     from matplotlib import pyplot
 
     curves = list(next(iter(found.values())))
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--most", type=int, default=8192, help="tokens of a prompt (%(default)s)")
+    parser.add_argument("--most", type=int, default=8192, help="longest prompt, in tokens (%(default)s)")
     parser.add_argument("--curves", nargs="+", choices=list(CURVES), default=list(CURVES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu")

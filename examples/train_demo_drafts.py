@@ -3,8 +3,8 @@
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK --tokenizer hf_spec/demo/target
     python examples/train_demo_drafts.py --work WORK --output hf_spec/demo --kind eagle3
 
-The target continues the beginnings of stories and chats, greedily and by sampling; most of the text is read as it
-stands, because generating is slow on one core. docs/demo-family.md describes what came out.
+The target continues the beginnings of stories and chats, greedily and by sampling. Most of the text is read as it is,
+because generating is slow on one core. docs/demo-family.md describes the results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, count_tokens, new_draft
 
 LENGTH = 256
-# How many rows of LENGTH tokens, from which documents, continued at which temperature (None: read as they are).
+# Documents, number of examples of LENGTH tokens, and temperature of the continuation (None: read as they are).
 MIXTURE = [
     ("story", 300, 0.0),
     ("story", 400, 0.7),
@@ -37,8 +37,8 @@ MIXTURE = [
     ("story_chat", 700, None),
     ("dialogue", 500, None),
 ]
-# Of each kind: what the draft is, and how it is trained. Heads that ended in the target's own output layer, which is
-# only 144 wide, guessed worse however they were trained.
+# For each kind: configuration class, its fields, and training arguments. Medusa heads that ended in the target's own
+# output layer, which is only 144 wide, were accepted less often however they were trained.
 MUON = {"muon_learning_rate": 42e-3, "learning_rate": 6e-3, "weight_decay": 0.05}
 KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "eagle3": (
@@ -68,12 +68,12 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {**MUON, "num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2},
     ),
 }
-BEGINNINGS = (8, 16, 32, 64)  # tokens that the target is given of a document
+BEGINNINGS = (8, 16, 32, 64)  # tokens of a document before the target continues
 
 
 @torch.no_grad()
 def continued(target: PreTrainedModel, documents: list[list[int]], beginning: int, temperature: float) -> Any:
-    """Let the target go on after the first tokens of every document."""
+    """Let the target continue the first tokens of every document."""
     ids = torch.tensor([document[:beginning] for document in documents])
     options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     out = target.generate(ids, attention_mask=torch.ones_like(ids), max_length=LENGTH, **options)  # type: ignore[operator]
@@ -83,7 +83,7 @@ def continued(target: PreTrainedModel, documents: list[list[int]], beginning: in
 
 
 def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | None], batch: int = 64) -> list[Any]:
-    """Return rows of one part of the mixture, documents one behind the other and cut where a row is full."""
+    """Return examples of one part of the mixture: concatenated documents, cut to LENGTH tokens."""
     name, count, temperature = part
     documents = [list(map(int, document)) for document in load_documents(work / f"{name}.npz")]
     random.shuffle(documents)
@@ -91,9 +91,9 @@ def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | N
     numbers: list[int] = []
     for turn in range(0, 100 * len(documents), batch):
         beginning = random.choice(BEGINNINGS)
-        drawn = [documents[i % len(documents)] for i in range(turn, turn + batch)]
-        drawn = [document for document in drawn if len(document) > beginning]
-        for text in drawn if temperature is None else continued(target, drawn, beginning, temperature):
+        chosen = [documents[i % len(documents)] for i in range(turn, turn + batch)]
+        chosen = [document for document in chosen if len(document) > beginning]
+        for text in chosen if temperature is None else continued(target, chosen, beginning, temperature):
             numbers += [numbers[-1] + 1 if numbers else 0] * len(text)
             tokens += text
         if len(tokens) >= count * LENGTH:

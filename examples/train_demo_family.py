@@ -1,4 +1,4 @@
-"""Train the demo family of hf_spec from scratch: a small Llama target and a vanilla draft distilled from it.
+"""Train the demo family of hf_spec from scratch: a small Llama target and a draft model distilled from it.
 
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK
     python examples/train_demo_family.py train --work WORK --role target
@@ -7,7 +7,7 @@
 
 `train` can be stopped at any time and resumes from its last checkpoint. The draft learns from the target's checkpoint.
 `export` writes bfloat16 directories, then prints held-out losses and samples. docs/demo-family.md describes the data
-and what came out.
+and the results.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# Share of the documents drawn for training from each group; `story_chat` is a story told in answer to a request.
+# Share of the sampled documents from each group; `story_chat` is a story in answer to a request.
 MIXTURE = {"story": 0.5, "story_chat": 0.2, "dialogue": 0.3}
-# Rows are short first, for speed, and long in the last part of the training.
+# Sequences are short first, for speed, and long in the last part of the training.
 SHORT, LONG, LONG_FROM = 256, 512, 0.75
 DISTIL_FROM = 2 / 3  # before, a draft learns from the text, which is cheaper
 MUON_SCALE = 7.0  # Muon's learning rate over AdamW's
@@ -144,7 +144,7 @@ def train(args: argparse.Namespace) -> None:
     checkpoint = args.work / f"{args.role}.pt"
     start = load_checkpoint(checkpoint, model, optimizers) if checkpoint.exists() else 0
     print(f"{args.role}: {model.num_parameters()} parameters, from step {start} to {args.steps}", flush=True)
-    # Two row lengths mean two compiled graphs; a graph for any length would be slower.
+    # Two sequence lengths mean two compiled graphs; a graph for any length would be slower.
     run, teach = (torch.compile(m, dynamic=False) if args.compile and m else m for m in (model, teacher))
     began, losses = time.monotonic(), []
     for step in range(start, args.steps):

@@ -2,9 +2,9 @@
 
     python examples/train_dspark.py --target ORG/MODEL --data chats.jsonl --output draft --mask-token "<|reserved_1|>"
 
-`--data` is a jsonl file with `messages` or `text` (see hf_spec.training.prepare_dataset). Drafts learn best from what
-the target itself says: hf_spec.training.regenerate lets it answer the questions of a dataset first. `--mask-token` is
-one that never occurs in text. Start it with `accelerate launch` to use several devices.
+`--data` is a jsonl file with `messages` or `text` (see hf_spec.training.prepare_dataset). Drafts learn best from
+answers of the target itself, which hf_spec.training.regenerate makes. `--mask-token` is a token that never occurs in
+text. Start the script with `accelerate launch` to use several devices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_spec import DFlashSpeculatorConfig, DSparkSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
 
-# Of the papers: DFlash (arXiv 2602.06036) learns the text's tokens, DSpark (2607.05147) the target's distribution too.
+# As in the papers: DFlash (arXiv 2602.06036) learns the text, DSpark (2607.05147) the target's distribution, too.
 OBJECTIVES = {"dflash": "nll", "dspark": "0.1 nll + 1.8 tv"}
 CONFIGS = {"dflash": DFlashSpeculatorConfig, "dspark": DSparkSpeculatorConfig}
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--block", type=int, default=7, help="slots of a block, the one of the last token included")
     parser.add_argument("--rank", type=int, default=256, help="of DSpark's Markov head")
-    parser.add_argument("--anchors", type=int, default=512, help="blocks guessed in each example")
+    parser.add_argument("--anchors", type=int, default=512, help="blocks drafted in each example")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--epochs", type=float, default=10)
     parser.add_argument("--batch", type=int, default=1)

@@ -3,8 +3,8 @@
     python examples/train_medusa.py --target ORG/MODEL --data chats.jsonl --output draft
 
 `--data` is a jsonl file with `messages` or `text` (see hf_spec.training.prepare_dataset). Heads learn best from
-what the target itself says: hf_spec.training.regenerate lets it answer the questions of a dataset first. Start it with
-`accelerate launch` to use several devices.
+answers of the target itself, which hf_spec.training.regenerate makes. Start the script with `accelerate launch` to use
+several devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", required=True)
-    parser.add_argument("--heads", type=int, default=4, help="how many tokens are guessed at once")
+    parser.add_argument("--heads", type=int, default=4, help="draft tokens of a step")
     parser.add_argument("--blocks", type=int, default=1, help="residual blocks of a head")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--epochs", type=float, default=2)

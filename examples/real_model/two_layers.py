@@ -1,8 +1,8 @@
-"""Cut a small language model out of a target, to begin a distilled draft from.
+"""Cut a draft model of a few layers out of a target, as the start of a distillation.
 
     python examples/real_model/two_layers.py HuggingFaceTB/SmolLM2-135M-Instruct two-layers
 
-It keeps the embeddings, the final norm, the output layer, and the layers that are named: the first and the last one.
+It keeps the embeddings, the final norm, the output layer, and the chosen layers: by default the first and the last.
 """
 
 import argparse
