@@ -46,9 +46,9 @@ def ours(tokens: int, vocabulary: int, width: int) -> Callable[[], torch.Tensor]
     """Return a function that computes the loss of a step."""
     from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
     from hf_spec.drafts.eagle3.modeling import Eagle3DraftModel
-    from hf_spec.drafts.unrolling import UnrollInput
     from hf_spec.training.losses import ChunkedLoss, counted_positions, position_weights
     from hf_spec.training.unrolling import unrolled
+    from hf_spec.unroll.feedback import UnrollInput
 
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layers(vocabulary, width),

@@ -20,9 +20,9 @@ from .batching.hooks import signature_with_keywords
 from .batching.start import refuse_beside_engine
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator
-from .decoding.loop import SpeculativeDecoding
-from .decoding.outputs import SpeculativeOutput, forget_speculation
-from .decoding.refusals import Refusal, refuse_cache
+from .decode.loop import SpeculativeDecoding
+from .decode.outputs import SpeculativeOutput, forget_speculation
+from .decode.refusals import Refusal, refuse_cache
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
 from .scoring.attention import unhook_attention

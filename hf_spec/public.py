@@ -9,8 +9,8 @@ from .checkpoints.inspection import inspect
 from .checkpoints.known import KnownDraft, known_drafts
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculatorConfig
-from .decoding.loop import SpeculativeDecoding
-from .decoding.outputs import SpeculativeOutput, last_speculation
+from .decode.loop import SpeculativeDecoding
+from .decode.outputs import SpeculativeOutput, last_speculation
 from .defaults import get_speculator, set_speculator
 from .drafts.base import AcceptedTokens, DraftContext, Drafter, DraftOutput, Speculator
 from .drafts.dflash.configuration import DFlashSpeculatorConfig

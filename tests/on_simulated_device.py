@@ -26,7 +26,7 @@ from twins import Oracle, target
 from hf_spec import AcceptedTokens, Proposal, SpeculationConfig, SpeculationStats
 from hf_spec.batching.drafting import Row, accepted_of
 from hf_spec.counting import numbers_of, uploaded
-from hf_spec.decoding.text import Text
+from hf_spec.decode.text import Text
 from hf_spec.scoring.recurrent import Branches, States
 from hf_spec.verify.stopping import Stops
 

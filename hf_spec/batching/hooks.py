@@ -13,7 +13,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
-from ..decoding.refusals import Refusal
+from ..decode.refusals import Refusal
 from ..defaults import configured, default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig, check_settings

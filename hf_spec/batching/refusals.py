@@ -10,7 +10,7 @@ from transformers.generation.continuous_batching.cache import group_layers_by_at
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..decoding.refusals import Refusal
+from ..decode.refusals import Refusal
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoding.draft_length import Situation, draft_length_policy
+from ..decode.draft_length import Situation, draft_length_policy
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask, network_of
 from ..metrics import Counts, Part, SpeculationStats
 from ..parallel import ModelParallelGroup

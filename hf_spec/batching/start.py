@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from ..decoding.refusals import Refusal, refusing
+from ..decode.refusals import Refusal, refusing
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig
 from .engine import SpeculativeManager

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator
 from ..drafts.modeling import DraftModel
-from ..drafts.unrolling import UnrollInput
 from ..metrics import RowStats, SpeculationStats
 from ..scoring.features import Features
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
+from ..unroll.feedback import UnrollInput
 
 
 @dataclass(frozen=True)

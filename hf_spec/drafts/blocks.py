@@ -39,7 +39,7 @@ from .modeling import DraftModel
 from .static import drafter_for
 
 if TYPE_CHECKING:
-    from .unrolling import Unrolled, UnrollInput
+    from ..unroll.feedback import Unrolled, UnrollInput
 
 BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot")
 
@@ -292,8 +292,8 @@ class BlockDraftModel(DraftModel):
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         """Draft a block after each anchor at once; step k is draft token k."""
-        from .block_unrolling import by_position, unroll_blocks  # compiles kernels, which only training needs
-        from .unrolling import Unrolled
+        from ..unroll.blocks import by_position, unroll_blocks  # compiles kernels, which only training needs
+        from ..unroll.feedback import Unrolled
 
         roots, hidden, counted = unroll_blocks(self, given, recompute)
         states = self.trained_states(hidden, given.input_ids, roots)

@@ -31,7 +31,7 @@ from .lending import Lent, lendable
 from .reports import without_report
 
 if TYPE_CHECKING:
-    from .unrolling import Unrolled, UnrollInput
+    from ..unroll.feedback import Unrolled, UnrollInput
 
 SPARE_VALUES = 10_000_000  # values that a config may describe beyond twice the file's, before it is refused unread
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -299,7 +299,7 @@ class DraftModel(PreTrainedModel, Speculator):
         ``recompute`` keeps only the inputs and outputs of a step (gradient checkpointing). A draft that is fed its own
         output needs only its ``forward`` for this.
         """
-        from .unrolling import unroll_with_feedback  # compiles kernels, which only training needs
+        from ..unroll.feedback import unroll_with_feedback  # compiles kernels, which only training needs
 
         return unroll_with_feedback(self, given, steps, recompute)
 

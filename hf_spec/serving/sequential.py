@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
-from ..decoding.outputs import forget_speculation, last_speculation
+from ..decode.outputs import forget_speculation, last_speculation
 from .limits import fit
 from .meter import Meter
 from .policy import Policy

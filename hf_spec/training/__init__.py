@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..drafts.unrolling import unroll
+from ..unroll.feedback import unroll
 from .arguments import DraftTrainingArguments
 from .data import DraftCollator, prepare_dataset
 from .endpoint import Endpoint

@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ..drafts.unrolling import positions
 from ..scoring.features import Features, decoder_of
 from ..scoring.hooks import hooked
 from ..scoring.plain import input_device
 from ..scoring.trials import tried_once
+from ..unroll.feedback import positions
 
 
 class Reader:

@@ -21,7 +21,7 @@ from ..checkpoints.resolve import base_model
 from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
-from ..drafts.unrolling import UnrollInput
+from ..unroll.feedback import UnrollInput
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import is_chat, model_card

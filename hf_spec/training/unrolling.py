@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..drafts.modeling import DraftModel
-from ..drafts.unrolling import Unrolled, UnrollInput
+from ..unroll.feedback import Unrolled, UnrollInput
 from .teacher import Reader
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from twins import draft, target
 
 from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, SpeculationConfig, as_speculator
-from hf_spec.decoding import draft_length
-from hf_spec.decoding.draft_length import Situation, draft_length_policy, most_nodes
+from hf_spec.decode import draft_length
+from hf_spec.decode.draft_length import Situation, draft_length_policy, most_nodes
 from hf_spec.drafts.trees import grow
 from hf_spec.parallel import ModelParallelGroup
 from hf_spec.policy.acceptance import AcceptanceEstimator

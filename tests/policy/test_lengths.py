@@ -11,7 +11,7 @@ import pytest
 import replay
 import torch
 
-from hf_spec.decoding.draft_length import static_length
+from hf_spec.decode.draft_length import static_length
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength, mean_survival
 from hf_spec.policy.base import MAX_LENGTH, DraftPlan, DraftSource, Estimate, StepObservation, better_sources

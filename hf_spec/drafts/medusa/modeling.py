@@ -29,7 +29,7 @@ from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
 
 if TYPE_CHECKING:
-    from ..unrolling import Unrolled, UnrollInput
+    from ...unroll.feedback import Unrolled, UnrollInput
 
 # How many children each node has in "mc_sim_7b_63", the shape published with the heads for Vicuna 7B: the node "01" is
 # the second-best token of head 1 after the best one of head 0. Data of FasterDecoding/Medusa (Apache-2.0).
@@ -120,7 +120,7 @@ class MedusaDraftModel(DraftModel):
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         """Run every head on the same states: head k is step k, and nothing is fed back."""
-        from ..unrolling import Unrolled
+        from ...unroll.feedback import Unrolled
 
         assert given.features is not None  # the trainer reads the layers that the draft names
         features = given.features[:, :-1].to(self.dtype)

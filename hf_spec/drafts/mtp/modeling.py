@@ -20,7 +20,7 @@ from .configuration import MTPSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved, why_not_native, write_native
 
 if TYPE_CHECKING:
-    from ..unrolling import Unrolled, UnrollInput
+    from ...unroll.feedback import Unrolled, UnrollInput
 
 
 class MTPDraftModel(DraftModel):

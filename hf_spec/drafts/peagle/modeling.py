@@ -30,7 +30,7 @@ from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
 
 if TYPE_CHECKING:
-    from ..unrolling import Unrolled, UnrollInput
+    from ...unroll.feedback import Unrolled, UnrollInput
 
 
 class PEagleDraftModel(FusingDraftModel):
@@ -60,7 +60,7 @@ class PEagleDraftModel(FusingDraftModel):
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         """Predict all depths from every position of a text; each sees the text before it and its own depths."""
-        from ..unrolling import unroll_in_parallel  # compiles kernels, which only training needs
+        from ...unroll.feedback import unroll_in_parallel  # compiles kernels, which only training needs
 
         return unroll_in_parallel(self, given, steps, recompute)
 

@@ -1,0 +1,125 @@
+"""Which public drafts there are for a target, and what ``speculator="auto"`` makes of those at hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+import hf_spec
+from hf_spec import demo
+from hf_spec.checkpoints import known
+from hf_spec.checkpoints.kinds import KINDS
+from hf_spec.checkpoints.known import known_drafts
+from hf_spec.checkpoints.resolve import load_draft
+
+ROOT = Path(__file__).parents[2]
+KIND_NAMES = {model.config_class.speculators_model_type for model in KINDS} | {"vanilla"}
+
+
+def test_every_entry_names_a_draft_of_a_kind_that_is_read() -> None:
+    everything = known_drafts()
+    assert len({(one.target, one.draft) for one in everything}) == len(everything) > 50
+    for one in everything:
+        assert one.target.count("/") == one.draft.count("/") == 1 and one.target != one.draft
+        assert one.kind in KIND_NAMES and one.layout and one.licence != ""
+
+
+def test_options_of_the_hub_say_where_the_format_is_looked_up(tmp_path: Path) -> None:
+    shutil.copytree(demo.path("draft-medusa"), tmp_path / "all" / "medusa")
+    target = AutoModelForCausalLM.from_pretrained(demo.path())
+    draft = load_draft(tmp_path / "all", target, subfolder="medusa")
+    assert draft.config.speculators_model_type == "medusa"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-8B",
+        "qwen/qwen3-8b",
+        "/somewhere/Qwen3-8B",
+        "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/" + "0" * 40,
+    ],
+)
+def test_a_target_is_known_by_id_directory_and_place_in_the_cache(name: str) -> None:
+    found = known_drafts(name)
+    assert found and {one.target for one in found} == {"Qwen/Qwen3-8B"}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
+    model.config._name_or_path = name
+    assert known_drafts(model) == found
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-Base", "other/Qwen3-8B", "Qwen3", "", "/somewhere/Qwen3-8B-mine"])
+def test_another_name_is_another_target(name: str) -> None:
+    assert known_drafts(name) == []
+
+
+def put_into_cache(cache: Path, repo: str, source: Path, without: str = "nothing") -> None:
+    """Lay ``repo`` out as the Hub's client does, with the files of ``source``."""
+    folder, commit = cache / f"models--{repo.replace('/', '--')}", "0" * 40
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    for file in source.iterdir():
+        if file.suffix != f".{without}":
+            (snapshot / file.name).symlink_to(file)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [("me/half", "eagle3"), ("me/other", "vanilla"), ("me/draft", "eagle3"), ("me/last", "medusa")]
+    table = tuple(known.KnownDraft("us/target", name, kind, "speculators", None) for name, kind in drafts)
+    monkeypatch.setattr(known, "_table", lambda: table)
+
+
+@pytest.fixture
+def target() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+    model.config._name_or_path = "us/target"
+    return model
+
+
+@pytest.mark.usefixtures("entries")
+def test_auto_is_the_first_known_draft_that_is_whole_and_fits(
+    target: PreTrainedModel, cache: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"  # a language model with another vocabulary
+    AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=77, num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=1)
+    ).save_pretrained(other)
+    put_into_cache(cache, "me/half", Path(demo.path("draft-eagle3")), without="safetensors")
+    put_into_cache(cache, "me/other", other)
+    put_into_cache(cache, "me/draft", Path(demo.path("draft-eagle3")))
+    found = hf_spec.as_speculator("auto", target)
+    assert isinstance(found, hf_spec.Eagle3DraftModel)
+    assert hf_spec.as_speculator("auto", target) is found  # loaded once
+
+    prompt = torch.tensor([[2, 300, 301, 302]])
+    plain = target.generate(prompt, max_new_tokens=24, do_sample=False)  # type: ignore[operator]
+    assert torch.equal(plain, target.generate(prompt, max_new_tokens=24, do_sample=False, speculator="auto"))  # type: ignore[operator]
+
+
+@pytest.mark.usefixtures("entries", "cache")
+def test_auto_is_ngrams_where_nothing_is_at_hand(target: PreTrainedModel) -> None:
+    found = hf_spec.as_speculator("auto", target)
+    assert isinstance(found, hf_spec.NgramSpeculator) and found.memory is not None
+    assert hf_spec.as_speculator("auto", target) is found  # what it remembers is not forgotten
+
+
+def test_the_documents_list_what_the_package_does() -> None:
+    rows = [
+        f"| {one.target} | {one.draft} | {one.kind} | {one.layout} | {one.licence or '?'} |" for one in known_drafts()
+    ]
+    written = (ROOT / "docs" / "known-drafts.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in written if line.startswith("| ") and "/" in line] == rows, json.dumps(rows, indent=1)
