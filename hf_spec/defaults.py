@@ -7,8 +7,9 @@ from weakref import WeakKeyDictionary
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .checkpoints.resolve import as_speculator, base_model
+from .checkpoints.resolve import as_speculator
 from .drafts.base import Speculator
+from .scoring.adapters import base_model
 from .settings import SpeculationConfig, check_settings
 
 _stored: WeakKeyDictionary[PreTrainedModel, tuple[Speculator, SpeculationConfig | None]] = WeakKeyDictionary()

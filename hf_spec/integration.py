@@ -5,11 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 from torch import LongTensor, Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.cache_utils import StaticCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
@@ -20,14 +28,21 @@ from .batching.hooks import signature_with_keywords
 from .batching.start import refuse_beside_engine
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator
-from .decode.loop import SpeculativeDecoding
+from .decode.draft_length import Situation, draft_length_policy
+from .decode.loop import Call, GenerateArguments
 from .decode.outputs import SpeculativeOutput, forget_speculation
-from .decode.refusals import Refusal, refuse_cache
+from .decode.refusals import Refusal, refuse_cache, refuse_call, refusing
+from .decode.text import Text
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
+from .parallel import ModelParallelGroup
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
-from .settings import SpeculationConfig
+from .scoring.names import cache_among
+from .scoring.prompts import Prompt
+from .scoring.selfcheck import check_target
+from .settings import SpeculationConfig, check_settings
+from .verify.stopping import Stops
 
 DOCUMENTATION = """
 
@@ -47,6 +62,60 @@ DOCUMENTATION = """
 """
 
 logger = logging.get_logger(__name__)
+
+
+class SpeculativeDecoding:
+    """Decode with a draft: ``model.generate(..., custom_generate=SpeculativeDecoding(draft))``.
+
+    The same loop as ``generate(..., speculator=draft)``, without the keyword. transformers keeps streamer and
+    tokenizer from a ``custom_generate`` callable, so they are given here: ``streamer`` gets prompt and text,
+    ``tokenizer`` serves the statistics. The object keeps nothing of a call and may be used again.
+    """
+
+    def __init__(
+        self,
+        speculator: Any,
+        config: SpeculationConfig | None = None,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        check_settings(config)
+        self.speculator = speculator
+        self.config = config
+        self.streamer = streamer
+        self.tokenizer = tokenizer
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor | SpeculativeOutput:
+        speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
+        config = speculator.settings(self.config)
+        ranks = ModelParallelGroup(model)
+        text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
+        is_static = isinstance(cache_among(model_kwargs), StaticCache)
+        prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
+        with refusing():
+            refuse_call(model, generation_config, model_kwargs, config, text)
+            speculator.check(model, config)
+            if config.self_check:
+                check_target(model, config.tree is not None, is_static, prompt)
+        if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
+            cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+        if samples:
+            ranks.share_random_numbers(input_ids.device)
+        situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
+        config, policy = draft_length_policy(config, self.config, situation, ranks)
+        arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer)
+        return Call(model, speculator, config, policy, text, ranks, arguments).run(input_ids)
 
 
 class SpeculativeModel(Protocol):

@@ -9,7 +9,6 @@ from .checkpoints.inspection import inspect
 from .checkpoints.known import KnownDraft, known_drafts
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculatorConfig
-from .decode.loop import SpeculativeDecoding
 from .decode.outputs import SpeculativeOutput, last_speculation
 from .defaults import get_speculator, set_speculator
 from .drafts.base import AcceptedTokens, DraftContext, Drafter, DraftOutput, Speculator
@@ -32,7 +31,7 @@ from .drafts.ngram.speculator import NgramSpeculator
 from .drafts.peagle.configuration import PEagleSpeculatorConfig
 from .drafts.peagle.modeling import PEagleDraftModel
 from .drafts.vanilla.speculator import VanillaSpeculator
-from .integration import SpeculativeModel, install, uninstall
+from .integration import SpeculativeDecoding, SpeculativeModel, install, uninstall
 from .many.generate import generate_many
 from .many.prompts import Completion
 from .metrics import SpeculationStats

@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
-from torch._dynamo import OptimizedModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -23,6 +22,7 @@ from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
+from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
 from ..untrusted import printable
 from .auto import AutoDraftModel, load
@@ -232,16 +232,3 @@ def _vocabulary(file: Path) -> dict[str, int]:
 
 def _beside(target: PreTrainedModel) -> dict[str, Any]:
     return {"dtype": target.dtype, "device_map": {"": input_device(target)}}
-
-
-def base_model(model: Any) -> Any:
-    """Return the model inside the wrappers of PEFT and torch.compile.
-
-    PEFT's adapter layers are inside the model and stay active. A compiled model's ``generate`` is that of the model
-    inside.
-    """
-    if isinstance(model, OptimizedModule):
-        return base_model(model._orig_mod)
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        return base_model(model.get_base_model())
-    return model

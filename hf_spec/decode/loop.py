@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
-from ..checkpoints.resolve import as_speculator
 from ..counting import uploaded
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
 from ..drafts.lazy import LazyDrafter
@@ -25,98 +25,29 @@ from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
 from ..scoring.names import CACHE, cache_among
-from ..scoring.prompts import Prompt
 from ..scoring.runner import Scores
-from ..scoring.selfcheck import check_target, reads_prompts_causally
-from ..settings import SpeculationConfig, check_settings
+from ..scoring.selfcheck import reads_prompts_causally
+from ..settings import SpeculationConfig
 from ..verify.processors import Processors
-from ..verify.stopping import Stops
 from ..verify.verifier import StepResult
-from .draft_length import Situation, draft_length_policy, most_nodes
+from .draft_length import most_nodes
 from .emission import Emitter
 from .outputs import Record, SpeculativeOutput, remember_speculation
-from .refusals import refuse_call, refusing
 from .text import Text
-
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
-
 
 NEVER_RIGHT = 20  # steps with draft tokens, counted per row, in which none was accepted
 
 logger = logging.get_logger(__name__)
 
 
-class SpeculativeDecoding:
-    """Decode with a draft: ``model.generate(..., custom_generate=SpeculativeDecoding(draft))``.
+@dataclass
+class GenerateArguments:
+    """What ``generate`` passes to its decoding method, and the tokenizer for the statistics."""
 
-    The same loop as ``generate(..., speculator=draft)``, without the keyword. transformers keeps streamer and
-    tokenizer from a ``custom_generate`` callable, so they are given here: ``streamer`` gets prompt and text,
-    ``tokenizer`` serves the statistics. The object keeps nothing of a call and may be used again.
-    """
-
-    def __init__(
-        self,
-        speculator: Any,
-        config: SpeculationConfig | None = None,
-        *,
-        streamer: BaseStreamer | None = None,
-        tokenizer: Any = None,
-    ) -> None:
-        check_settings(config)
-        self.speculator = speculator
-        self.config = config
-        self.streamer = streamer
-        self.tokenizer = tokenizer
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        **model_kwargs: Any,
-    ) -> Tensor | SpeculativeOutput:
-        speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
-        config = speculator.settings(self.config)
-        ranks = ModelParallelGroup(model)
-        text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
-        is_static = isinstance(cache_among(model_kwargs), StaticCache)
-        prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
-        with refusing():
-            refuse_call(model, generation_config, model_kwargs, config, text)
-            speculator.check(model, config)
-            if config.self_check:
-                check_target(model, config.tree is not None, is_static, prompt)
-        if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
-            cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
-
-        if samples:
-            ranks.share_random_numbers(input_ids.device)
-        situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
-        config, policy = draft_length_policy(config, self.config, situation, ranks)
-        call = Call(
-            model,
-            speculator,
-            config,
-            text,
-            ranks,
-            policy,
-            logits_processor,
-            generation_config,
-            model_kwargs,
-            self.tokenizer,
-        )
-        try:
-            result = call.read_prompt(input_ids)
-            while text.rows:
-                result = call.step(result)
-            return call.output()
-        except BaseException:  # a stop button, too
-            call.abandon()
-            raise
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    logits_processor: LogitsProcessorList
+    tokenizer: Any = None
 
 
 class Call:
@@ -127,26 +58,24 @@ class Call:
         model: PreTrainedModel,
         speculator: Speculator,
         config: SpeculationConfig,
+        policy: DraftLengthPolicy,
         text: Text,
         ranks: ModelParallelGroup,
-        policy: DraftLengthPolicy,
-        logits_processor: LogitsProcessorList,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        tokenizer: Any,
+        arguments: GenerateArguments,
     ) -> None:
         # What the user passed.
+        generation_config, model_kwargs = arguments.generation_config, arguments.model_kwargs
         self.model, self.speculator, self.config = model, speculator, config
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         # What grows: the text, and what is returned about it.
         self.text = text
-        self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=tokenizer)
+        self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=arguments.tokenizer)
         self.record = Record(generation_config, len(text.rows))
         # Who takes part in a step: the processes that share the model; the policy, which says how much to draft; the
         # drafter, made when it is first asked; the target, which scores draft tokens; and the emitter of text.
         self.ranks, self.policy = ranks, policy
         self.drafter: LazyDrafter
-        self.processors = Processors(logits_processor, len(text.rows))
+        self.processors = Processors(arguments.logits_processor, len(text.rows))
         self.emitter = Emitter(self.processors, text, bool(generation_config.do_sample), config, self.record)
         cache = cache_among(model_kwargs)
         self.nodes = most_nodes(policy, config, isinstance(cache, StaticCache))
@@ -168,6 +97,17 @@ class Call:
         self.block: tuple[Proposal, list[int]] | None = None
         self.prompt_mask: Tensor
         self._was_plain = False  # the last step drafted nothing
+
+    def run(self, input_ids: Tensor) -> Tensor | SpeculativeOutput:
+        """Generate after ``input_ids`` (batch, length), and return what ``generate`` returns."""
+        try:
+            result = self.read_prompt(input_ids)
+            while self.text.rows:
+                result = self.step(result)
+            return self.output()
+        except BaseException:  # a stop button, too
+            self.abandon()
+            raise
 
     def read_prompt(self, input_ids: Tensor) -> StepResult:
         """Emit the first token of every row, or the first step's where draft tokens are read with the prompt."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ..checkpoints.resolve import base_model
 from ..metrics import SpeculationStats
+from ..scoring.adapters import base_model
 from ..scoring.features import streams_first
 
 

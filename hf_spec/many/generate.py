@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..batching.hooks import KEYWORDS
-from ..checkpoints.resolve import as_speculator, base_model
+from ..checkpoints.resolve import as_speculator
 from ..defaults import option
 from ..metrics import Counts
 from ..processes import Processes
+from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig, check_settings, is_int
 from .batches import Batches

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from .hooks import hooked
 
@@ -15,6 +16,19 @@ from .hooks import hooked
 NAMES = "adapter_names"  # of generate(adapter_names=[...])
 OFFSETS = "alora_offsets"  # of activated LoRA: how many last tokens of a row are adapted, or None
 TASKS = "task_ids"  # of Poly, (batch,)
+
+
+def base_model(model: Any) -> Any:
+    """Return the model inside the wrappers of PEFT and torch.compile.
+
+    PEFT's adapter layers are inside the model and stay active. A compiled model's ``generate`` is that of the model
+    inside.
+    """
+    if isinstance(model, OptimizedModule):
+        return base_model(model._orig_mod)
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return base_model(model.get_base_model())
+    return model
 
 
 def given_by_row(hook: Any) -> str | None:

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoints.resolve import base_model
 from ..configuration import hub_name, max_positions, sizes_of
 from ..drafts.modeling import DraftModel
+from ..scoring.adapters import base_model
 from .arguments import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoints.resolve import as_speculator
-from ..decode.loop import SpeculativeDecoding
+from ..integration import SpeculativeDecoding
 from ..metrics import Counts, SpeculationStats
 from ..scoring.plain import input_device, padded
 from ..settings import SpeculationConfig

@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import differences, fingerprint, has_body, tokenizer_digest
-from ..checkpoints.resolve import base_model
 from ..progress import Progress
+from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
 from ..settings import is_int
 from ..untrusted import check_ends, printable

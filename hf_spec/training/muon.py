@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoints.resolve import base_model
 from ..drafts.modeling import DraftModel
+from ..scoring.adapters import base_model
 from .arguments import DraftTrainingArguments
 
 

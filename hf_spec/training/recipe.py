@@ -28,9 +28,10 @@ from transformers.utils import logging
 
 from ..checkpoints.files import looking_for
 from ..checkpoints.kinds import config_classes
-from ..checkpoints.resolve import as_speculator, base_model, load_draft
+from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import hub_name, max_positions
 from ..drafts.modeling import DraftModel
+from ..scoring.adapters import base_model
 from ..untrusted import DEEPEST, check_ends, check_sound
 from .arguments import DraftTrainingArguments
 from .card import PLACE

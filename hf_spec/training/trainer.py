@@ -17,10 +17,10 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from ..checkpoints.fingerprint import has_body
-from ..checkpoints.resolve import base_model
 from ..configuration import hub_name
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
+from ..scoring.adapters import base_model
 from ..unroll.feedback import UnrollInput
 from . import muon, sharding
 from .arguments import DraftTrainingArguments

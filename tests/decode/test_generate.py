@@ -30,8 +30,8 @@ from twins import BATCHES, CHAIN, SHAPES, TREE, Oracle, draft, noisy, target, to
 
 import hf_spec
 from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
-from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
+from hf_spec.scoring.adapters import base_model
 from hf_spec.scoring.hooks import looking
 from hf_spec.scoring.names import CACHE
 from hf_spec.training import evaluation, new_draft

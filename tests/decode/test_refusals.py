@@ -409,7 +409,10 @@ leave()
 
 
 def test_models_spread_over_processes(tmp_path: Path) -> None:
-    script, paths = tmp_path / "worker.py", [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script, paths = (
+        tmp_path / "worker.py",
+        [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])],
+    )
     script.write_text(TWO_PROCESSES.format(paths=paths))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     subprocess.run(run, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})

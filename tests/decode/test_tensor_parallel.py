@@ -105,7 +105,7 @@ def work(folder: str) -> None:
 def test_processes_that_share_a_target_agree(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "target")
     noisy(build("llama")).save_pretrained(tmp_path / "draft")
-    paths = [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    paths = [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])]
     script = tmp_path / "worker.py"
     script.write_text(
         f"import sys; sys.path[:0] = {paths!r}; import test_tensor_parallel\n"

@@ -20,9 +20,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import demo
-from hf_spec.checkpoints.resolve import base_model
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.modeling import DraftModel
+from hf_spec.scoring.adapters import base_model
 from hf_spec.training import DraftTrainer, new_draft, recipe
 from hf_spec.training.card import adapter_of, is_chat
 from hf_spec.training.checks import serving_warnings
@@ -355,7 +355,7 @@ with pytest.raises(ValueError, match="'me/other' is not found: .* the Hub has no
 
 
 def test_a_draft_is_pushed_to_a_hub_and_loaded_from_there(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    paths = [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])]
     script = PUBLISH.format(paths=paths, folder=str(tmp_path / "draft"))
     with running("me/draft") as hub:
         given = {

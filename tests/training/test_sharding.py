@@ -96,7 +96,7 @@ def shard(trainer: DraftTrainer) -> None:
 
 
 def test_a_sharded_draft_learns_and_is_measured_and_saved_as_a_whole_one(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    paths = [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])]
     script = tmp_path / "worker.py"
     script.write_text(
         f"import sys; sys.path[:0] = {paths!r}; import test_sharding; test_sharding.work({str(tmp_path)!r})"

@@ -530,7 +530,10 @@ leave()
 
 def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     target, output = sharp_target(), tmp_path / "found.json"
-    script, paths = tmp_path / "worker.py", [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script, paths = (
+        tmp_path / "worker.py",
+        [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])],
+    )
     script.write_text(WORKER.format(paths=paths, folder=str(tmp_path), output=str(output)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})

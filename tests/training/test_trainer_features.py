@@ -285,7 +285,10 @@ def test_several_processes_train_as_a_recipe_says(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"  # JSON is YAML
     path.write_text(json.dumps(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script, paths = tmp_path / "worker.py", [str(Path(__file__).parent), str(Path(hf_spec.__file__).parents[1])]
+    script, paths = (
+        tmp_path / "worker.py",
+        [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])],
+    )
     script.write_text(
         f"import sys; sys.path[:0] = {paths!r}; import torch; from hf_spec.cli import main\n"
         "status = main()\nassert status == 0\n"
