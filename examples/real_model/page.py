@@ -219,7 +219,7 @@ def page(results: Path, target: Path) -> str:
     if table := curves(results, picture):
         sections.append(
             "## Training\n\n"
-            "All drafts begin with the same rows of 512 tokens. τ is measured by `generate` in chains of five. "
+            "All drafts begin with the same examples of 512 tokens. τ is measured by `generate` in chains of five. "
             "*Token k* is how often draft token k was accepted where all before it were.\n\n"
             "- *Trained further* continues that EAGLE-3 draft over more answers, one and a half times. The learning "
             "rate falls twice: linearly in the first round of this run, by a cosine in the recipe.\n"
