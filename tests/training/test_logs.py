@@ -12,7 +12,7 @@ from golden import tiny_target
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
 
-PAGE = Path(__file__).parents[1] / "docs" / "logging.md"
+PAGE = Path(__file__).parents[2] / "docs" / "logging.md"
 OF_TRAINER = re.compile(r"(train_|eval/)?(runtime|(samples|steps|tokens)_per_second)|train_loss|total_flos")
 
 
