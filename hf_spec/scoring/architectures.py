@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,12 +55,20 @@ def arguments_of(model: nn.Module) -> Collection[str]:
     """Name the arguments of the forward of ``model``, also where somebody has replaced it."""
     if "forward" in vars(model):
         return inspect.signature(model.forward).parameters
-    return _arguments_of(type(model).forward)
+    return _arguments_of(type(model))
 
 
 @functools.lru_cache(maxsize=64)
-def _arguments_of(forward: Callable[..., Any]) -> Collection[str]:
-    return inspect.signature(forward).parameters
+def _arguments_of(kind: type) -> Collection[str]:
+    """Name the arguments of a class's forward, and of its base's where it passes on ``**kwargs`` without a cache."""
+    names: list[str] = []
+    for forward in (vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)):
+        parameters = inspect.signature(forward).parameters
+        names += parameters
+        passes_on = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+        if not passes_on or not set(CACHES).isdisjoint(parameters):
+            break
+    return names
 
 
 def cache_name(model: PreTrainedModel) -> str:

@@ -62,6 +62,27 @@ def typed() -> tuple[PreTrainedModel, Inputs]:
     return build("gpt2"), {**inputs, "token_type_ids": types}
 
 
+class Colored(transformers.LlamaForCausalLM):
+    """A model of somebody's own, with an argument per token; a new token has the color of the last one."""
+
+    def forward(self, input_ids: Tensor, colors: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        embeds = self.get_input_embeddings()(torch.stack([input_ids, colors])).sum(0)  # (batch, tokens, hidden)
+        return super().forward(inputs_embeds=embeds, attention_mask=attention_mask, **kwargs)
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, colors: Tensor, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        count = inputs["input_ids"].shape[1]
+        return {**inputs, "colors": colors if count == colors.shape[1] else colors[:, -1:].expand(-1, count)}
+
+
+def colored() -> tuple[PreTrainedModel, Inputs]:
+    """An argument per token that transformers does not know."""
+    inputs, model = prompts(3), build("llama")
+    model.__class__ = Colored
+    colors = torch.randint(3, 60, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(1))
+    return model, {**inputs, "colors": colors}
+
+
 def glm_image() -> tuple[PreTrainedModel, Inputs]:
     """Its positions run through the picture that it paints, line by line."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -102,7 +123,7 @@ def kosmos2_5() -> tuple[PreTrainedModel, Inputs]:
 
 
 CASES: dict[str, Callable[[], tuple[PreTrainedModel, Inputs]]] = {
-    one.__name__: one for one in (ctrl, typed, glm_image, pictures, inkling, phi4_multimodal, kosmos2_5)
+    one.__name__: one for one in (ctrl, typed, colored, glm_image, pictures, inkling, phi4_multimodal, kosmos2_5)
 }
 
 
