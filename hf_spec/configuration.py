@@ -133,8 +133,8 @@ class SpeculatorConfig(PreTrainedConfig):
     def for_target(cls, target: PreTrainedConfig, layers: dict[str, Any] | None = None, **flags: Any) -> Any:
         """Describe a new draft for the target with config ``target``.
 
-        ``layers`` replaces fields of the draft's decoder layers, which otherwise are one llama layer (qwen3 for a
-        qwen3 target) of the target's width; ``flags`` are fields of this config. A ``draft_vocab_size`` above the
+        ``layers`` replaces fields of the draft's decoder layers. By default they are one llama layer (qwen3 for a
+        qwen3 target) of the target's width. ``flags`` are fields of this config. A ``draft_vocab_size`` above the
         target's is cut to that, with a warning. Errors: see ``check_target``; also where ``max_position_embeddings``
         is below the target's, because other engines fail beyond it.
         """

@@ -1,4 +1,4 @@
-"""What speculation did for one ``generate`` call: how much was guessed and accepted, and where the time went."""
+"""Statistics of one ``generate`` call: draft tokens, acceptance, and the time of each part."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Counts:
 
 @dataclass
 class RowStats(Counts):
-    """Count for one row, and keep its tokens: ``guessed[i]`` tells whether ``tokens[i]`` was an accepted guess.
+    """The counts of one row, and its tokens: ``guessed[i]`` tells whether ``tokens[i]`` was an accepted draft token.
 
     ``seconds`` run from the row's first token to its last.
     """
@@ -108,18 +108,18 @@ class RowStats(Counts):
 
 @dataclass(repr=False)
 class SpeculationStats:
-    """Say what one call guessed, accepted and emitted, per row and over all, and how long its parts took.
+    """The statistics of one call: proposed, accepted and emitted tokens, per row and in total, and times of the parts.
 
-    Guesses behind a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no step,
-    unless guesses were read together with the prompt: then this was the first step (``first_tokens_in_steps`` rows).
-    What was compiled, ``graphs`` in ``compile_seconds``, counts as no part of a step, but delays the rows' tokens.
-    A figure with nothing to divide by is 0.0. In Jupyter the statistics show the text too, accepted guesses coloured,
-    once they have a tokenizer: ``out.speculation.show(tokenizer)``.
+    Draft tokens after a stop count as proposed, not as accepted. The token that prefill gives each row belongs to no
+    step. If draft tokens were read together with the prompt, this was the first step of ``first_tokens_in_steps``
+    rows. Compilation (``graphs`` in ``compile_seconds``) is no part of a step, but delays the rows' tokens. A figure
+    with nothing to divide by is 0.0. In Jupyter the statistics also show the text, with accepted draft tokens
+    coloured, once they have a tokenizer: ``out.speculation.show(tokenizer)``.
 
     Args:
-        batch_size: rows of the call. The clock starts here.
-        synchronize: wait for the accelerator around every timed part. Off by default, because waiting costs time; then
-            its work is booked on the part that first waits for a result, not on the one that launched it.
+        batch_size: rows of the call. Time is measured from here on.
+        synchronize: wait for the accelerator around every timed part. Off by default, because waiting costs time. Then
+            work counts for the part that first waits for its result, not for the one that launched it.
         tokenizer: turns tokens into text for the HTML view.
     """
 
@@ -158,8 +158,8 @@ class SpeculationStats:
     def of_row(self, number: int) -> SpeculationStats:
         """Return the statistics of one row by itself: its counts, and its share of the steps' seconds.
 
-        A step's seconds are shared by the rows that took part, so that those of all rows sum up to the call's. What
-        was compiled belongs to no row.
+        A step's seconds are shared by the rows that took part, so that those of all rows sum up to the call's.
+        Compilation belongs to no row.
         """
         row = self.per_row[number]
         share = _ratio(row.steps, self.row_steps)
@@ -179,7 +179,7 @@ class SpeculationStats:
         )
 
     def prefilled(self, tokens: Sequence[int] | None = None) -> None:
-        """Note that the first token of every row is there before any step; ``tokens`` are those, for the HTML view."""
+        """Record that prefill has given the first token of every row; ``tokens`` are those, for the HTML view."""
         self.time_to_first_token = time.perf_counter() - self._start
         for row, token in zip(self.per_row, tokens, strict=True) if tokens is not None else ():
             row.tokens.append(token)
@@ -195,7 +195,7 @@ class SpeculationStats:
         setattr(self, name, getattr(self, name) + seconds)
 
     def compiled(self, graphs: int, seconds: float, part: Part = "target") -> None:
-        """Note how many graphs were compiled so far for a ``part`` and how long that took, which is no time of it."""
+        """Record the graphs compiled so far for a ``part``, and their seconds, which are taken from the part's."""
         graphs_before, seconds_before = before = self._compiled.get(part, (0, 0.0))
         if (graphs, seconds) == before:
             return
@@ -216,9 +216,9 @@ class SpeculationStats:
     ) -> None:
         """Count one verification step.
 
-        Each list holds one entry per active row: its number in the call, its guessed tokens (the nodes of its tree),
-        the accepted guesses and the tokens that were kept after stops, and the length of its longest guessed path.
-        ``tokens`` are the kept tokens themselves, accepted guesses first, for the HTML view.
+        Each list holds one entry per active row: its number in the call, and counts of draft tokens, accepted ones,
+        and tokens kept after stops. ``depth_proposed`` is the length of its longest drafted path. ``tokens`` are the
+        kept tokens themselves, accepted draft tokens first, for the HTML view.
         """
         if not self.time_to_first_token:
             self.prefilled()
@@ -227,20 +227,20 @@ class SpeculationStats:
         seconds = time.perf_counter() - self._start - self.time_to_first_token
         texts = [()] * len(rows) if tokens is None else tokens
         parts = zip(rows, proposed, accepted, emitted, depth_proposed, texts, strict=True)
-        for row, guesses, held, kept, depth, text in parts:
+        for row, drafted, held, kept, depth, text in parts:
             stats = self.per_row[row]
-            stats.add_step(guesses, held, kept, depth)
+            stats.add_step(drafted, held, kept, depth)
             stats.seconds = seconds
             stats.tokens += text
             stats.guessed += [True] * held + [False] * (len(text) - held) if text else ()
 
     def finish(self) -> None:
-        """Stop the clock."""
+        """Record the total time."""
         self.total_seconds = time.perf_counter() - self._start
 
     @property
     def counts(self) -> Counts:
-        """Sum the rows: ``counts.steps`` are row-steps."""
+        """Return the sums over rows; ``counts.steps`` are row-steps."""
         total = Counts()
         for row in self.per_row:
             total.add(row)
@@ -253,17 +253,17 @@ class SpeculationStats:
 
     @property
     def proposed(self) -> int:
-        """Count the guessed tokens."""
+        """Return the number of draft tokens."""
         return self.counts.proposed
 
     @property
     def accepted(self) -> int:
-        """Count the guesses that became text."""
+        """Return the number of accepted draft tokens."""
         return self.counts.accepted
 
     @property
     def emitted(self) -> int:
-        """Count the tokens that steps emitted, the target's own included."""
+        """Return the number of tokens that steps emitted, the target's own included."""
         return self.counts.emitted
 
     @property
@@ -278,7 +278,7 @@ class SpeculationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Return for each depth the share of row-steps that accepted a guess there, of those that guessed so deep."""
+        """Return for each position the share of row-steps that accepted it, of those that drafted so far."""
         return self.counts.acceptance_by_position
 
     @property

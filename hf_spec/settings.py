@@ -54,30 +54,31 @@ class SpeculationConfig:
     What is left ``None`` comes from the draft, except for the draft length, which adapts.
 
     Args:
-        num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: chosen in each step by what was
-            accepted and what steps took; it may be 0. ``None``: that, beginning with the draft's own number; when
-            sampling after a seed was set (``torch.manual_seed``, ``set_seed``) by what was accepted and by the shapes
-            of target and draft, without a clock, so that the same seed gives the same text; the draft's own number in
-            every step with an ``acceptance`` that is not lossless.
-        tree: ``None`` for a chain; ``"dynamic"`` for the most probable tree (EAGLE-2, arXiv 2406.16858), or when
-            sampling for one drawn without replacement, with most guesses where the draft is surest; ``"sampled"`` for
-            such a tree of fixed shape; or a static tree as a list of paths of ranks, ``[(0,), (1,), (0, 0)]`` (Medusa,
-            arXiv 2401.10774), sampled when the target samples.
+        num_speculative_tokens: length of a chain, depth of a tree. ``"auto"``: adaptive, chosen in each step by
+            acceptance and measured step times; it may be 0. ``None``: adaptive, starting from the draft's own number.
+            Two exceptions. When sampling after a seed was set (``torch.manual_seed``, ``set_seed``), step times are
+            computed from the shapes of target and draft. So the seed gives the same text again. With a lossy
+            ``acceptance``, every step takes the draft's own number.
+        tree: ``None``: a chain. ``"dynamic"``: the most probable tree (EAGLE-2, arXiv 2406.16858). When sampling, it
+            is sampled without replacement, with most draft tokens where the draft's confidence is highest.
+            ``"sampled"``: such a tree of fixed shape. A list of paths of ranks, ``[(0,), (1,), (0, 0)]``: a static
+            tree (Medusa, arXiv 2401.10774), sampled when the target samples.
         tree_topk: children per node of a dynamic or sampled tree, and nodes expanded per level.
         num_tree_tokens: draft tokens in a dynamic or sampled tree.
         sample_draft: when the target samples, sample draft tokens from the draft's distribution, too. ``False``: take
             the draft's best tokens. Either way the output distribution is the target's.
         confidence_threshold: end a chain after the first draft token to which the draft gives a smaller probability. A
             draft with a confidence head (DSpark) ends it before the first token below the threshold.
-        verification: ``"token"`` (arXiv 2211.17192; without replacement for trees), ``"block"`` (arXiv 2403.10444;
-            traversal, 2505.12398, for trees), ``"exact"`` (sample from the target and compare: the same
-            tokens as plain ``generate`` from the same seed), ``"auto"`` = ``"block"``. All are lossless.
+        verification: all rules are lossless. ``"token"``: arXiv 2211.17192, without replacement for trees.
+            ``"block"``: arXiv 2403.10444, and traversal, 2505.12398, for trees. ``"exact"``: sample from the target
+            and compare, which gives the same tokens as plain ``generate`` from the same seed. ``"auto"``:
+            ``"block"``.
         acceptance: ``"lossless"``: the text has the target's distribution. ``"typical"``: NOT lossless when sampling.
             Accept the longest path of tokens with p(token) > min(``posterior_threshold``, ``posterior_alpha`` *
             exp(-entropy of p)), then emit the target's best token (Medusa, arXiv 2401.10774). The text is more
             predictable than the target's samples, and always the same. ``"near_best"``: NOT lossless, greedy or
             sampling. Accept the longest path of tokens that are each among the target's ``accept_k`` best, or less
-            probable than its best one by at most ``accept_tolerance``; then emit the target's own next token. Left
+            probable than its best one by at most ``accept_tolerance``. Then emit the target's own next token. If
             ``None``, the two are ``verifier_accept_k`` and ``accept_tolerance`` of the draft's
             ``speculators_config``, else 1 and 0.0.
         self_check: compare one small ragged block with plain forwards the first time a target is used.

@@ -37,15 +37,15 @@ def convert(
 
     ``"speculators"``: what ``save_pretrained`` writes. ``"eagle3"``: the layout of SafeAILab, for llama.cpp and
     TensorRT-LLM. ``"sglang"``: the same with ``eagle_config``, for SGLang and vLLM. ``"native"``: an MTP layer under
-    the names of its target, as ``mtp.safetensors`` to be put next to the target's own files and named in their index.
+    the names of its target, as ``mtp.safetensors``. Put it next to the target's own files, and name it in their index.
     ``"dflash"``: z-lab's, for block drafts. ``"deepspec"``: DeepSpec's, for DSpark drafts.
 
     ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
     the output layer of ``target`` into a draft that shares them, for engines that cannot share them. ``kwargs`` are
     those of ``AutoDraftModel.from_pretrained``, including ``target``.
 
-    Errors: what loading raises; a ValueError if the layout cannot express the draft, or ``verifier`` is neither a Hub
-    id nor a directory; a FileExistsError if ``dst`` holds files. ``dst`` is written completely or not at all.
+    Errors: those of loading. A ValueError if the layout cannot express the draft, or ``verifier`` is neither a Hub id
+    nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written completely or not at all.
     """
     _check_verifier(verifier)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)

@@ -45,8 +45,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     """Turn a draft model, a causal language model, a keyword, or a path or Hub id into a ``Speculator``.
 
     The keywords are ``"ngram"``, ``"mtp"`` (the target's own MTP layers) and ``"auto"``. ``"auto"`` takes the first
-    that there is: MTP layers, a draft of ``known_drafts(target)`` in the Hub's local cache, or n-grams with a memory
-    of earlier calls. It is decided once for a target. ``"mtp"`` and paths are read again each time, so keep
+    that exists: MTP layers, a draft of ``known_drafts(target)`` in the Hub's local cache, or n-grams with a history.
+    It is decided once for a target. ``"mtp"`` and paths are read again each time, so keep
     ``as_speculator("mtp", target)`` for many calls.
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.

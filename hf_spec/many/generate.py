@@ -67,9 +67,9 @@ def generate_many(
 ) -> Iterator[Completion]:
     """Yield a ``Completion`` for each prompt as soon as it is finished; its text depends on no other prompt.
 
-    A prompt is a text or a list of messages (with ``tokenizer``), a list or tensor of token ids, or for multimodal
-    models what their processor returns for one prompt. ``prompts`` need not fit into memory: ``look_ahead`` of them
-    are read at a time, 16 batches by default, and those of similar lengths are decoded together.
+    A prompt is a text or a list of messages (with ``tokenizer``), or a list or tensor of token ids. For multimodal
+    models it may be what their processor returns. ``prompts`` need not fit into memory: ``look_ahead`` of them are
+    read at a time, 16 batches by default. Those of similar lengths are decoded together.
 
     Args:
         speculator, speculation_config, num_speculative_tokens: as in ``generate``.
@@ -78,16 +78,16 @@ def generate_many(
             batching. There the next prompt takes the place of a finished one; ``continuous_batching_config`` sets it
             up. ``"auto"``: continuous batching on an accelerator, if it supports the model and all options, else
             batches. The text is the same.
-        accelerator: share the prompts among its processes, which all call this with the same prompts, read all
-            completions, and have a copy of the model each.
+        accelerator: distribute the prompts over its processes. All of them call this with the same prompts and read
+            all completions. Each has a copy of the model.
         progress: draw a bar, with the tokens that a verification step emits (τ).
         **generate_kwargs: go to ``generate``; ``max_new_tokens`` must be among them or in a generation config.
-            ``logits_processor`` and ``stopping_criteria`` may be functions, for those that keep a state: given the
-            prompts of a batch, as a list of indices, they return a list. A ``prefix_allowed_tokens_fn`` is given the
+            ``logits_processor`` and ``stopping_criteria`` may be functions, for those that keep a state. Such a
+            function gets the indices of a batch's prompts and returns a list. A ``prefix_allowed_tokens_fn`` gets the
             index of the prompt.
 
-    Errors: before anything runs a ValueError for options that make no sense for many prompts; a TypeError or
-    ValueError for a bad prompt once it is read; those of ``generate``.
+    Errors: a ValueError for options that make no sense for many prompts, before anything runs. A TypeError or
+    ValueError for a bad prompt once it is read. Those of ``generate``.
     """
     ahead = BATCHES_AHEAD * batch_size if look_ahead is None else look_ahead
     _check(model, prompts, batch_size, ahead, generate_kwargs)

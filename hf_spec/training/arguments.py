@@ -43,10 +43,10 @@ class DraftTrainingArguments(TrainingArguments):
         chain_smoothing: weight each draft token also by the expected length of the chains that reach it, according to
             the draft's own confidence (D-PACE). Each confidence is moved towards 1 by this share. The speculators
             library trains DFlash with 0.5 and ``step_decay=1.0``. ``None``: weight by ``step_decay`` alone.
-        objective: ``"kl"`` (from the target's distribution), ``"ce"`` (its best token), ``"tv"`` (total variation,
-            one minus the acceptance rate), ``"lk"`` (from KL to total variation as acceptance grows),
-            ``"reverse_kl"``, ``"nll"`` (the text's own token); or a sum such as ``"0.1 ce + 0.9 tv"``.
-        normalizer: per step, ``"token"`` weights all answer tokens equally, ``"sequence"`` all documents;
+        objective: the loss. ``"kl"``: from the target's distribution. ``"reverse_kl"``. ``"ce"``: cross-entropy with
+            its best token. ``"nll"``: with the text's own token. ``"tv"``: total variation, one minus the acceptance
+            rate. ``"lk"``: from KL to total variation as acceptance grows. A sum, such as ``"0.1 ce + 0.9 tv"``.
+        normalizer: per step, ``"token"`` weights all answer tokens equally, and ``"sequence"`` all documents.
             ``"guess"`` divides the losses of all steps by the sum of their weights (DFlash, DSpark).
         num_anchors: blocks drafted in each example (DFlash). They start after answer tokens that are sampled again
             each time.

@@ -68,13 +68,13 @@ def prepare_dataset(
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Turn conversations or plain text into examples for ``DraftTrainer``, with ``input_ids`` and ``loss_mask``.
 
-    ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``). It has conversations
-    (``messages``: lists of ``{"role", "content"}``; ``conversations`` of ``{"from", "value"}`` too), a column of
-    text, which counts as one answer, or questions and answers (``prompt`` and ``completion``; ``instruction``,
-    ``input`` and ``output``). Text precedes questions and answers; a named ``text_column`` precedes conversations
-    too. Textual questions and answers go through the chat template, or are concatenated without one. ``tokenizer`` is
-    the target's. With ``packing``, documents share examples of up to ``max_length`` tokens, separated by
-    ``document_ids``. ``last_turn_only`` marks only the last answer of a conversation.
+    ``dataset`` is one of the ``datasets`` library or the path of a file (see ``read_file``). It has one of three
+    forms. Conversations: ``messages``, lists of ``{"role", "content"}``, or ``conversations`` of ``{"from",
+    "value"}``. A column of text, which counts as one answer. Questions and answers: ``prompt`` and ``completion``, or
+    ``instruction``, ``input`` and ``output``. Text precedes questions and answers; a named ``text_column`` precedes
+    conversations too. Textual questions and answers go through the chat template, or are concatenated without one.
+    ``tokenizer`` is the target's. With ``packing``, documents share examples of up to ``max_length`` tokens, separated
+    by ``document_ids``. ``last_turn_only`` marks only the last answer of a conversation.
 
     Some templates render an answer without its reasoning once another one follows. Such earlier answers are dropped
     and counted, or each becomes an example of its own, as it was said (``earlier_answers="keep"``). Examples with
@@ -86,9 +86,9 @@ def prepare_dataset(
     A ``datasets.IterableDataset`` stays a stream. Its examples are prepared while they are read, and packed a thousand
     documents at a time. Dropped examples are counted among its first ones only.
 
-    Errors: a TypeError for another kind of dataset. A ValueError for a broken file, an unknown column, a tokenizer
-    without a chat template, offsets or an end-of-sequence token where they are needed, ``num_proc`` with a stream, and
-    if no example is left.
+    Errors: a TypeError for another kind of dataset. A ValueError for a broken file or an unknown column, and if
+    no example is left. Also for a tokenizer without a chat template, offsets or an end-of-sequence token where they
+    are needed, and for ``num_proc`` with a stream.
     """
     _check_choices(max_length, too_long, cut_answers, earlier_answers, last_turn_only)
     if isinstance(dataset, str | os.PathLike):

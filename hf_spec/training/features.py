@@ -71,9 +71,9 @@ def cache_features(
     layers than requested and shards of another size; without a ``dtype`` argument also another dtype. ``tokenizer``,
     if given, is compared with the cache's. Once all is finished, ``load_target()`` is enough as the target.
 
-    Errors: a TypeError for a stream. A ValueError for an empty dataset, for tokens or layers that the target does not
-    have, and if ``directory`` holds a cache of something else, which it names. An OSError if a shard cannot be
-    written.
+    Errors: a TypeError for a stream. A ValueError for an empty dataset, and for tokens or layers that the target does
+    not have. Also if ``directory`` holds a cache of something else, which the message names. An OSError if a shard
+    cannot be written.
     """
     if batch_size < 1 or shard_size < 1:
         raise ValueError(f"batch_size is {batch_size} and shard_size {shard_size}; set at least 1")

@@ -80,8 +80,8 @@ def regenerate(
     is marked by ``"cut": true``, so that no draft learns to end there. Answers are also cut where the target's
     positions end; a conversation that leaves no position for one becomes empty too.
 
-    Errors: a ValueError for a tokenizer without a chat template, for token ids that the target does not have, and if
-    ``output`` holds anything but answers to ``conversations``, or answers of another target, tokenizer or way to
+    Errors: a ValueError for a tokenizer without a chat template, and for token ids that the target does not have. Also
+    if ``output`` holds anything but answers to ``conversations``, or answers of another target, tokenizer or way to
     generate. An OSError if it cannot be written.
 
     ``target`` may also be an ``Endpoint``, a server that answers ``batch_size`` requests at once. ``tokenizer`` is

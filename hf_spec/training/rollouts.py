@@ -1,4 +1,4 @@
-"""Rollouts of reinforcement learning: written with guesses while the policy changes, and read by its draft."""
+"""Speculation in rollouts of reinforcement learning, while the policy changes and its draft is trained on them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .trainer import DraftTrainer
 
 
 class RolloutCallback(TrainerCallback):
-    """Let a trainer that generates, such as TRL's ``GRPOTrainer``, do so with guesses, and refresh the draft.
+    """A callback by which a trainer that generates, such as TRL's ``GRPOTrainer``, speculates and trains the draft on.
 
-    ``trainer.add_callback(RolloutCallback(speculator))`` is all that a trainer needs, which calls ``generate`` of the
-    model that it trains. What it writes keeps the distribution of the policy, whatever its weights have become: each
-    call reads its prompts anew, and the policy verifies every guess. Only how many guesses are right depends on how
-    well the draft knows the policy, so ``draft_trainer`` trains it on what was written lately.
+    ``trainer.add_callback(RolloutCallback(speculator))`` is enough for a trainer that calls ``generate`` of the model
+    that it trains. The texts keep the distribution of the policy, whatever its weights have become. Each call reads
+    its prompts again, and the policy verifies every draft token. Only the acceptance depends on how well the draft
+    knows the policy, so ``draft_trainer`` trains it on the latest texts.
 
     Args:
-        speculator: what guesses, as in ``generate``; by default the draft of ``draft_trainer``.
-        config: how to guess and verify.
-        draft_trainer: a ``DraftTrainer`` whose target is the policy; its arguments say how long each refreshing lasts,
-            for example ``num_train_epochs=1`` and ``save_strategy="no"``. Whole texts, prompts and completions, are
-            its examples, from all processes.
-        every: steps of the policy between two refreshings.
-        keep: how many of the latest texts a refreshing reads at most.
+        speculator: as in ``generate``; by default the draft of ``draft_trainer``.
+        config: how to draft and verify.
+        draft_trainer: a ``DraftTrainer`` whose target is the policy. Its arguments say how long each training lasts,
+            for example ``num_train_epochs=1`` and ``save_strategy="no"``. Its examples are whole texts, prompts and
+            completions, from all processes.
+        every: steps of the policy between two trainings of the draft.
+        keep: how many of the latest texts a training reads at most.
 
-    Errors: a TypeError if there is neither a speculator nor a trainer of one; a ValueError for numbers that are not
-    whole or below 1, and from the draft when training begins, if it cannot serve the policy.
+    Errors: a TypeError if there is neither a speculator nor a trainer of one. A ValueError for numbers that are not
+    whole or below 1. A ValueError of the draft when training begins, if it cannot serve the policy.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RolloutCallback(TrainerCallback):
         keep: int = 256,
     ) -> None:
         if speculator is None and draft_trainer is None:
-            raise TypeError("RolloutCallback needs what guesses: pass a speculator, a draft_trainer, or both")
+            raise TypeError("RolloutCallback needs a draft: pass a speculator, a draft_trainer, or both")
         for name, number in (("every", every), ("keep", keep)):
             if not is_int(number) or number < 1:
                 raise ValueError(f"{name} is {number!r}; set a whole number of at least 1")
@@ -85,10 +85,10 @@ class RolloutCallback(TrainerCallback):
 
 
 def train_on(trainer: DraftTrainer, texts: Sequence[Sequence[int]]) -> None:
-    """Train the draft of ``trainer`` on ``texts`` (token ids), as long as its arguments say, and go on from there.
+    """Continue the training of ``trainer``'s draft on ``texts`` (token ids), as long as its arguments say.
 
-    All tokens count as the target's own. The optimizer keeps its state from call to call; the learning rate runs
-    through its schedule anew.
+    All tokens count as the target's own. The optimizer keeps its state from call to call. The schedule of the learning
+    rate starts again.
     """
     trainer.train_dataset = [
         {"input_ids": list(text), "loss_mask": [1] * len(text)} for text in texts if len(text) > 2

@@ -74,8 +74,8 @@ class DraftTrainer(Trainer):
         **kwargs: all that ``Trainer`` takes.
 
     Errors: a ValueError if the draft was made for another target, or if cached features are not those that it needs
-    from this one. Also if examples were prepared with another tokenizer than ``processing_class``, if one process sees
-    several devices (start one per device instead), or if the target's states or a loss are not finite.
+    from this one. Also if examples were prepared with another tokenizer than ``processing_class``, or if the target's
+    states or a loss are not finite. Also if one process sees several devices: start one process per device instead.
     """
 
     loss_is_scaled_for_ga = True  # divided over all batches of a step already, see _get_num_items_in_batch
