@@ -27,7 +27,6 @@ from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from ..verify.rules import rule_for
 
 HALF = (torch.bfloat16, torch.float16)
-STATIC_DRAFT_TOKEN = 0.05  # plain steps; assumed time of a compiled draft token, which is not measured
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,9 @@ def _adaptive(
         costs_of = _shares(shapes) if by_shapes else functools.partial(costs_of_widths, situation.target)
         known: dict[int, int] = {} if by_shapes else profile.static_lengths
         acceptance = AcceptanceEstimator() if by_shapes else profile.acceptance
-        first = ranks.broadcast(static_length(known, acceptance, situation.batch_size, first, costs_of))
+        batch = situation.batch_size
+        draft_token = _shape_cost(config, situation).draft_token(batch, first)  # compiled drafts are not measured
+        first = ranks.broadcast(static_length(known, acceptance, batch, first, draft_token, costs_of))
     lengths: Sequence[int] = (0, first) if situation.is_static else range(longest + 1)
     if by_shapes:
         basis = "by acceptance and shapes, because a seed was set"
@@ -131,19 +132,21 @@ def static_length(
     acceptance: AcceptanceEstimator,
     batch_size: int,
     first: int,
+    draft_token: float,
     costs_of: Callable[[Sequence[int]], list[float] | None],
 ) -> int:
     """Return the length of compiled steps: chosen once for batches of a size, before there are graphs.
 
-    ``costs_of`` says what forwards of so many tokens take, as multiples of the first one. Of lengths that promise
-    nearly as much the shortest is taken: it loses least where acceptance drops.
+    ``draft_token`` is the draft's time for a token, in plain steps. ``costs_of`` says what forwards of so many tokens
+    take, as multiples of the first one. Of lengths that promise nearly as much the shortest is taken: it loses least
+    where acceptance drops.
     """
     size = size_class(batch_size)
     if size not in known:
         costs = costs_of([batch_size * (1 + length) for length in range(1 + first)]) if batch_size > 1 else None
         expected = accumulate(acceptance.survival(DraftSource.MODEL, first), initial=1.0)
         speeds = [
-            tokens / (cost + STATIC_DRAFT_TOKEN * length)
+            tokens / (cost + draft_token * length)
             for length, (tokens, cost) in enumerate(zip(expected, costs or (), strict=False))
         ]
         enough = max(speeds[1:], default=0.0) / MARGIN

@@ -158,6 +158,11 @@ class ShapeCost(StepCost):
     def observe(self, batch_size: int, source: DraftSource, length: int, seconds: float | None) -> float:
         return self.curve(batch_size, source)[length]
 
+    def draft_token(self, batch_size: int, length: int) -> float:
+        """Return the time in which a draft model drafts one of ``length`` tokens, in plain steps."""
+        drafted = self._forwards(length) * self._draft.seconds(batch_size, *self._machine)
+        return drafted / length / self.plain(batch_size)
+
     def _seconds(self, batch_size: int, source: DraftSource, length: int) -> float:
         if length == 0:
             return self.plain(batch_size)

@@ -205,12 +205,12 @@ def test_compiled_batches_draft_as_much_as_wide_forwards_allow(cost: str, length
         return [costs[cost](width) for width in widths]
 
     new = AcceptanceEstimator()
-    assert static_length(known, new, 8, 5, costs_of) == pytest.approx(length, abs=1)  # type: ignore[arg-type]
-    once = static_length(known, new, 6, 5, costs_of)  # type: ignore[arg-type]
+    assert static_length(known, new, 8, 5, 0.05, costs_of) == pytest.approx(length, abs=1)  # type: ignore[arg-type]
+    once = static_length(known, new, 6, 5, 0.05, costs_of)  # type: ignore[arg-type]
     assert once == known[3] and asked == [[8, 16, 24, 32, 40, 48]]
-    assert static_length(known, new, 8, 1, costs_of) == 1  # type: ignore[arg-type]
-    assert static_length(known, new, 1, 5, costs_of) == 5 and len(asked) == 1  # type: ignore[arg-type]
-    assert static_length({}, new, 4, 5, lambda widths: None) == 5
+    assert static_length(known, new, 8, 1, 0.05, costs_of) == 1  # type: ignore[arg-type]
+    assert static_length(known, new, 1, 5, 0.05, costs_of) == 5 and len(asked) == 1  # type: ignore[arg-type]
+    assert static_length({}, new, 4, 5, 0.05, lambda widths: None) == 5
 
 
 # --- Token by token --------------------------------------------------------------------------------------------------
@@ -257,6 +257,14 @@ def by_shapes(draft_layers: int = 1, layers: int = 10) -> AdaptiveLength:
     cost = ShapeCost(big, small, lambda length: length, lambda length: length, False, False)
     profile = Profile()
     return AdaptiveLength(cost, AcceptanceEstimator(), profile.idle, 5)
+
+
+def test_the_time_of_a_draft_token_by_shapes() -> None:
+    big, small = ModelShape(0, 100), ModelShape(0, 10)
+    one_by_one = ShapeCost(big, small, lambda length: length, lambda length: length, False, False)
+    in_a_block = ShapeCost(big, small, lambda length: 1, lambda length: length, False, False)
+    assert one_by_one.draft_token(1, 5) == pytest.approx(0.1)
+    assert in_a_block.draft_token(1, 5) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(("rate", "drafts"), [(0.0, False), (0.9, True)])
