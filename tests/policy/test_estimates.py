@@ -10,7 +10,14 @@ import pytest
 from twins import draft, noisy, target
 
 from hf_spec.drafts.ngram.lookups import Lookups
-from hf_spec.policy.acceptance import PRIOR_ACCEPTANCE, PRIOR_STEPS, AcceptanceEstimator, Calibration, PositionCounts
+from hf_spec.policy.acceptance import (
+    DECAY,
+    PRIOR_ACCEPTANCE,
+    PRIOR_STEPS,
+    AcceptanceEstimator,
+    Calibration,
+    PositionCounts,
+)
 from hf_spec.policy.base import MAX_LENGTH, DraftSource
 from hf_spec.policy.cost import MeasuredCost, ModelShape, ShapeCost, size_class
 from hf_spec.policy.store import profile_of, prompt_class
@@ -48,6 +55,13 @@ def test_a_shorter_draft_counts_as_rejected_beyond_its_end() -> None:
     assert sum(counts.survival(4)) == pytest.approx(1.0, abs=0.05)  # four of one sequence, none of the others
 
 
+def test_what_was_worked_out_is_worked_out_again_after_a_record() -> None:
+    counts = PositionCounts()
+    before = counts.survival(2)
+    counts.record([2], [0])
+    assert counts.survival(2) != before
+
+
 def test_steps_without_a_source_let_its_past_fade() -> None:
     known = AcceptanceEstimator()
     for _ in range(50):
@@ -56,6 +70,15 @@ def test_steps_without_a_source_let_its_past_fade() -> None:
     for _ in range(800):
         known.record(MODEL, [], [])
     assert worst < 0.1 and known.survival(MODEL, 1)[0] > 0.75
+
+
+def test_a_step_that_taught_nothing_fades_less_than_one_that_did() -> None:
+    known = AcceptanceEstimator()
+    known.record(MODEL, [1], [0])
+    for _ in range(30):
+        known.record(MODEL, [], [])
+    left = DECAY**20  # two thirds as many
+    assert known.survival(MODEL, 1) == pytest.approx([PRIOR_STEPS * PRIOR_ACCEPTANCE / (left + PRIOR_STEPS)])
 
 
 def test_a_call_begins_with_a_hint_of_earlier_ones_in_averages_alone() -> None:
@@ -127,6 +150,11 @@ def test_times_between_and_beyond_measured_lengths_lie_on_a_line() -> None:
     assert cost.curve(1, MODEL) == pytest.approx([1 + length / 2 for length in range(MAX_LENGTH + 1)])
     assert list(cost.curve(1, NGRAM)) == [] == list(cost.curve(2, MODEL))
     assert cost.usual(1, MODEL) == 4 and cost.usual(1, NGRAM) == 0
+
+
+def test_no_length_is_expected_to_take_less_than_a_shorter_one() -> None:
+    curve = measured({0: 1.0, 4: 2.0, 6: 1.5}).curve(1, MODEL)
+    assert list(curve[7:]) == sorted(curve[7:]) and curve[16] >= curve[7] > 1.0
 
 
 def test_what_was_measured_is_believed_and_less_is_expected_to_take_no_longer() -> None:

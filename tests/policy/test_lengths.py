@@ -135,6 +135,20 @@ def test_what_hardly_promises_more_than_a_plain_step_is_left() -> None:
     assert adaptive(profile).plan(1, [Estimate(NGRAM, [[0.05]])]).length == 1
 
 
+def test_ngrams_alone_are_taken_where_they_give_more_tokens_per_second() -> None:
+    profile = measured(2, MODEL=lambda length: 3.0, NGRAM=lambda length: 1.0)
+    better = [Estimate(MODEL, [[0.9] * 4] * 2), Estimate(NGRAM, [[0.8] * 4, []])]
+    for estimates in (better, better[::-1]):
+        assert adaptive(profile).plan(2, estimates).sources == (NGRAM, NONE)
+
+
+def test_a_source_that_is_worth_it_is_used_at_its_best_length_however_long_it_was_idle() -> None:
+    profile = measured(MODEL=lambda length: 1.0 + 0.2 * length)
+    profile.idle.stepped(NONE, 1e6)
+    estimate = Estimate(MODEL, [[0.9, 0.8, 0.05, 0.04, 0.03, 0.02, 0.01, 0.01]])
+    assert adaptive(profile).plan(1, [estimate]).length == 2
+
+
 def test_each_sequence_takes_the_source_that_promises_more() -> None:
     estimates = [Estimate(NGRAM, [[0.9, 0.8], [], [0.2]]), Estimate(MODEL, [[0.5, 0.3]] * 3)]
     assert better_sources(estimates, 3) == (NGRAM, MODEL, MODEL)
