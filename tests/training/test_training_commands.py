@@ -526,6 +526,16 @@ def test_the_lines_of_the_readme_connect(tmp_path: Path, monkeypatch: pytest.Mon
     assert AutoModel.from_pretrained(output).config.speculators_model_type == "eagle3"
 
 
+def test_the_recipe_for_a_laptop_is_what_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "first-draft.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^hf-spec train (examples/laptop.yaml) --target \$TARGET$", page, re.M)
+    recipe = read_recipe(ROOT / line, target=TARGET)
+    assert (recipe["target"]["name"], recipe["data"]) == (TARGET, "prepared")
+    arguments = training_arguments(recipe["trainer"], ["--output_dir", str(tmp_path)])
+    assert arguments.num_train_epochs == 4 and "makes four passes" in page
+    assert f"--draft {recipe['trainer']['output_dir']} " in page
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_a_dataset_that_was_saved_is_raw_until_it_is_prepared(split: bool, stories: Path, tmp_path: Path) -> None:
     raw = datasets.load_dataset("json", data_files=str(stories), split="train")
