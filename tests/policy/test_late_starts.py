@@ -12,9 +12,12 @@ from lengths import force_lengths
 from torch import Tensor
 from twins import target
 
-from hf_spec import Drafter, Proposal, Speculator
+from hf_spec import AcceptedTokens, Drafter, Proposal, Speculator
+from hf_spec.drafts.lazy import LazyDrafter
+from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength
-from hf_spec.policy.base import StepObservation
+from hf_spec.policy.base import DraftPlan, DraftSource, StepObservation
+from hf_spec.policy.fixed import FixedLength
 
 ROWS = 6
 
@@ -96,3 +99,26 @@ def test_a_step_in_which_a_drafter_catches_up_is_no_usual_one(monkeypatch: pytes
     assert steps == [2, 3, 5, 8, 9]  # it is asked in no other
     assert [step for step in steps if usual[step]] == [3, 9]
     assert dict(read)[3] == dict(read)[9] == 4
+
+
+class _EndedByConfidence(FixedLength):
+    """A plan whose chains may get longer than is expected."""
+
+    def plan(self, batch_size: int, estimates: Any) -> DraftPlan:
+        return DraftPlan(1, (DraftSource.MODEL,) * batch_size, model_length=4)
+
+
+def test_a_draft_model_may_draft_more_than_is_expected_where_its_confidence_ends_chains() -> None:
+    asked = []
+
+    class Recording(Drafter):
+        def propose(self, accepted: Any, limit: int) -> Proposal:
+            asked.append(limit)
+            return Proposal.nothing(accepted.root)
+
+        def keep_rows(self, rows: Tensor) -> None:
+            raise NotImplementedError
+
+    drafter = LazyDrafter(Recording, _EndedByConfidence(9, AcceptanceEstimator(), ""))
+    drafter.propose(AcceptedTokens(torch.ones(1, 1, dtype=torch.long), torch.ones(1, dtype=torch.long)), 9)
+    assert asked == [4]
