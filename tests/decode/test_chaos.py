@@ -44,7 +44,7 @@ ATTENDING, RECURRENT = ("llama", "gemma2"), ("qwen3_next", "jamba")  # all full,
 KINDS = ("ngram", "oracle", "vanilla", "medusa", "mtp", "eagle3", "eagle", "dflash", "dspark")
 FOR_STATES = ("ngram", "oracle", "vanilla", "medusa", "mtp")
 PLACES = ("streamer", "criterion", "processor", "pure processor", "drafter", "forward", "end of the stream")
-SEEDS = 200
+SEEDS, QUICK = 200, 60  # of the seeds, those that every run takes
 
 
 class Boom(Exception):
@@ -217,7 +217,9 @@ def pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(
+    "seed", [*range(QUICK), *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, SEEDS))]
+)
 def test_the_next_call_is_right(seed: int) -> None:
     rng = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
