@@ -14,7 +14,7 @@ from .memory import BREAK, LOOK_BACK, SIZES, Memory, Place, agreement
 Path = tuple[int, ...]
 Guesses = dict[Path, float]  # paths, each behind its beginnings, and their chances
 
-# What speaks against every continuation, in places that agree with the text in one token: measured, docs/memory.md.
+# What speaks against every continuation, in places that agree with the text in one token: measured, docs/history.md.
 DOUBT = 2.0
 
 

@@ -40,23 +40,24 @@ class NgramSpeculator(Speculator):
     tokens at most, those of longer matches first. In a static tree, rank r at a node is its r-th child in that merged
     tree. These draft tokens have no distribution: ``sample_draft`` and ``confidence_threshold`` do not apply.
 
-    With ``remember`` it keeps a memory of what was written: prompts and outputs of finished calls, of all rows and
-    threads, the oldest ones forgotten first. Matches then are as long as the texts agree, guesses as deep as they are
-    likely, and the rows of a batch look in each other's text, too (suffix decoding, arXiv 2411.04975; docs/memory.md).
-    The text stays the target's; but which guesses were tried, and so how many random numbers were drawn for a sampled
-    text, depends on the calls before. ``save`` and ``load`` keep the memory in a file.
+    With ``remember`` it keeps a history: prompts and outputs of finished calls, of all sequences and threads. The
+    oldest are dropped first. Matches are then as long as the texts agree, and drafts as long as they are probable. The
+    sequences of a batch look in each other's text, too (suffix decoding, arXiv 2411.04975; docs/history.md). The text
+    stays the target's. But which draft tokens are tried, and so how many random numbers sampling takes, depends on
+    earlier calls. ``save`` and ``load`` keep the history in a file.
 
     Args:
         max_ngram: longest match that is tried.
-        min_ngram: shortest match that is trusted; rows without one guess nothing.
-        match: which of several continuations comes first, the most ``"recent"`` one, or at each of its tokens the most
-            ``"frequent"`` one among the latest 32 occurrences.
+        min_ngram: shortest match that is trusted; sequences without one get no draft tokens.
+        match: which of several continuations comes first. ``"recent"``: the latest one. ``"frequent"``: at each of its
+            tokens the most frequent one among the latest 32 occurrences.
         corpus: sequences of token ids to look in besides the text, after it where matches are equally long. They are
             indexed once, here.
-        remember: tokens that the memory holds, about 100 bytes each; ``None`` for no memory. ``max_ngram`` and
+        remember: tokens that the history holds, about 100 bytes each; ``None`` for no history. ``max_ngram`` and
             ``match`` are for lookups without one.
-        min_chance: with a memory, leave out guesses that are less likely than this to be right, all guesses in front
-            of them included, judging by how often they followed and behind how long a match.
+        min_chance: with a history, drop draft tokens that are less probable than this. The probability of a draft
+            token includes that of all before it. It is estimated from how often the token followed, and after how long
+            a match.
 
     Raises:
         ValueError, TypeError: for values outside these.
