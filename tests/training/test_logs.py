@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from golden import tiny_target
 
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft
+from hf_spec.training.recipe import training_arguments
 
 PAGE = Path(__file__).parents[2] / "docs" / "logging.md"
 OF_TRAINER = re.compile(r"(train_|eval/)?(runtime|(samples|steps|tokens)_per_second)|train_loss|total_flos")
@@ -54,3 +56,11 @@ def test_the_page_explains_what_is_logged(tmp_path: Path) -> None:
     }
     assert explained() - sampled == logged - sampled
     assert explained() & sampled == {"eval/sampled_acceptance_length", "eval/sampled_acceptance_k"}
+
+
+def test_a_recipe_may_have_the_page_s_lines() -> None:
+    block = re.search(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    assert block
+    trainer = yaml.safe_load(block[1])["trainer"] | {"report_to": [], "use_cpu": True, "output_dir": "draft"}
+    args = training_arguments(trainer)  # services are refused where they are not installed
+    assert (args.include_num_input_tokens_seen, args.eval_temperature) == ("all", 1.0)
