@@ -38,7 +38,7 @@ This page is generated from the code by `python docs/make_reference.py`.
 SECTIONS = {
     "Generating": """SpeculationConfig SpeculativeDecoding SpeculativeOutput SpeculationStats SpeculativeModel
         as_speculator set_speculator get_speculator last_speculation pure generate_many Completion RequestOutput
-        install uninstall""",
+        pack packed unpack Packing install uninstall""",
     "Drafts": """AutoDraftModel DraftModel Eagle3DraftModel EagleDraftModel PEagleDraftModel DFlashDraftModel
         DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp VanillaSpeculator NgramSpeculator HybridSpeculator
         known_drafts KnownDraft""",

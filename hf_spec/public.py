@@ -35,6 +35,7 @@ from .integration import SpeculativeDecoding, SpeculativeModel, install, uninsta
 from .many.generate import generate_many
 from .many.prompts import Completion
 from .metrics import SpeculationStats
+from .packing.packing import Packing, pack, packed, unpack
 from .proposal import Proposal
 from .settings import SpeculationConfig
 from .verify.processors import pure
@@ -64,6 +65,7 @@ __all__ = [
     "NgramSpeculator",
     "PEagleDraftModel",
     "PEagleSpeculatorConfig",
+    "Packing",
     "Proposal",
     "RequestOutput",
     "SpeculationConfig",
@@ -83,9 +85,12 @@ __all__ = [
     "install",
     "known_drafts",
     "last_speculation",
+    "pack",
+    "packed",
     "pure",
     "set_speculator",
     "uninstall",
+    "unpack",
 ]
 
 install()

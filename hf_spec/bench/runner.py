@@ -28,6 +28,7 @@ from ..checkpoints.resolve import as_speculator
 from ..drafts.base import network_of
 from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
+from ..packing.packing import is_packed
 from ..progress import Progress
 from ..scoring.hooks import looking
 from ..scoring.names import CACHE
@@ -361,6 +362,7 @@ def _environment(target: PreTrainedModel) -> dict[str, Any]:
         "target": target.config.name_or_path or type(target).__name__,
         "parameters": target.num_parameters(),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "packed": is_packed(target),
         "attention": target.config.get_text_config(decoder=True)._attn_implementation,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),

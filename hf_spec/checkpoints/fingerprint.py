@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..packing.weight import values_of
 from ..scoring.features import decoder_of
 
 SAMPLE = 64  # about how many values of each weight a digest includes
@@ -112,6 +113,6 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if not tensor.is_meta and tensor.numel():
-            values = tensor.detach().flatten()[:: max(1, tensor.numel() // SAMPLE)]
+            values = values_of(tensor).flatten()[:: max(1, tensor.numel() // SAMPLE)]
             digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()

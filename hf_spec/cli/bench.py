@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .common import (
     TREE_HELP,
     add_device_options,
+    add_no_pack,
     add_proposal_options,
     at_least,
     command,
@@ -77,6 +78,7 @@ def add_bench(commands: Any) -> None:
     add("--card", type=existing, metavar="README.md", help="add a table to the model card of the draft")
     add_proposal_options(add)
     add_device_options(add)
+    add_no_pack(add)
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -88,7 +90,7 @@ def _bench(args: argparse.Namespace) -> None:
             f"--card {args.card} is not the card of {draft}, which is measured: name {draft / 'README.md'}"
         )
     from ..bench import import_pyplot, read_prompts, run_bench
-    from .loading import WITH_MEMORY, load_models
+    from .loading import WITH_MEMORY, load_models, pack_models
 
     prompts = read_prompts(args.prompts, args.limit)
     if args.png:
@@ -101,6 +103,7 @@ def _bench(args: argparse.Namespace) -> None:
         args.device,
         lambda draft: [configured(draft, args, shape) for shape in shapes],
     )
+    pack_models(args, target, *drafts.values())
     names = [
         WITH_MEMORY * name.startswith(WITH_MEMORY) + Path(name.removeprefix(WITH_MEMORY)).name for name in args.draft
     ]

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .common import add_answer_options, add_speculator, asked_for, command, configured, sampling, text_of
+from .common import add_answer_options, add_no_pack, add_speculator, asked_for, command, configured, sampling, text_of
 from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
@@ -25,13 +25,14 @@ def add_chat(commands: Any) -> None:
     add("--system", type=text_of, metavar="TEXT", help="what the model is told before the first message")
     add_memory_file(add)
     add_answer_options(add, 512)
+    add_no_pack(add)
 
 
 def _chat(args: argparse.Namespace) -> None:
     check_memory_file(args)
     import torch
 
-    from .loading import load_models
+    from .loading import load_models, pack_models
 
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
@@ -39,6 +40,7 @@ def _chat(args: argparse.Namespace) -> None:
     if not tokenizer.chat_template:
         raise ValueError(f"{args.model} has no chat template; use hf-spec generate, or an instruction-tuned model")
     speculator = speculators[args.speculator]
+    pack_models(args, target, speculator)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     options = {

@@ -75,6 +75,12 @@ def add_device_options(add: Any) -> None:
     add("--threads", type=at_least(1), metavar="N", help="of the CPU")
 
 
+def add_no_pack(add: Any) -> None:
+    """Declare whether weights are packed; ``pack_models`` reads it."""
+    add("--no-pack", action="store_true", help="on a CPU, leave the weights as torch keeps them; by default they are "
+        "reordered once, for faster products")  # fmt: skip
+
+
 def add_proposal_options(add: Any) -> None:
     """Declare how much is guessed; ``configured`` reads it."""
     add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")

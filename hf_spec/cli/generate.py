@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .common import (
     add_answer_options,
+    add_no_pack,
     add_speculator,
     asked_for,
     at_least,
@@ -44,6 +45,7 @@ def add_generate(commands: Any) -> None:
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add_memory_file(add)
     add_answer_options(add, 256)
+    add_no_pack(add)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -60,12 +62,13 @@ def _generate(args: argparse.Namespace) -> None:
 
     from ..bench import Prompt
     from ..scoring.plain import input_device
-    from .loading import load_models, room_for
+    from .loading import load_models, pack_models, room_for
 
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
     )
     speculator = speculators[args.speculator]
+    pack_models(args, target, speculator)
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
     new = room_for(args.max_new_tokens, input_ids.shape[1], target)
     if args.seed is not None:

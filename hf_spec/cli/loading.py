@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +16,7 @@ from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
+from ..packing.packing import pack
 from ..scoring.plain import input_device, position_limit, room_behind
 from ..settings import SpeculationConfig
 
@@ -39,6 +42,16 @@ def load_models(
         if (weights := network_of(speculator)) is not None:
             weights.to(input_device(model))
     return model, tokenizer, {name: speculators.get(name) or as_speculator(to_be_read(name), model) for name in drafts}
+
+
+def pack_models(args: argparse.Namespace, target: PreTrainedModel, *speculators: Speculator) -> None:
+    """Pack the weights of a target on a CPU, and those of its drafts, unless --no-pack is given, and say so.
+
+    Models that will be compiled stay plain: torch.compile reads no packed weights.
+    """
+    if args.no_pack or getattr(args, "compiled", False) or input_device(target).type != "cpu":
+        return
+    print(f"hf-spec: {pack(target, *speculators)} (--no-pack: leave all plain)", file=sys.stderr)
 
 
 def outline_of(target: str) -> PreTrainedModel:

@@ -37,13 +37,14 @@ def answer_file(args: argparse.Namespace) -> None:
     from ..many.generate import generate_many
     from ..metrics import Counts
     from ..processes import Processes, launched
-    from .loading import load_models
+    from .loading import load_models, pack_models
 
     state, device = launched(args.device)
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, device, lambda draft: [configured(draft, args, args.tree)]
     )
     speculator, processes = speculators[args.speculator], Processes(state)
+    pack_models(args, target, speculator)
     options = {"max_new_tokens": args.max_new_tokens, **sampling(args.temperature)}
     made_from = {**fingerprint(target), "tokenizer": tokenizer_digest(tokenizer), "chat": args.chat}
     answers = AnswerFile(args.out, made_from | {"seed": args.seed} | generation_settings(target, options))

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import os
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..serving.policy import (
@@ -18,7 +19,7 @@ from ..serving.policy import (
     is_host,
     is_key,
 )
-from .common import TREE_HELP, add_proposal_options, add_speculator, asked_for, at_least, command, tree_of
+from .common import TREE_HELP, add_no_pack, add_proposal_options, add_speculator, asked_for, at_least, command, tree_of
 from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def add_serve(commands: Any) -> None:
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
     add_memory_file(add)
+    add_no_pack(add)
     _add_policy(add)
 
 
@@ -95,11 +97,14 @@ def _serve(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
     from ..serving.server import Server
+    from .loading import pack_models
 
     speculator = _checked(target, args.speculator, options["dtype"], config)
     tokenizer = None if args.memory_file is None else AutoTokenizer.from_pretrained(target)
     with remembering(args, speculator, tokenizer):
-        Server(target, speculator, config, **options, **{one.name: getattr(args, one.name) for one in fields(Policy)})
+        loaded = None if options["compile"] else partial(pack_models, args)
+        policy = {one.name: getattr(args, one.name) for one in fields(Policy)}
+        Server(target, speculator, config, loaded=loaded, **options, **policy)
 
 
 def key_of(text: str) -> str:

@@ -172,7 +172,9 @@ class DraftModel(PreTrainedModel, Speculator):
             head, ids = target.get_output_embeddings(), self.target_ids
             weight, bias = lendable(head, "lm_head", self.config), getattr(head, "bias", None)
             if ids is not None:
-                weight, bias = weight[ids.to(weight.device)], None if bias is None else bias[ids.to(bias.device)]
+                # A look-up, because of packed weights: see hf_spec.pack.
+                weight = functional.embedding(ids.to(weight.device), weight.detach())
+                bias = None if bias is None else bias[ids.to(bias.device)]
             lent.update({"lm_head": weight, "lm_head_bias": bias})
         self._lent = lent  # in one assignment: another thread may be drafting
 
@@ -210,7 +212,8 @@ class DraftModel(PreTrainedModel, Speculator):
             logits = cast(Tensor, self.lm_head(hidden))
         else:
             weight = self._borrowed("lm_head")
-            logits = functional.linear(hidden.to(weight), weight, self._lent["lm_head_bias"]).to(hidden.device)
+            moved = hidden.to(weight.device, weight.dtype)
+            logits = functional.linear(moved, weight, self._lent["lm_head_bias"]).to(hidden.device)
         cap: float | None = getattr(self.config.layers, "final_logit_softcapping", None)  # of Gemma
         return logits if cap is None else (logits / cap).tanh() * cap
 

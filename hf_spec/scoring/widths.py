@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from ..packing.weight import PackedWeight
 from .plain import input_device
 
 PASSES = 5  # timed passes over the layers, for each number of tokens
@@ -29,7 +30,7 @@ def costs_of_widths(model: PreTrainedModel, widths: Sequence[int]) -> list[float
     taken: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(PASSES + 1 if weights else 0):
         for width, seconds in taken.items():
-            states = weights[0].new_ones(width, weights[0].shape[1])
+            states = torch.ones(width, weights[0].shape[1], dtype=weights[0].dtype, device=device)
             start = now(device)
             for weight in weights:
                 functional.linear(states, weight)  # the layer itself may have hooks, which are others'
@@ -56,7 +57,8 @@ def _ends(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _is_plain(weight: Tensor, model: PreTrainedModel) -> bool:
-    return type(weight.data) is Tensor and weight.is_floating_point() and weight.device == input_device(model)
+    is_known = isinstance(weight, PackedWeight) or type(weight.data) is Tensor
+    return is_known and weight.is_floating_point() and weight.device == input_device(model)
 
 
 def now(device: torch.device) -> float:

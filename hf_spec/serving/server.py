@@ -41,6 +41,7 @@ class Server(Serve):
         target: directory or Hub id, the only model that is served.
         speculator: anything that ``set_speculator`` takes.
         config: settings of speculation; the draft's own by default. A function is called once the draft is loaded.
+        loaded: called with the target and its speculator whenever the target was loaded, to pack them, for example.
         options: those of ``transformers serve``, by the names of its constructor, and the fields of ``Policy``.
 
     Errors: a ValueError or an OSError where nobody can listen, before anything is loaded.
@@ -51,10 +52,11 @@ class Server(Serve):
         target: str,
         speculator: Any,
         config: SpeculationConfig | Callable[[Speculator], SpeculationConfig] | None = None,
+        loaded: Callable[[PreTrainedModel, Speculator], None] | None = None,
         **options: Any,
     ) -> None:
         self.speculator, self.config, self.meter = speculator, config, Meter()
-        self.preparer = Preparer()
+        self.preparer, self._then = Preparer(), loaded
         self._in_thread = options.pop("non_blocking", False)
         self.policy = Policy(**{one.name: options.pop(one.name) for one in fields(Policy) if one.name in options})
         check_address(options.get("host", "localhost"), options.get("port", 8000))
@@ -148,6 +150,8 @@ class Server(Serve):
         speculator = as_speculator(self.speculator, model)
         if (weights := network_of(speculator)) is not None:
             weights.to(input_device(model))
+        if self._then is not None:
+            self._then(model, speculator)
         config = self.config(speculator) if callable(self.config) else self.config
         if self._generation_state._continuous_batching:
             config = _of_batches(speculator, config)

@@ -1,0 +1,252 @@
+"""Pack the large linear layers of models on a CPU, and undo it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+
+from .layout import row_reader
+from .weight import NOT_COMPILED, STORAGE, Owners, PackedWeight, Storage, lock, parameters_of
+
+LARGE = 1 << 16  # values of a weight from which on packing is worth the while
+ROWS_AT_A_TIME = 16  # the rows that oneDNN chooses the layout for; its layouts for 2 to 1,024 rows were the same
+MOST_MEMORY = 1.05  # of a packed weight, as a share of the plain one: oneDNN pads to its blocks
+
+HELD = "something else holds its weight, such as an optimizer, a list of parameters or a draft that borrows it"
+HALF = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+SUPPORTED = (torch.float32, *HALF)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What ``pack`` did: the weights ``packed`` by name, and those ``left`` plain, each with the reason.
+
+    ``bytes`` is the size of the packed weights. ``str()`` is one line for people.
+    """
+
+    packed: list[str] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        total = len(self.packed) + len(self.left)
+        reasons = dict.fromkeys(self.left.values())
+        why = "; ".join(f"{list(self.left.values()).count(one)} left plain: {one}" for one in reasons)
+        if not total:
+            return "nothing is packed: there is no large linear layer"
+        if not self.packed:
+            return f"nothing is packed: {'; '.join(reasons)}"
+        return f"{len(self.packed)} of {total} large weights are packed ({self.bytes / 2**20:.0f} MiB)" + (
+            f"; {why}" if why else ""
+        )
+
+
+@dataclass
+class _Found:
+    """A weight by its ``owners``, each with the name of the parameter. It does not hold the weight itself."""
+
+    name: str
+    owners: Owners = field(default_factory=list)
+
+    @property
+    def weight(self) -> Any:
+        owner, name = self.owners[0]
+        return parameters_of(owner)[name]
+
+    @weight.setter
+    def weight(self, weight: Tensor) -> None:
+        for owner, name in self.owners:
+            parameters_of(owner)[name] = weight
+
+    @property
+    def is_looked_up(self) -> bool:
+        return any(isinstance(owner, nn.Embedding) for owner, _ in self.owners)
+
+
+def pack(*models: Any, force: bool = False) -> Packing:
+    """Reorder the large linear layers of ``models`` for oneDNN, once, so that their forwards on a CPU are faster.
+
+    ``models`` are a target and its drafts: modules, or speculators with or without weights. The plain weights are let
+    go; ``unpack`` brings back the same bits. A weight is left plain, and named in the result, where packing cannot
+    help or would be unsafe. ``force``: pack also on processors where it gained nothing when measured.
+
+    Errors: a ValueError for a compiled model, and a TypeError for what is no model.
+    """
+    return _pack(models, force)[0]
+
+
+def unpack(*models: Any) -> None:
+    """Undo ``pack``: the weights of ``models`` are plain again, with the bits they had."""
+    for found in _weights(_networks(models)):
+        weight, is_own = found.weight, any(isinstance(owner, nn.Module) for owner, _ in found.owners)
+        if is_own and isinstance(weight, PackedWeight):  # what a draft only borrows is its target's to undo
+            found.weight = weight._storage.unpack()
+
+
+@contextlib.contextmanager
+def packed(*models: Any, force: bool = False) -> Iterator[Packing]:
+    """Pack ``models`` while the context is open, see ``pack``; what was packed before stays so."""
+    report, storages = _pack(models, force)
+    try:
+        yield report
+    finally:
+        for storage in storages:
+            storage.unpack()
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Tell whether any weight of ``model`` is packed."""
+    return any(_is_packed(weight) for module in model.modules() for weight in module._parameters.values())
+
+
+def _pack(models: tuple[Any, ...], force: bool) -> tuple[Packing, list[Storage]]:
+    """Pack, and return also what was not packed before."""
+    networks = _networks(models)
+    for network in networks:
+        _refuse_compiled(network)
+    gc.collect()  # garbage may hold weights
+    report, new = Packing(), []
+    for found in _weights(networks):
+        if not _is_large(found):
+            continue
+        if not _is_packed(found.weight):
+            if reason := _why_not(found, force) or _pack_weight(found):
+                report.left[found.name] = reason
+                continue
+            new.append(found.weight._storage)
+        report.packed.append(found.name)
+    size = sum(one.weight.nbytes for one in _weights(networks) if _is_packed(one.weight))
+    return replace(report, bytes=size), new
+
+
+def _pack_weight(found: _Found) -> str | None:
+    """Pack one weight; return why it is left plain."""
+    with lock, torch.inference_mode(False), torch.no_grad():
+        weight = found.weight
+        packed = _reordered(weight.detach())
+        if torch.ops.mkldnn._nbytes(packed) > MOST_MEMORY * weight.nbytes:
+            return "oneDNN would pad it to more than 1.05 of its memory"
+        rows = row_reader(weight.detach(), packed, _reordered) if found.is_looked_up else None
+        if found.is_looked_up and rows is None:
+            return "it is an embedding too, and oneDNN's layout of it is not understood"
+        known = getattr(weight, STORAGE, lambda: None)()  # of references from when it was packed before
+        storage = known or Storage(vars(weight))
+        own = storage.weight() if storage.weight is not None else None
+        own = PackedWeight(storage, weight, weight.requires_grad) if own is None else own
+        storage.pack(packed, rows, own, found.owners)
+        found.weight = own.requires_grad_(weight.requires_grad)
+        is_held = weakref.ref(weight)
+        del weight
+        if (held := is_held()) is not None:
+            found.weight = held
+            storage.take_back(held)
+            return HELD
+    return None
+
+
+def _reordered(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_AT_A_TIME)
+    return packed
+
+
+# -- which weights, and why not ---------------------------------------------------------------------------------------
+
+
+def _networks(models: tuple[Any, ...]) -> list[nn.Module]:
+    """Return the modules of ``models``, some of which may be speculators; n-grams have none."""
+    found = []
+    for model in models:
+        inside = model
+        while inside is not None and not isinstance(inside, nn.Module):
+            inside = getattr(inside, "model", getattr(inside, "draft", None))
+            if inside is None and not hasattr(model, "drafter"):
+                raise TypeError(f"{type(model).__name__} is no model and no speculator: pass what generate takes")
+        found += [] if inside is None else [inside]
+    return found
+
+
+def _refuse_compiled(network: nn.Module) -> None:
+    if isinstance(network, OptimizedModule) or any(
+        one._compiled_call_impl is not None or hasattr(one.forward, "_torchdynamo_orig_callable")
+        for one in network.modules()
+    ):
+        raise ValueError(f"{type(network).__name__} is compiled, and {NOT_COMPILED}")
+
+
+def _weights(networks: list[nn.Module]) -> list[_Found]:
+    """Find all parameters, each once, with all modules that hold them and the drafts that borrow them."""
+    found: dict[int, _Found] = {}
+    for network in networks:
+        for place, module in network.named_modules():
+            lent = vars(module).get("_lent")  # what a draft borrows of its target, see drafts/lending.py
+            for owner in (module, lent) if isinstance(lent, dict) else (module,):
+                for name, weight in parameters_of(owner).items():
+                    if isinstance(weight, nn.Parameter):
+                        title = ".".join(filter(None, (type(network).__name__, place, name)))
+                        found.setdefault(id(weight), _Found(title)).owners.append((owner, name))
+    return list(found.values())
+
+
+def _is_large(found: _Found) -> bool:
+    return any(_is_linear(owner) for owner, name in found.owners) and found.weight.numel() >= LARGE
+
+
+def _is_linear(owner: Any) -> bool:
+    return isinstance(owner, nn.Linear) and type(owner).forward is nn.Linear.forward
+
+
+def _is_packed(weight: Any) -> bool:
+    return isinstance(weight, PackedWeight) and weight._storage.packed is not None
+
+
+def _why_not(found: _Found, force: bool) -> str | None:
+    """Say why a weight is left plain, or return ``None``."""
+    weight = found.weight
+    others = [owner for owner, name in found.owners if not _is_known(owner, name)]
+    if type(weight) is not nn.Parameter or weight.dtype not in SUPPORTED:
+        return f"it is a {type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}"
+    if weight.is_meta:
+        return "it is offloaded or not loaded yet (device meta)"
+    if weight.device.type != "cpu":
+        return f"it is on {weight.device}, and packing is for CPUs"
+    if weight.layout is not torch.strided or weight.ndim != 2:
+        return "it is no plain matrix"
+    if weight.grad is not None:
+        return "it is being trained: it has a gradient"
+    if others:
+        return f"{type(others[0]).__name__} uses it otherwise than as a linear layer or an embedding"
+    return why_not_here(weight.dtype, force)
+
+
+def _is_known(owner: Any, name: str) -> bool:
+    """Tell whether ``owner`` only multiplies by its weight ``name``, or looks rows up; a dict lends it to a draft."""
+    if isinstance(owner, nn.Embedding):
+        return owner.max_norm is None and not owner.sparse
+    return isinstance(owner, dict) or (isinstance(owner, nn.Linear) and name == "weight")
+
+
+def why_not_here(dtype: torch.dtype, force: bool = False) -> str | None:
+    """Say why this processor gains nothing from packed weights of ``dtype``, or return ``None`` if it gains.
+
+    That is decided by what the processor can do and not by a measurement, so that every run decides alike. With
+    AVX2 alone, float32 forwards of one token took 1.1 to 1.2 of the plain time, of six tokens 0.7: ``force`` packs.
+    """
+    onednn, ops = torch.backends.mkldnn, torch.ops.mkldnn
+    if not (onednn.is_available() and onednn.enabled):
+        return "oneDNN (torch.backends.mkldnn) is not built in, or switched off"
+    if not all(hasattr(ops, name) for name in ("_reorder_linear_weight", "_linear_pointwise", "_nbytes", "data_ptr")):
+        return f"torch {torch.__version__} has no packed linear products"
+    name = str(dtype).removeprefix("torch.")
+    if dtype in HALF and not getattr(ops, HALF[dtype])():
+        return f"oneDNN multiplies no {name} on this processor"
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability() and not force:
+        return "this processor has no AVX-512, without which one token at a time takes longer (force=True packs)"
+    return None

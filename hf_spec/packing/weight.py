@@ -1,0 +1,271 @@
+"""A parameter whose values are in oneDNN's layout, and which turns into a plain one for all but two operations."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.utils import _pytree
+from transformers.utils import logging
+
+from .layout import RowReader
+
+logger = logging.get_logger(__name__)
+
+lock = threading.RLock()  # of all changes between the two layouts; forwards take none
+NOT_COMPILED = (
+    "torch.compile reads no packed weights: call hf_spec.unpack(model) before, or compile with "
+    "torch._inductor.config.freezing, which packs by itself"
+)
+STORAGE = "_hf_spec_storage"  # the attribute of a plain parameter that was packed before
+Owners = list[tuple[Any, str]]  # modules, each with the name of its parameter
+Made = TypeVar("Made")
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+
+# Operations that ask what a tensor is like, and not for its values.
+_ASKED = ("dtype", "device", "shape", "ndim", "layout", "requires_grad", "grad", "grad_fn", "is_leaf", "is_meta",
+          "is_cpu", "is_cuda", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")  # fmt: skip
+_ASKING = frozenset(
+    [getattr(Tensor, name).__get__ for name in _ASKED]
+    + [
+        cast(Any, Tensor.requires_grad).__set__,
+        Tensor.requires_grad_,
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+    ]
+    + [Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride]
+    + [Tensor.__len__, Tensor.__hash__, Tensor.is_inference, torch.is_floating_point, torch.is_complex, torch.numel]
+)
+
+
+class Storage:
+    """The values of a weight: ``packed`` in oneDNN's layout, or else ``plain``.
+
+    ``weight`` is the parameter that stands for them, and ``owners`` are those that hold it, each with its name there.
+    ``attributes`` are those of the plain parameter.
+    """
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.packed: Tensor | None = None
+        self.plain: nn.Parameter | None = None
+        self.rows: RowReader | None = None
+        self.weight: weakref.ref[PackedWeight] | None = None
+        self.owners: list[tuple[weakref.ref[Any], str]] = []
+        self.attributes = {name: value for name, value in attributes.items() if name != STORAGE}
+
+    def pack(self, packed: Tensor, rows: RowReader | None, weight: PackedWeight, owners: Owners) -> None:
+        """Take the values from ``packed`` from now on; the plain ones are let go."""
+        self.rows, self.packed, self.plain = rows, packed, None
+        self.weight, self.owners = weakref.ref(weight), [(weakref.ref(owner), name) for owner, name in owners]
+
+    def take_back(self, plain: nn.Parameter) -> None:
+        """Take the values from ``plain`` from now on."""
+        self.plain = plain
+        self.packed = self.rows = None
+
+    def unpack(self, reason: str | None = None) -> nn.Parameter:
+        """Return the plain parameter, with the bits it had, and put it where the packed one was."""
+        with lock:
+            if (plain := self.plain) is None:
+                own, plain = None if self.weight is None else self.weight(), self._new_plain()
+                self.take_back(plain)
+                for owner, name in self.owners:
+                    held = parameters_of(owner())
+                    if own is not None and held.get(name) is own:
+                        held[name] = plain
+                if reason is not None:
+                    logger.warning_once(f"packed weights are made plain again, because {reason}")
+            return plain
+
+    def dense(self) -> Tensor:
+        """Return a copy of the values in torch's own layout; the weight stays as it is."""
+        packed, plain = self.packed, self.plain  # in this order: another thread may be unpacking
+        if packed is not None:
+            return _without_modes(packed.to_dense)
+        kept = (self.unpack() if plain is None else plain).detach()
+        return _without_modes(kept.clone)
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Return the rows ``ids``, of any shape, as torch's embedding does."""
+        rows = self.rows
+        return functional.embedding(ids, self.dense()) if rows is None else rows(ids)
+
+    def _new_plain(self) -> nn.Parameter:
+        own = None if self.weight is None else self.weight()
+        is_trained = own is not None and own.requires_grad
+        values = self.dense()
+        plain = _without_modes(lambda: nn.Parameter(values, requires_grad=is_trained))
+        vars(plain).update(self.attributes)
+        setattr(plain, STORAGE, weakref.ref(self))  # references to the packed weight may still be around
+        return plain
+
+
+class PackedWeight(Tensor):
+    """A parameter (outputs, inputs) in oneDNN's layout, which multiplies and is looked up in as it is.
+
+    Anything else that is done with it, such as a view, a change, a gradient or a move, makes its module's parameter
+    plain first. References to this object then act on the plain one.
+    """
+
+    _is_param = True  # for isinstance(..., nn.Parameter)
+    _storage: Storage
+
+    @staticmethod
+    def __new__(cls, storage: Storage, like: Tensor, requires_grad: bool) -> PackedWeight:
+        """Make a tensor of the size and dtype of ``like`` without values of its own."""
+        made: PackedWeight = Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=torch.device("cpu"), requires_grad=requires_grad
+        )
+        made._storage = storage
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear and len(args) > 1 and not kwargs and type(weight := args[1]) is cls:
+            packed = weight._storage.packed
+            bias = args[2] if len(args) > 2 else None
+            if packed is not None and _multiplies(args[0], packed.dtype, bias, weight):
+                return torch.ops.mkldnn._linear_pointwise.default(args[0], packed, bias, "none", [], "")
+        elif func is functional.embedding and len(args) > 1 and type(weight := args[1]) is cls:
+            if _looks_up(args[0], args[2:], kwargs or {}) and not _is_recorded(weight):
+                return weight._storage.rows_of(args[0])
+        elif (answer := _answer(cls, func, args, kwargs or {})) is not NotImplemented:
+            return answer
+        return _on_plain(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch disables it there
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _on_plain(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a plain copy."""
+        return self._copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a plain copy."""
+        return self._copy().__reduce_ex__(protocol)
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Refuse torch.compile, which asks for this before it traces; nobody else may find it."""
+        if TracingContext.try_get() is None:
+            raise AttributeError("__tensor_flatten__")
+        raise RuntimeError(NOT_COMPILED)
+
+    def _copy(self) -> nn.Parameter:
+        copy = nn.Parameter(self._storage.dense(), requires_grad=self.requires_grad)
+        vars(copy).update(self._storage.attributes)
+        return copy
+
+
+def values_of(weight: Tensor) -> Tensor:
+    """Return ``weight`` to be read only: a plain copy if it is packed, which it stays."""
+    return weight._storage.dense() if isinstance(weight, PackedWeight) else weight.detach()
+
+
+def parameters_of(owner: Any) -> dict[str, Any]:
+    """Return the dict in which ``owner`` keeps weights: a module's, or ``owner`` itself; empty for ``None``."""
+    if owner is None:
+        return {}
+    return owner._parameters if isinstance(owner, nn.Module) else owner
+
+
+def _multiplies(states: Any, dtype: torch.dtype, bias: Any, weight: PackedWeight) -> bool:
+    """Tell whether oneDNN's product is what torch would compute: no gradient, no other dtype, nothing traced."""
+    return (
+        type(states) in _PLAIN_TYPES
+        and states.dtype is dtype
+        and states.device.type == "cpu"
+        and states.numel() > 0
+        and (bias is None or (type(bias) in _PLAIN_TYPES and bias.dtype is dtype))
+        and not _is_recorded(weight, states, bias)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _is_recorded(weight: PackedWeight, *others: Tensor | None) -> bool:
+    """Tell whether an operation is differentiated, traced or watched, so that it has to be torch's own."""
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (weight, *others)):
+        return True
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _looks_up(ids: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a look-up only reads: with max_norm it changes the weight. Padding matters to gradients only."""
+    if type(ids) is not Tensor or ids.device.type != "cpu" or ids.dtype not in (torch.int64, torch.int32):
+        return False
+    given = dict(zip(("padding_idx", "max_norm"), args, strict=False)) | kwargs
+    return given.get("max_norm") is None
+
+
+def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what can be said of a packed weight without its values, or NotImplemented."""
+    own = args[0] if args else None
+    if type(own) is not cls or own._storage.packed is None:
+        return NotImplemented
+    if func in _ASKING:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func is Tensor.detach:
+        return cls(own._storage, own, False)
+    if func is Tensor.to and not kwargs and all(_changes_nothing(one, own) for one in args[1:]):
+        return own
+    if len(args) == 2 and args[1] is own:  # after such a move, Module.to writes back what it got
+        if func is torch._has_compatible_shallow_copy_type:
+            return True
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            return None
+    return NotImplemented
+
+
+def _changes_nothing(argument: Any, own: PackedWeight) -> bool:
+    is_same_place = isinstance(argument, (str, torch.device)) and torch.device(argument).type == "cpu"
+    return argument is None or argument is False or argument is own.dtype or is_same_place
+
+
+def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``func`` on plain parameters, which from now on are those of their modules."""
+    if func in (functional.linear, functional.embedding):
+        reason = "a forward records gradients, or runs in another dtype or in a mode of torch"
+    else:
+        reason = f"{getattr(func, '__name__', func)} needs the plain ones"
+
+    def plain(weight: PackedWeight) -> Tensor:
+        return _plain(weight, reason)
+
+    args, kwargs = _pytree.tree_map_only(PackedWeight, plain, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _plain(weight: PackedWeight, reason: str) -> Tensor:
+    plain = weight._storage.unpack(reason)
+    return plain if weight._storage.weight is not None and weight._storage.weight() is weight else plain.detach()
+
+
+def _without_modes(make: Callable[[], Made]) -> Made:
+    """Return ``make()`` as it is outside of inference mode, fake tensors, traces and transforms.
+
+    Torch keeps all of these per thread, so another thread has none.
+    """
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(make).result()
