@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from .counting import numbers, repeated, uploaded
+from .device_tensors import cached_arange, cached_full, to_device
 
 NO_PARENT = -1
 PAD_NODE = -2
@@ -82,7 +82,7 @@ class Proposal:
     @classmethod
     def path(cls, tokens: Tensor, counts: Tensor | None = None, q: Tensor | None = None) -> Proposal:
         """Do as ``chain`` with root and draft tokens in one tensor, ``tokens`` (batch, 1 + k)."""
-        parents = numbers(tokens.shape[1], tokens.device, NO_PARENT).expand_as(tokens)
+        parents = cached_arange(tokens.shape[1], tokens.device, NO_PARENT).expand_as(tokens)
         if counts is not None:
             parents = parents.masked_fill(parents >= counts[:, None], PAD_NODE)
         proposal = cls(tokens, parents, tokens.shape[1] - 1, q, is_chain=True)
@@ -91,7 +91,7 @@ class Proposal:
     @classmethod
     def nothing(cls, root: Tensor) -> Proposal:
         """Propose nothing: the target then takes one plain step from ``root`` (batch,)."""
-        parents = repeated(NO_PARENT, root.shape[0], root.device)
+        parents = cached_full(NO_PARENT, root.shape[0], root.device)
         return cls(root[:, None], parents[:, None], max_depth=0, is_chain=True).without_padding()
 
     def without_padding(self) -> Proposal:
@@ -121,14 +121,14 @@ class Proposal:
     @once
     def earlier_siblings(self) -> Tensor:
         """Tell which nodes are siblings of a node and come before it: (batch, node, earlier sibling) bool."""
-        number = numbers(self.tokens.shape[1], self.tokens.device)
+        number = cached_arange(self.tokens.shape[1], self.tokens.device)
         return (self.parents[:, :, None] == self.parents[:, None]) & (number[:, None] > number)
 
     @once
     def depth(self) -> Tensor:
         """Count the draft tokens on the path to each node, (batch, nodes)."""
         if self.is_chain:
-            return numbers(self.tokens.shape[1], self.tokens.device).expand_as(self.tokens)
+            return cached_arange(self.tokens.shape[1], self.tokens.device).expand_as(self.tokens)
         return self.ancestors.sum(-1) - 1
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Proposal:
         """
         if min(room) >= self.max_depth:
             return self
-        beyond = self.depth > uploaded(room, self.tokens.device)[:, None]
+        beyond = self.depth > to_device(room, self.tokens.device)[:, None]
         return replace(self, parents=self.parents.masked_fill(beyond, PAD_NODE))
 
     def truncate(self, depth: int) -> Proposal:
@@ -180,7 +180,7 @@ class Proposal:
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
     """Follow ``parents`` (batch, nodes) up to the roots: (batch, node, ancestor) bool, each node its own ancestor."""
-    steps = numbers(parents.shape[1], parents.device)
+    steps = cached_arange(parents.shape[1], parents.device)
     ways = (parents[:, :, None] == steps).float()  # in how many ways a node is reached in at most one step
     ways.diagonal(dim1=1, dim2=2).fill_(1)
     for _ in range(max(0, max_depth - 1).bit_length()):  # in at most 2, 4, 8, ... steps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .counting import numbers
+from .device_tensors import cached_arange
 
 Shape = tuple[int, ...]
 NoiseSource = torch.Generator | Tensor | None  # where random numbers come from, or those that were drawn beforehand
@@ -41,7 +41,7 @@ def draw(p: Tensor, source: NoiseSource = None) -> Tensor:
     token = _at(uniform_noise((*p.shape[:-1], 1), p.device, source), p)
     most, safe = p.max(-1, keepdim=True)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
-    return torch.where(most > 0, torch.where(possible, token, safe), numbers(1, p.device, NOTHING))[..., 0]
+    return torch.where(most > 0, torch.where(possible, token, safe), cached_arange(1, p.device, NOTHING))[..., 0]
 
 
 def _at(noise: Tensor, p: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from twins import Oracle, target
 
 from hf_spec import AcceptedTokens, Proposal, SpeculationConfig, SpeculationStats
 from hf_spec.batching.drafting import Row, accepted_of
-from hf_spec.counting import numbers_of, uploaded
 from hf_spec.decode.text import Text
+from hf_spec.device_tensors import to_device, to_list
 from hf_spec.scoring.recurrent import Branches, States
 from hf_spec.verify.stopping import Stops
 
@@ -61,9 +61,9 @@ WAITING: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "a mask": (lambda there: there[there > 1], ["aten::nonzero"]),
     "an upload": (lambda there: torch.tensor([1, 2]).to(there.device), ["upload"]),
     "a tensor made there": (lambda there: torch.tensor([1, 2], device=there.device), ["upload"]),
-    "an upload from pinned memory": (lambda there: uploaded([1, 2], there.device), []),
-    "what was uploaded": (lambda there: numbers_of(uploaded([1, 2], there.device)), []),
-    "what was not": (lambda there: numbers_of(there), ["to the CPU"]),
+    "an upload from pinned memory": (lambda there: to_device([1, 2], there.device), []),
+    "what was uploaded": (lambda there: to_list(to_device([1, 2], there.device)), []),
+    "what was not": (lambda there: to_list(there), ["to the CPU"]),
 }
 
 

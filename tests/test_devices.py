@@ -19,7 +19,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, LogitsProcesso
 from twins import SHAPES, noisy, target
 
 from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig, generate_many
-from hf_spec.counting import numbers_of, uploaded
+from hf_spec.device_tensors import to_device, to_list
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.drawn_trees import plan_drawn
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
@@ -60,9 +60,9 @@ def draft_of(kind: str, model: PreTrainedModel) -> Any:
 @pytest.mark.parametrize("values", [[3, -1], [[1, 2], [3, 4]], [[True], [False]], [], [5_000_000_000]], ids=str)
 def test_numbers_arrive_as_they_are(values: list[Any], device: str) -> None:
     for _ in range(20):  # the memory they are sent from is used again
-        put = [uploaded(values, torch.device(device)) for _ in range(20)]
+        put = [to_device(values, torch.device(device)) for _ in range(20)]
         assert all(one.device.type == device and torch.equal(one.cpu(), torch.tensor(values)) for one in put)
-        assert all(numbers_of(one) == numbers_of(one.clone()) == values for one in put)
+        assert all(to_list(one) == to_list(one.clone()) == values for one in put)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from ..drafts.base import AcceptedTokens, Drafter
 from ..metrics import SpeculationStats
 from ..proposal import PAD_NODE, Proposal
@@ -142,7 +142,7 @@ def accepted_of(rows: Sequence[Row], device: torch.device) -> AcceptedTokens:
     unread = [row.unread for row in rows]
     counts = list(map(len, unread))
     counted = [[count, *new, *[0] * (max(counts) - count)] for count, new in zip(counts, unread, strict=True)]
-    both = uploaded(counted, device)  # (rows, 1 + tokens), in one transfer
+    both = to_device(counted, device)  # (rows, 1 + tokens), in one transfer
     features = None
     if rows[0].unread_features:
         each = [torch.cat(row.unread_features) for row in rows]
@@ -186,7 +186,7 @@ def _stacked_chosen(guesses: Sequence[Guess], width: int, device: torch.device) 
     if all(guess.chosen is None for guess in guesses):
         return None
     rows = [guess.chosen or [False] * width for guess in guesses]
-    return uploaded([row + [False] * (width - len(row)) for row in rows], device)
+    return to_device([row + [False] * (width - len(row)) for row in rows], device)
 
 
 def _stacked_q(guesses: Sequence[Guess], width: int) -> Tensor | None:

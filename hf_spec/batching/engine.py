@@ -40,7 +40,7 @@ from transformers.generation.continuous_batching.requests import (
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 from transformers.generation.continuous_batching.utils import stream_context
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from .drafting import Guess, proposal_of
@@ -261,7 +261,7 @@ class _Processor(ContinuousBatchProcessor):
         io, features, places = self._io, self.speculation.features, self._places
         kwargs: Any = io.get_model_kwargs()
         self._lay_out_trees(kwargs)
-        index = uploaded([place for row in places for place in row] or [0], self.model_device)
+        index = to_device([place for row in places for place in row] or [0], self.model_device)
         kwargs["logits_indices"] = index
         if self.model_runner.supports_logits_to_keep(model):
             kwargs["logits_to_keep"] = index
@@ -273,7 +273,7 @@ class _Processor(ContinuousBatchProcessor):
             ends = itertools.accumulate(map(len, places))
             nodes = [(end - len(place), end - 1) for end, place in zip(ends, places, strict=True)]
             filled = [[min(first + node, last) for node in range(width)] for first, last in nodes]
-            logits = logits[uploaded(filled, logits.device)]
+            logits = logits[to_device(filled, logits.device)]
         return logits.view(-1, width, logits.shape[-1]), features.joined(outputs, caught)
 
     def _lay_out_trees(self, kwargs: Any) -> None:
@@ -310,7 +310,7 @@ class _Processor(ContinuousBatchProcessor):
                 written = allocator.get_write_indices(row.name, past, count)
                 sources += [written[node] for node in path]
                 targets += written[: len(path)]
-            source, target = uploaded([sources, targets], self.model_device)
+            source, target = to_device([sources, targets], self.model_device)
             for views in cast(FullAttentionCacheAllocator, allocator)._kv_token_views.values():
                 for states in views:  # keys, values
                     states.index_copy_(0, target, states.index_select(0, source))
@@ -413,7 +413,7 @@ def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor |
         return None
     if path[-1] == len(path) - 1:  # a chain, or the first nodes of a tree
         return features[0, places[0] : places[0] + len(path)].clone()  # a view would keep all features alive
-    return features[0, uploaded([places[node] for node in path], features.device)]
+    return features[0, to_device([places[node] for node in path], features.device)]
 
 
 def _become(ours: type[T], made: Any) -> T:

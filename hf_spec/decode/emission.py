@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..counting import numbers, repeated
+from ..device_tensors import cached_arange, cached_full
 from ..proposal import Proposal
 from ..scoring.graphs import Compiler
 from ..scoring.runner import Scores
@@ -78,8 +78,8 @@ class Emitter:
         """
         if proposal.max_depth and not bool(_are_finite(proposal, logits).all()):
             return None
-        rows, row_index = self.text.rows, numbers(len(self.text.rows), logits.device)
-        node = repeated(0, len(rows), logits.device)
+        rows, row_index = self.text.rows, cached_arange(len(self.text.rows), logits.device)
+        node = cached_full(0, len(rows), logits.device)
         path: list[Tensor] = []
         tokens: list[Tensor] = []
         kept, accepted = [0] * len(rows), [0] * len(rows)

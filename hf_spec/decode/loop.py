@@ -14,7 +14,7 @@ from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, P
 from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
 from ..drafts.lazy import LazyDrafter
 from ..metrics import SpeculationStats
@@ -146,7 +146,7 @@ class Call:
         if len(self.text.rows) < len(self.rows):
             growing = set(self.text.rows)
             going_on = [i for i, row in enumerate(self.rows) if row in growing]
-            index = uploaded(going_on, result.tokens.device)
+            index = to_device(going_on, result.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.text.rows
         return self._step(result.accepted_tokens(self.features, going_on, index), self.target.score, self.target.drop)
@@ -165,7 +165,7 @@ class Call:
         """
         staying = sorted(going_on + self._ended_early()) if self._returns_cache else going_on
         if len(staying) < len(self.rows):
-            kept = index if len(staying) == len(going_on) else uploaded(staying, index.device)
+            kept = index if len(staying) == len(going_on) else to_device(staying, index.device)
             self.target.keep_rows(kept, keep_finished=self._returns_cache)
         if len(going_on) < len(staying):
             last_tokens = self.text.last_tokens([self.rows[i] for i in staying])

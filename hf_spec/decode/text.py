@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from ..verify.stopping import Stops
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Text:
         self._write()
         if len(self.rows) == len(self._ids):
             return self._ids
-        return self._ids.index_select(0, uploaded(self.rows, self._ids.device))
+        return self._ids.index_select(0, to_device(self.rows, self._ids.device))
 
     @property
     def row_lengths(self) -> list[int]:
@@ -120,7 +120,7 @@ class Text:
             missing = width - len(new)
             tokens.append([*new, *[0] * missing])
             columns.append([*range(start, start + len(new)), *[spare] * missing])
-        both = uploaded([tokens, columns], self._ids.device)  # (2, batch, width)
+        both = to_device([tokens, columns], self._ids.device)  # (2, batch, width)
         self._ids.scatter_(1, both[1], both[0])
         self._pending = [[] for _ in self._pending]
 
@@ -165,7 +165,7 @@ class Text:
         """Return all rows, padded after their end: (batch, length of the longest row)."""
         self._write()
         ids = self._ids[:, : self.length].clone()
-        ends = uploaded(self.lengths, ids.device)
+        ends = to_device(self.lengths, ids.device)
         behind = torch.arange(self.length, device=ids.device) >= ends[:, None]
         return ids.masked_fill_(behind, self._pad)
 

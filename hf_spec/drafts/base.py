@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
-from ..counting import numbers, numbers_of
+from ..device_tensors import cached_arange, to_list
 from ..policy.acceptance import AcceptanceEstimator
 from ..policy.base import DraftLengthPolicy
 from ..policy.fixed import unbounded
@@ -152,7 +152,7 @@ class AcceptedTokens:
     def of(self, rows: Tensor) -> AcceptedTokens:
         """Keep some rows."""
         features = None if self.features is None else self.features[rows.to(self.features.device)]
-        kept, amounts, emitted = numbers_of(rows), self.amounts, self.emitted
+        kept, amounts, emitted = to_list(rows), self.amounts, self.emitted
         amounts, emitted = [amounts[row] for row in kept], [emitted[row] for row in kept]
         return AcceptedTokens(self.tokens[rows], self.counts[rows], features, amounts, emitted)._narrow()
 
@@ -259,7 +259,7 @@ def _misguided(proposal: Proposal, roots: list[int]) -> str | None:
     if proposal.is_chain:
         return None
     later = proposal.parents[:, 1:]
-    if bool((later == NO_PARENT).any()) or bool((later > numbers(later.shape[1], later.device)).any()):
+    if bool((later == NO_PARENT).any()) or bool((later > cached_arange(later.shape[1], later.device)).any()):
         return "a guess has no parent, or one that stands behind it; put parents before their children"
     return None
 

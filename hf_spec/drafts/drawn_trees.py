@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..counting import numbers, repeated
+from ..device_tensors import cached_arange, cached_full
 from ..proposal import NO_PARENT, PAD_NODE, Proposal
 from ..sampling import draw_distinct
 from .forest import Forest, Step
@@ -111,7 +111,8 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
     forest, grown = Forest(step), _Grown([], [], [], [])
     log_probs = log_probs[:, None]
     promise = log_probs.new_ones((len(root), 1))  # of the level's expanded nodes, (batch, n)
-    left = repeated(plan.nodes, len(root), root.device)[:, None]  # draft tokens that may still be sampled, (batch, 1)
+    # Draft tokens that may still be sampled, (batch, 1).
+    left = cached_full(plan.nodes, len(root), root.device)[:, None]
     for level, below in itertools.zip_longest(plan.levels, plan.levels[1:]):
         q = log_probs.exp()
         drawn = draw_distinct(log_probs, level.children, next(noise))  # (batch, n, children)
@@ -145,9 +146,9 @@ class _Grown(NamedTuple):
     def tree(self, root: Tensor, plan: Plan) -> Proposal:
         """Build the tree; rows may have different numbers of draft tokens."""
         q, drawn, taken = (torch.cat(part, dim=1) for part in (self.q, self.drawn, self.taken))
-        spill = numbers(1, root.device, plan.nodes + 1)  # the last column, which is cut off: for all that is not taken
+        spill = cached_arange(1, root.device, plan.nodes + 1)  # the last column is cut off: for what is not taken
         places = torch.where(taken, taken.cumsum(1), spill)  # (batch, candidates)
-        node = repeated(0, len(root), root.device)[:, None]  # (batch, expanded nodes), the root first
+        node = cached_full(0, len(root), root.device)[:, None]  # (batch, expanded nodes), the root first
         if self.picked:
             node = torch.cat([node, places.gather(1, torch.cat(self.picked, dim=1) + plan.first)], dim=1)
         tokens = root[:, None].repeat(1, plan.nodes + 2).scatter_(1, places, drawn)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..counting import alone
+from ..device_tensors import identity_mask
 
 # A draft's forward over the nodes of one level: (tokens, depth, parents, ancestors) -> log-probabilities after them,
 # (batch, new, vocabulary). Tokens are (batch, new); depth counts the draft tokens on their path. Parents (batch, new)
@@ -31,7 +31,7 @@ class Forest:
         ``parents`` (batch, new) are indices into the level before, None for the first one.
         """
         batch, new = tokens.shape
-        ancestors = alone(new, tokens.device).expand(batch, new, new)
+        ancestors = identity_mask(new, tokens.device).expand(batch, new, new)
         if self.ancestors is not None:
             assert parents is not None
             above = self.ancestors.gather(1, parents[:, :, None].expand(batch, new, self.ancestors.shape[2]))

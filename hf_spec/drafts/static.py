@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from ..counting import numbers_of, uploaded
+from ..device_tensors import to_device, to_list
 from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import Block, depths_with
@@ -287,11 +287,11 @@ class CompiledDrafter(Drafter):
         device = self._request.input_ids.device
         filled = rows + rows[:1] * (seats - len(rows))
         if filled != list(range(len(filled))) or seats != len(self._lengths):
-            self._inner.keep_rows(uploaded(filled, device))
+            self._inner.keep_rows(to_device(filled, device))
         self._lengths = [self._lengths[row] for row in rows]
         self._row_in_seat = None
         if seats > len(rows):
-            self._row_in_seat = uploaded([*range(len(rows))] + [0] * (seats - len(rows)), device)
+            self._row_in_seat = to_device([*range(len(rows))] + [0] * (seats - len(rows)), device)
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens and draft at full depth, of which ``limit`` is kept."""
@@ -331,7 +331,7 @@ class CompiledDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
-        self._sit(numbers_of(rows))
+        self._sit(to_list(rows))
 
 
 def _guess(inner: StaticDrafter, told: Told, limit: int, ahead: Ahead) -> Proposal:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..counting import numbers, repeated
+from ..device_tensors import cached_arange, cached_full
 from ..proposal import NO_PARENT, PAD_NODE, Proposal, tree_from_paths
 from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes, widest_float
 from ..settings import SpeculationConfig
@@ -146,7 +146,7 @@ def _chain(
     guesses: list[Tensor] = []
     by_depth: list[Tensor] = []
     least = math.log(confidence_threshold) if confidence_threshold > 0 else None
-    counts = repeated(0, len(root), root.device)
+    counts = cached_full(0, len(root), root.device)
     going = counts == 0 if least is not None else counts
     for depth in range(limit):
         if depth:
@@ -295,7 +295,7 @@ def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
     nodes = min(nodes, tokens.shape[1])
     order = scores.sort(dim=1, descending=True, stable=True).indices
     kept = order[:, :nodes].sort(dim=1).values  # (batch, nodes)
-    place = torch.zeros_like(tokens).scatter(1, kept, numbers(nodes, root.device, 1).expand_as(kept))
+    place = torch.zeros_like(tokens).scatter(1, kept, cached_arange(nodes, root.device, 1).expand_as(kept))
     above = parents.gather(1, kept)
     above = place.gather(1, above.clamp(min=0)).masked_fill(above < 0, 0)
     above = above.masked_fill(scores.gather(1, kept) == -torch.inf, PAD_NODE)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..counting import numbers, repeated, uploaded
+from ..device_tensors import cached_arange, cached_full, to_device
 
 GROWTH = 256  # slots added at least when a buffer is full
 AHEAD = 64  # column numbers computed at once, for columns after the committed tokens
@@ -43,7 +43,7 @@ class Rows:
     def lengths(self) -> Tensor:
         """Return the lengths on the device, (batch,)."""
         if self._lengths is None:
-            self._lengths = repeated(self.longest, len(self.cpu_lengths), self.device)
+            self._lengths = cached_full(self.longest, len(self.cpu_lengths), self.device)
         return self._lengths
 
     def advance(self, counts: Sequence[int], on_device: Tensor | None = None) -> None:
@@ -59,7 +59,7 @@ class Rows:
             return
         more: int | Tensor = counts[0]
         if len(set(counts)) > 1:
-            more = (uploaded(list(counts), self.device) if on_device is None else on_device)[:, None]
+            more = (to_device(list(counts), self.device) if on_device is None else on_device)[:, None]
         columns = self.columns(1) + more
         self.set(columns[:, 0], cpu_lengths, columns)
 
@@ -68,9 +68,9 @@ class Rows:
         if self._columns is None or self._columns.shape[1] < count:
             count = max(AHEAD, count)
             if self.is_level:
-                self._columns = numbers(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
+                self._columns = cached_arange(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
             else:
-                self._columns = self.lengths[:, None] + numbers(count, self.device)
+                self._columns = self.lengths[:, None] + cached_arange(count, self.device)
         return self._columns
 
     def behind(self, count: int) -> Tensor:
@@ -82,7 +82,7 @@ class Rows:
         """Return rows (batch, 1) and columns (batch, count) of the next nodes, computed once for all layers."""
         place = self.open, count
         if place not in self._places:
-            self._places[place] = numbers(len(self.cpu_lengths), self.device)[:, None], self.behind(count)
+            self._places[place] = cached_arange(len(self.cpu_lengths), self.device)[:, None], self.behind(count)
         return self._places[place]
 
 

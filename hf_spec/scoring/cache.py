@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
-from ..counting import numbers, numbers_of
+from ..device_tensors import cached_arange, to_list
 from .buffers import Rows, SlotBuffer
 from .layers import KINDS, adopt, keeps_state, undo
 from .static import undo_static_reading
@@ -167,7 +167,7 @@ class SlotCache(Cache):
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Keep ``rows`` only; ``keep_finished`` saves the others for ``release``."""
-        kept = numbers_of(rows)
+        kept = to_list(rows)
         if keep_finished:
             for row in set(range(len(self.batch))) - set(kept):
                 states = [layer.of_row(row) for layer in self.layers]
@@ -206,9 +206,9 @@ class SlotCache(Cache):
         """Shift all rows to the right until they end in the same column, and return the shifts (batch,)."""
         rows = self.rows
         shift = rows.longest - rows.lengths
-        row = numbers(len(shift), rows.device)[:, None]
+        row = cached_arange(len(shift), rows.device)[:, None]
         for buffer in self._buffers():
-            target = numbers(rows.longest - buffer.start, rows.device, buffer.start).expand(len(shift), -1)
+            target = cached_arange(rows.longest - buffer.start, rows.device, buffer.start).expand(len(shift), -1)
             buffer.move(row, (target - shift[:, None]).clamp(min=buffer.start), target)
         rows.set(None, [rows.longest] * len(shift))
         return shift

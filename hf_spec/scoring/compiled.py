@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from ..counting import numbers_of, uploaded
+from ..device_tensors import to_device, to_list
 from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
 from .names import CACHE
 from .rings import power_of_two
@@ -86,13 +86,13 @@ class StaticCacheRunner(ModelRunner):
         slots, here = self.slots, len(self.slots.cache.rows.cpu_lengths)
         seats = power_of_two(len(rows))
         if seats != here:
-            super().keep_rows(uploaded(rows + rows[:1] * (seats - len(rows)), slots.device))
+            super().keep_rows(to_device(rows + rows[:1] * (seats - len(rows)), slots.device))
             rows = list(range(len(rows)))
         slots.sit(rows)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
-        kept = numbers_of(rows)
+        kept = to_list(rows)
         if keep_finished:
             self._save(set(range(len(self._numbers))) - set(kept))
         self._numbers = [self._numbers[i] for i in kept]
@@ -149,7 +149,7 @@ class StaticCacheRunner(ModelRunner):
 
     def _of_these_rows(self, count: int) -> list[int]:
         seats = self.slots.row_in_seat
-        return [self._numbers[row] for row in (range(count) if seats is None else numbers_of(seats))]
+        return [self._numbers[row] for row in (range(count) if seats is None else to_list(seats))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
         if self.compiled is None or self.model in _not_compiled:

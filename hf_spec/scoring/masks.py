@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from .attention import folding
 from .hooks import NOTHING
 
@@ -80,18 +80,20 @@ class Block:
         """
         if self.is_level and self.level is not None:
             text = self.width - self.count - self.open
-            column = numbers(1, self.lengths.device, text + self.level).expand(len(self.lengths), self.count)
+            column = cached_arange(1, self.lengths.device, text + self.level).expand(len(self.lengths), self.count)
         elif self.depths is not None:
             column = self.lengths[:, None] + self.depths[-1]
         elif self.is_level:
-            column = numbers(self.count, self.lengths.device, self.width - self.count).expand(len(self.lengths), -1)
+            column = cached_arange(self.count, self.lengths.device, self.width - self.count).expand(
+                len(self.lengths), -1
+            )
         else:
-            column = self.lengths[:, None] + numbers(self.count, self.lengths.device, self.open)
+            column = self.lengths[:, None] + cached_arange(self.count, self.lengths.device, self.open)
         return column if self.end is None or self.width <= self.end else column.clamp(max=self.end - 1)
 
     def columns_of_slots(self) -> Tensor:
         """Return the logical column of each slot: its own in prompt and chain, length plus depth for tree nodes."""
-        slot = numbers(self.width, self.lengths.device)[None]
+        slot = cached_arange(self.width, self.lengths.device)[None]
         if self.depths is None:
             return slot.expand(len(self.lengths), -1)
         node = slot - self.lengths[:, None]  # negative in committed slots
@@ -105,7 +107,7 @@ class Block:
         It sees the committed ones, without left padding, and its ancestors. ``query`` (batch, nodes) are the logical
         columns of the new nodes.
         """
-        slot = numbers(self.width, self.lengths.device)
+        slot = cached_arange(self.width, self.lengths.device)
         if self.ancestors is None and self.is_level:
             seen = (slot <= query[:1, :, None]).expand(len(query), -1, -1)
         elif self.ancestors is None:
@@ -113,7 +115,7 @@ class Block:
         elif self.is_level:  # the forest is the last columns; all committed ones before it are seen
             seen = torch.nn.functional.pad(self.ancestors, (self.width - self.ancestors.shape[2], 0), value=True)
         else:  # the forest begins at each row's own length
-            place = self.lengths[:, None] + numbers(self.ancestors.shape[2], slot.device)  # (batch, forest)
+            place = self.lengths[:, None] + cached_arange(self.ancestors.shape[2], slot.device)  # (batch, forest)
             text = (slot < self.lengths[:, None])[:, None].expand(-1, self.count, -1)
             seen = text.scatter(2, place[:, None].expand(-1, self.count, -1), self.ancestors)
         if self.padding is not None:
@@ -156,10 +158,10 @@ def depths_with(
     """
     rows, count, device = len(ancestors), ancestors.shape[1], ancestors.device
     if known is None:
-        known = (numbers(opened, device).expand(rows, -1),) if opened else ()
+        known = (cached_arange(opened, device).expand(rows, -1),) if opened else ()
     if level is None:
         return *known, ancestors.sum(-1) - 1
-    return *known, numbers(1, device, level).expand(rows, count)
+    return *known, cached_arange(1, device, level).expand(rows, count)
 
 
 def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:

@@ -28,7 +28,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import logging
 
-from ..counting import numbers_of, uploaded
+from ..device_tensors import to_device, to_list
 from ..proposal import NO_PARENT, PAD_NODE, Proposal
 from .cache import SlotCache
 from .hooks import hooked
@@ -61,7 +61,7 @@ class RecurrentRunner(ModelRunner):
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
         if keep_finished:
-            self._set_rows_aside(set(range(len(self.slots.cache.batch))) - set(numbers_of(rows)))
+            self._set_rows_aside(set(range(len(self.slots.cache.batch))) - set(to_list(rows)))
         super().keep_rows(rows, keep_finished)
         self._states.keep_rows(rows)
 
@@ -78,7 +78,7 @@ class RecurrentRunner(ModelRunner):
 
     def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
         """Keep the rows ``going_on``. The others end early, and no cache is returned: a state cannot be padded."""
-        self.keep_rows(uploaded(going_on, last_tokens.device))
+        self.keep_rows(to_device(going_on, last_tokens.device))
 
     def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Do nothing: rows of different lengths get no cache back."""
@@ -152,7 +152,7 @@ class SnapshotRunner(RecurrentRunner):
         room = [width - 1 - len(carried) for carried in self._carried]
         longest = min(max(room), proposal.max_depth)
         steps = torch.arange(1 + longest, device=proposal.tokens.device)
-        beyond = steps > uploaded(room, steps.device)[:, None]
+        beyond = steps > to_device(room, steps.device)[:, None]
         parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, PAD_NODE)
         q = None if proposal.q is None else proposal.q[:, :longest]
         chosen = None if proposal.chosen is None else proposal.chosen[:, : 1 + longest]
@@ -165,7 +165,7 @@ class SnapshotRunner(RecurrentRunner):
             carried + tokens[:length] for carried, (length, *tokens) in zip(self._carried, rows, strict=True)
         ]
         scores = self._read(self._block)
-        skip = uploaded([len(carried) for carried in self._carried], self.slots.device)[:, None]
+        skip = to_device([len(carried) for carried in self._carried], self.slots.device)[:, None]
         columns = skip + torch.arange(proposal.tokens.shape[1], device=self.slots.device)
         return scores.at(columns.clamp(max=max(map(len, self._block)) - 1))
 
@@ -176,14 +176,14 @@ class SnapshotRunner(RecurrentRunner):
         """
         inputs = super()._inputs(tokens, block)
         if (positions := inputs.get("position_ids")) is not None:  # (..., batch, nodes)
-            last = uploaded([len(row) - 1 for row in self._block], positions.device)
+            last = to_device([len(row) - 1 for row in self._block], positions.device)
             column = torch.arange(tokens.shape[1], device=positions.device).minimum(last[:, None])
             inputs["position_ids"] = positions.gather(-1, column.expand_as(positions))
         return inputs
 
     def _read(self, rows: list[list[int]]) -> Scores:
         width = max(map(len, rows))
-        tokens = uploaded([row + row[-1:] * (width - len(row)) for row in rows], self.slots.device)
+        tokens = to_device([row + row[-1:] * (width - len(row)) for row in rows], self.slots.device)
         return self.extend(tokens)
 
     def commit(
@@ -212,7 +212,7 @@ class SnapshotRunner(RecurrentRunner):
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
         super().keep_rows(rows, keep_finished)
-        self._carried = [self._carried[row] for row in numbers_of(rows)]
+        self._carried = [self._carried[row] for row in to_list(rows)]
 
     def _read_carried(self, rows: Collection[int]) -> None:
         """Read the carried tokens of ``rows``: one forward per different length, which keeps other rows' states."""
@@ -278,7 +278,7 @@ class States:
 
     def settle(self, right: Sequence[bool]) -> None:
         """Save the states of rows that are ``right`` (their block was fully accepted); roll the others back."""
-        keep = {device: uploaded(right, device) for device in {saved.device for saved in self._saved}}
+        keep = {device: to_device(right, device) for device in {saved.device for saved in self._saved}}
         for saved, live in zip(self._saved, self._live, strict=True):
             saved.copy_(torch.where(keep[live.device].view(-1, *[1] * (live.ndim - 1)), live, saved))
             live.copy_(saved)
@@ -372,7 +372,7 @@ class Branches:
         """Keep ``rows`` only; a draft's nodes may still be open."""
         self._live.keep_rows(rows)
         self._saved = [[state.index_select(0, rows.to(state.device)) for state in states] for states in self._saved]
-        self._at = [self._at[row] for row in numbers_of(rows)]
+        self._at = [self._at[row] for row in to_list(rows)]
 
     def _go_to(self, nodes: list[int]) -> None:
         for node in set(nodes):
@@ -389,7 +389,7 @@ class Branches:
 @functools.lru_cache(maxsize=256)
 def _index(rows: tuple[int, ...], device: torch.device) -> Tensor:
     """Return ``rows`` (n,) as a cached tensor: every layer asks for it, at every node."""
-    return uploaded(rows, device)
+    return to_device(rows, device)
 
 
 class Live:

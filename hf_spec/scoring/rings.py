@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from .masks import Block
 
 SHORTEST = 256  # slots of a new ring for full attention, or half as many if these will suffice; see ``fewest_slots``
@@ -64,7 +64,7 @@ class RingBlock(Block):
     def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Return what the nodes see of a ring of ``length`` slots, (seats, nodes, slots), and its logical columns."""
         if self.window is None and self.depths is None and self.width <= length:  # a chain, and column c is slot c
-            slot = numbers(length, self.lengths.device)
+            slot = cached_arange(length, self.lengths.device)
             seen = slot <= self.query[:, :, None]
             if self.padding is not None:
                 behind = length - self.padding.shape[1]

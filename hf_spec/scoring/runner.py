@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
 from .architectures import cache_name
@@ -94,7 +94,7 @@ class _Closing:
     def __init__(self, going_on: list[int], last_tokens: Tensor) -> None:
         self._going_on = going_on
         self._last_tokens = last_tokens  # (batch,)
-        self.rows = uploaded(going_on, last_tokens.device)  # (unfinished rows,)
+        self.rows = to_device(going_on, last_tokens.device)  # (unfinished rows,)
 
     def widen(self, tokens: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Add rows of last tokens to ``tokens`` (rows, nodes), and nodes that see only themselves to ``ancestors``."""
@@ -353,7 +353,7 @@ class ModelRunner:
 
     def read(self, tokens: Tensor, columns: Sequence[int]) -> Tensor:
         """Do as ``extend`` with a chain, and return its logits at ``columns`` only: (batch, columns, vocabulary)."""
-        place = uploaded(columns, self.slots.device)
+        place = to_device(columns, self.slots.device)
         if not self.model._supports_logits_to_keep():
             return self.extend(tokens).logits.index_select(1, place)
         self._step_kwargs["logits_to_keep"] = place

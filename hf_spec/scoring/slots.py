@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from .buffers import AHEAD
 from .masks import Block, depths_with, showing
 
@@ -199,7 +199,7 @@ class Slots:
         most = rows.longest - rows.shortest
         shift: Tensor = self.cache.align()[:, None]
         before = rows.lengths.new_ones((len(shift), 0), dtype=torch.bool) if self.padding is None else self.padding
-        source = numbers(before.shape[1] + most, self.device) - shift  # (batch, columns)
+        source = cached_arange(before.shape[1] + most, self.device) - shift  # (batch, columns)
         before = torch.nn.functional.pad(before, (0, most), value=True).gather(1, source.clamp(min=0))
         self.padding, self._plain_mask = before & (source >= 0), None
         self._shift = shift if self._shift is None else self._shift + shift

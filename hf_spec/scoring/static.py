@@ -26,7 +26,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..counting import numbers, numbers_of, uploaded
+from ..device_tensors import cached_arange, to_device, to_list
 from .buffers import Rows
 from .masks import Block
 from .rings import Ring, RingBlock, fewest_slots, ring_size
@@ -170,7 +170,7 @@ class StaticSlotCache(Cache):
 
     def aim(self, count: int) -> None:
         """Set the slots of the ``count`` nodes that the next forward writes."""
-        columns = self.rows.lengths[:, None] + numbers(count, self.rows.device, self.rows.open)
+        columns = self.rows.lengths[:, None] + cached_arange(count, self.rows.device, self.rows.open)
         for ring in self.rings.values():
             ring.aim(columns)
 
@@ -194,7 +194,7 @@ class StaticSlotCache(Cache):
                     moved = by_slot[row.to(device), (source % size).to(device)]
                     by_slot[row.to(device), (target % size).to(device)] = moved
         cpu_lengths = [length + count for length, count in zip(self.rows.cpu_lengths, counts, strict=True)]
-        taken = uploaded(list(counts), lengths.device) if on_device is None else on_device
+        taken = to_device(list(counts), lengths.device) if on_device is None else on_device
         self.rows.set(lengths + taken, cpu_lengths)
 
     def drop(self) -> None:
@@ -214,13 +214,13 @@ class StaticSlotCache(Cache):
         for layer in self.slot_layers:
             for name, by_slot in layer.buffers().items():
                 layer.put(name, by_slot.index_select(0, rows.to(by_slot.device)))
-        cpu_lengths = [self.rows.cpu_lengths[seat] for seat in numbers_of(rows)]
+        cpu_lengths = [self.rows.cpu_lengths[seat] for seat in to_list(rows)]
         self.rows.set(self.rows.lengths.index_select(0, rows), cpu_lengths)
 
     def empty(self, seats: Sequence[int], length: int) -> None:
         """Set the length of the rows in ``seats`` to ``length`` columns."""
         lengths = [length if seat in seats else old for seat, old in enumerate(self.rows.cpu_lengths)]
-        self.rows.set(uploaded(lengths, self.rows.lengths.device), lengths)
+        self.rows.set(to_device(lengths, self.rows.lengths.device), lengths)
 
     def save(self, seat: int, row: int) -> None:
         """Save the committed columns of the row in ``seat`` for ``release``, as row ``row`` of the batch."""
@@ -356,8 +356,8 @@ class StaticSlots(Slots):
         if free := sorted(set(range(count)) - set(seats)):
             self.cache.empty(free, self.prompt)
             row = {seat: i for i, seat in enumerate(seats)}
-            self.row_in_seat = uploaded([row.get(seat, 0) for seat in range(count)], self.device)
-            self.seat_of_row = uploaded(seats, self.device)
+            self.row_in_seat = to_device([row.get(seat, 0) for seat in range(count)], self.device)
+            self.seat_of_row = to_device(seats, self.device)
 
     @property
     def lengths(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from ..proposal import Proposal
 from ..sampling import uniform_noise
 from ..scoring.graphs import Compiler, lasting
@@ -48,7 +48,7 @@ def _fill_up(states: Tensor) -> Tensor:
     """Fill ``states`` (rows, ...) up to 1, 2, 4, ... rows with the last one, laid out alike every time."""
     rows = len(states)
     if (size := power_of_two(rows)) > rows:
-        return states.index_select(0, numbers(size, states.device).clamp(max=rows - 1))
+        return states.index_select(0, cached_arange(size, states.device).clamp(max=rows - 1))
     if states.is_contiguous() and states.dim() > 2:
         return states
     return states.clone(memory_format=torch.contiguous_format)  # a graph is made for each layout, of one row, too

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from ..sampling import widest_float
 
 
@@ -36,11 +36,11 @@ class Prefixes:
     @property
     def columns(self) -> Tensor:
         """Return the number of each column, (longest,)."""
-        return numbers(self.tokens.shape[1], self.tokens.device)
+        return cached_arange(self.tokens.shape[1], self.tokens.device)
 
     def ends(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the last ``count`` tokens of each prefix (prefixes, count), and whether it has that many."""
-        column = (self.lengths[:, None] - count + numbers(count, self.tokens.device)).clamp(min=0)
+        column = (self.lengths[:, None] - count + cached_arange(count, self.tokens.device)).clamp(min=0)
         return self.tokens.gather(1, column), self.lengths >= count
 
 
@@ -137,7 +137,7 @@ def _sequence_bias(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
 
 def _are(tokens: Tensor, scores: Tensor) -> Tensor:
     """Tell which tokens of the vocabulary are among ``tokens``, (vocabulary,) bool."""
-    return torch.isin(numbers(scores.shape[-1], scores.device), tokens.to(scores.device))
+    return torch.isin(cached_arange(scores.shape[-1], scores.device), tokens.to(scores.device))
 
 
 VECTORIZED: dict[type, Callable[[Any, Prefixes, Tensor], Tensor]] = {

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from .prefixes import VECTORIZED, Prefixes
 from .warpers import in_less_time
 
@@ -154,7 +154,7 @@ class Processors:
             groups[length].append(pair)
         scores = torch.empty_like(logits)
         for length, pairs in groups.items():
-            index = uploaded(pairs, logits.device)
+            index = to_device(pairs, logits.device)
             bound = LogitsProcessorList([_bind(one, [rows[pair] for pair in pairs]) for one in self._all])
             processed = _call(bound, tokens[index, :length], logits[index])
             if processed.shape != (len(pairs), logits.shape[-1]):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..counting import numbers, uploaded
+from ..device_tensors import cached_arange, to_device
 from ..proposal import Proposal
 from ..sampling import MANY, widest_float
 
@@ -70,14 +70,14 @@ def _tree_probs(proposal: Proposal, p: Tensor, q: Tensor, joint: bool) -> tuple[
             outcomes[at, under] = torch.lerp(rejected, after[turn], own[..., None])
         else:
             accept[at, under] = own
-    every = numbers(len(outcomes), p.device)
+    every = cached_arange(len(outcomes), p.device)
     return (1 - outcomes[..., -1] if joint else accept), lambda node: outcomes[every, node, :-1]
 
 
 def _without_earlier_siblings(proposal: Proposal, q: Tensor) -> Tensor:
     """Return what each draft token was sampled from, (batch, nodes - 1, vocab): ``q`` without its earlier siblings."""
     parents, tokens = proposal.parents[:, 1:], proposal.tokens[:, 1:]
-    row = numbers(len(parents), q.device)
+    row = cached_arange(len(parents), q.device)
     left = q[row[:, None], parents.clamp(min=0)]
     stays = ~proposal.earlier_siblings[:, 1:, 1:]  # (batch, draft token, other draft token)
     if proposal.chosen is not None:
@@ -97,16 +97,16 @@ def _turns(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     if proposal.shape is not None:
         order = _order if torch.compiler.is_compiling() else _known_order
         parent, child, sizes = order(proposal.shape, device)
-        return numbers(len(proposal.tokens), device)[:, None], parent, child, sizes
+        return cached_arange(len(proposal.tokens), device)[:, None], parent, child, sizes
     if torch.compiler.is_compiling():  # a graph cannot ask how many turns there are: each draft token has its own
         parent = proposal.parents[:, 1:].clamp(min=0)  # an PAD_NODE one, sampled from nothing, takes nothing out of p
         count = parent.shape[1]
-        return numbers(len(parent), device)[:, None], parent, numbers(count, device, 1), [1] * count
+        return cached_arange(len(parent), device)[:, None], parent, cached_arange(count, device, 1), [1] * count
     turns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
     for number, parents in enumerate(proposal.parents.tolist()):
         for turn, above, node in _in_turn(parents):
             turns[turn].append((number, above, node))
-    together = uploaded([one for turn in sorted(turns) for one in turns[turn]], device)  # one upload
+    together = to_device([one for turn in sorted(turns) for one in turns[turn]], device)  # one upload
     row, parent, child = together.long().view(-1, 3).unbind(1)
     return row, parent, child, [len(turns[turn]) for turn in sorted(turns)]
 
@@ -149,7 +149,7 @@ def _chain_probs(proposal: Proposal, p: Tensor, q: Tensor, joint: bool) -> tuple
     else:
         rest = _rest(weights, proposed)
         accept = functional.pad(ratio.clamp(max=1), (1, 0), value=1.0)
-    left, row = torch.cat([rest, p[:, -1:]], dim=1), numbers(len(p), p.device)
+    left, row = torch.cat([rest, p[:, -1:]], dim=1), cached_arange(len(p), p.device)
     return accept, lambda node: left[row, node]
 
 
@@ -173,7 +173,7 @@ def _large_chain_probs(proposal: Proposal, p: Tensor, q: Tensor, joint: bool) ->
     not_sampled = functional.pad(not_sampled, (0, 1), value=True)  # after the last node there is no draft token
 
     def residual(node: Tensor) -> Tensor:
-        row = numbers(len(node), node.device)
+        row = cached_arange(len(node), node.device)
         if q.shape[1] == 0:
             return p[:, 0]
         proposed = q[row, node.clamp(max=q.shape[1] - 1)].masked_fill(not_sampled[row, node, None], 0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from ..proposal import PAD_NODE, Proposal
 
 
@@ -31,7 +31,7 @@ def emit_path(proposal: Proposal, node: Tensor, emitted: Tensor) -> Verification
     """Accept the path to ``node`` (batch,), and emit its draft tokens followed by ``emitted`` (batch,)."""
     path, accepted = path_to(proposal, node)
     following = proposal.tokens[:, 1:] if proposal.is_chain else proposal.tokens.gather(1, path[:, 1:])
-    steps = numbers(path.shape[1], path.device)
+    steps = cached_arange(path.shape[1], path.device)
     tokens = torch.cat([following, emitted[:, None]], dim=1)
     return VerificationResult(path, torch.where(steps < accepted[:, None], tokens, emitted[:, None]), accepted + 1)
 
@@ -40,9 +40,9 @@ def path_to(proposal: Proposal, node: Tensor) -> tuple[Tensor, Tensor]:
     """Return the path to ``node`` (batch,), (batch, max_depth + 1), and how many of its nodes are draft tokens."""
     width = proposal.max_depth + 1
     if proposal.is_chain:
-        return numbers(width, node.device).minimum(node[:, None]), node
+        return cached_arange(width, node.device).minimum(node[:, None]), node
     nodes = proposal.tokens.shape[1]
-    row, number = numbers(len(node), node.device), numbers(nodes, node.device)
+    row, number = cached_arange(len(node), node.device), cached_arange(nodes, node.device)
     leads_there = proposal.ancestors[row, node]  # (batch, nodes)
     path = torch.where(leads_there, number, nodes).sort(dim=1).values[:, :width].minimum(node[:, None])
     return path, leads_there.sum(1) - 1

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..counting import numbers
+from ..device_tensors import cached_arange
 from ..proposal import Proposal
 from ..sampling import NoiseSource, draw, uniform_noise
 from ..settings import SpeculationConfig
@@ -58,7 +58,7 @@ def verify_against_tokens(proposal: Proposal, tokens: Tensor) -> VerificationRes
     if not proposal.is_unpadded:
         equal = equal & proposal.present[:, 1:]
     accepted = equal.cumprod(1).sum(1, keepdim=True)  # (batch, 1)
-    path = numbers(tokens.shape[1], tokens.device).minimum(accepted)
+    path = cached_arange(tokens.shape[1], tokens.device).minimum(accepted)
     return VerificationResult(path, tokens.gather(1, path), accepted[:, 0] + 1)
 
 
@@ -94,7 +94,7 @@ def block_verification(proposal: Proposal, p: Tensor, source: NoiseSource = None
     noise = uniform_noise(accept.shape, p.device, source)
     accepted = noise < accept
     if proposal.is_chain:  # the last accepted node counts, whatever happened before it
-        node = (accepted * numbers(accepted.shape[1], p.device)).amax(1)
+        node = (accepted * cached_arange(accepted.shape[1], p.device)).amax(1)
         return _sample_after(proposal, node, residual, noise)
     leads_there = (proposal.ancestors & accepted[:, :, None]).any(dim=1)  # (batch, nodes)
     return _first_accepted(proposal, leads_there, residual, noise)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..counting import numbers, uploaded
+from ..device_tensors import cached_arange, to_device
 from ..proposal import Proposal
 from ..sampling import largest, likeliest
 from .prefixes import Prefixes
@@ -48,7 +48,7 @@ class NodeScores:
 
     def at(self, node: Tensor) -> Tensor:
         """Return the scores at one ``node`` (batch,) per row: (batch, vocab) float32."""
-        row = numbers(len(node), node.device)
+        row = cached_arange(len(node), node.device)
         if self._processors.vectorized and not self._processors.stateless:
             return self._scores_after_ends[row, node]
         return self._score(row, node)
@@ -112,7 +112,7 @@ class NodeScores:
         nodes, depth = scores.shape[1], self._proposal.max_depth
         text, spill = self._text_so_far, max(self._lengths) + depth
         text = torch.nn.functional.pad(text, (0, spill + 1 - text.shape[1]))
-        drafted = self._proposal.ancestors & (numbers(nodes, text.device) > 0)  # the root is in the text
+        drafted = self._proposal.ancestors & (cached_arange(nodes, text.device) > 0)  # the root is in the text
         # Each node's copy of the text gets the node's ancestors; all other nodes are written to a spare column.
         column = torch.where(drafted, self._ends[:, None] - 1, spill)
         draft_tokens = self._proposal.tokens[:, None].expand(-1, nodes, -1)
@@ -139,8 +139,8 @@ class NodeScores:
     @functools.cached_property
     def _rows_on_device(self) -> Tensor:
         if self._rows == list(range(len(self._rows))):
-            return numbers(len(self._rows), self.logits.device)
-        return uploaded(self._rows, self.logits.device)
+            return cached_arange(len(self._rows), self.logits.device)
+        return to_device(self._rows, self.logits.device)
 
     @property
     def _text_so_far(self) -> Tensor:
@@ -151,8 +151,8 @@ class NodeScores:
     def _text_lengths(self) -> Tensor:
         device = self.logits.device
         if len(set(self._lengths)) == 1:
-            return numbers(1, device, self._lengths[0]).expand(len(self._lengths))
-        return uploaded(self._lengths, device)
+            return cached_arange(1, device, self._lengths[0]).expand(len(self._lengths))
+        return to_device(self._lengths, device)
 
     @functools.cached_property
     def _ends(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
-from ..counting import uploaded
+from ..device_tensors import to_device
 from ..parallel import ModelParallelGroup
 
 # Criteria that need no lockstep: they depend on a sequence's own tokens, or on time.
@@ -113,7 +113,7 @@ def _first_stop_string(
             windows[min(length, criterion.maximum_token_len)].append((row, length))
     first = [0] * len(before)
     for width, prefixes in windows.items():
-        row, length = uploaded(prefixes, text.device).T  # (prefixes,) each
+        row, length = to_device(prefixes, text.device).T  # (prefixes,) each
         column = length[:, None] - width + torch.arange(width, device=text.device)
         done = criterion(text[row[:, None], column], None).tolist()
         for (index, end), complete in zip(prefixes, done, strict=True):

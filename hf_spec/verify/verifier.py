@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..counting import repeated, uploaded
+from ..device_tensors import cached_full, to_device
 from ..drafts.base import AcceptedTokens
 from ..proposal import Proposal
 from ..sampling import draw, largest, likeliest
@@ -116,9 +116,9 @@ class StepResult:
         width, device = max(amounts), self.tokens.device
         counts = self.counts if index is None or self.counts is None else self.counts[index]
         if counts is None and len(set(amounts)) == 1:
-            counts = repeated(width, len(rows), device)
+            counts = cached_full(width, len(rows), device)
         if counts is None:
-            counts = uploaded(amounts, device)
+            counts = to_device(amounts, device)
         tokens, path = self.tokens[:, :width], self.path[:, :width]
         if index is not None:
             tokens, path = tokens[index], path[index]
@@ -202,4 +202,4 @@ class Verifier:
         rows, device = proposal.tokens.shape[0], proposal.tokens.device
         at_root = scores.at_root()  # (rows, vocab)
         token = draw(at_root.softmax(-1)) if self.sample else likeliest(at_root)
-        return VerificationResult(repeated(0, rows, device)[:, None], token[:, None], repeated(1, rows, device))
+        return VerificationResult(cached_full(0, rows, device)[:, None], token[:, None], cached_full(1, rows, device))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ...counting import numbers_of, uploaded
+from ...device_tensors import to_device, to_list
 from ...policy.base import DraftSource, Estimate
 from ...policy.fixed import unbounded
 from ...proposal import PAD_NODE, Proposal
@@ -158,7 +158,7 @@ class HybridDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
-        kept = numbers_of(rows)
+        kept = to_list(rows)
         self._rows = [self._rows[row] for row in kept]
         self._draft.keep_rows(rows)
         self._last = [self._last[row] for row in kept] if self._last else []
@@ -195,7 +195,7 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
         return proposal
     width, before = max(proposal.max_depth, *lengths), proposal.tokens.shape[1] - 1
     rows = [[n, *(chain or ()), *[0] * (width - n)] for n, chain in zip(lengths, chains, strict=True)]
-    table = uploaded(rows, proposal.tokens.device)  # (batch, 1 + width)
+    table = to_device(rows, proposal.tokens.device)  # (batch, 1 + width)
     taken, steps = table[:, :1] > 0, torch.arange(1 + width, device=table.device)
     parents = torch.where(steps > table[:, :1], PAD_NODE, steps - 1)
     guesses = torch.where(taken, table[:, 1:], functional.pad(proposal.tokens[:, 1:], (0, width - before)))
@@ -218,7 +218,7 @@ def with_branches(proposal: Proposal, found: Sequence[Guesses]) -> Proposal:
         [[*tokens, *[0] * (nodes - len(tokens))], [*parents, *[PAD_NODE] * (nodes - len(parents))]]
         for tokens, parents in trees
     ]
-    tokens, parents = uploaded(table, proposal.tokens.device).unbind(1)  # (batch, nodes)
+    tokens, parents = to_device(table, proposal.tokens.device).unbind(1)  # (batch, nodes)
     depth = max(proposal.max_depth, *(len(path) for paths in found for path in paths))
     if proposal.q is None:
         return Proposal(tokens, parents, depth)

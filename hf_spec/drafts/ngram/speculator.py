@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...counting import numbers_of, uploaded
+from ...device_tensors import to_device, to_list
 from ...policy.base import DraftSource, Estimate
 from ...proposal import NO_PARENT, PAD_NODE, Proposal
 from ...settings import SpeculationConfig, is_int
@@ -260,7 +260,7 @@ class NgramDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with the texts of ``rows`` only."""
-        kept = numbers_of(rows)
+        kept = to_list(rows)
         self._rows = [self._rows[row] for row in kept]
         self._lookups.keep_rows(kept)
 
@@ -342,7 +342,7 @@ class RememberingDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only; the others' texts stay to be looked in."""
-        kept = numbers_of(rows)
+        kept = to_list(rows)
         self._rows, self._last = [self._rows[row] for row in kept], [self._last[row] for row in kept]
 
     def join(self, other: Drafter) -> bool:
@@ -374,7 +374,7 @@ def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Pr
         absent = nodes - len(tree)
         above = [NO_PARENT, *(index[path[:-1]] for path in tree), *[PAD_NODE] * absent]
         rows.append([[0, *(path[-1] for path in tree), *[0] * absent], above])
-    tokens, parents = uploaded(rows, root.device).unbind(1)  # (batch, 1 + nodes)
+    tokens, parents = to_device(rows, root.device).unbind(1)  # (batch, 1 + nodes)
     tokens[:, 0] = root
     depth = max(len(path) for tree in trees for path in tree)
     proposal = Proposal(tokens, parents, depth, is_chain=is_chain)

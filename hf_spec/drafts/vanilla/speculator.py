@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...counting import numbers, numbers_of, uploaded
+from ...device_tensors import cached_arange, to_device, to_list
 from ...proposal import Proposal
 from ...scoring.architectures import arguments_of, drops_cache, why_unsupported
 from ...scoring.factory import runner_for
@@ -145,7 +145,7 @@ class VanillaDrafter(Drafter):
         # What became text may be longer than the forest: it came from another draft, too, or from ordinary steps.
         self._runner.commit(path[:, : max(known)], known, self._is_chain, matched)
         rest = [count - seen for count, seen in zip(amounts, known, strict=True)]
-        column = matched[:, None] + numbers(max(rest), tokens.device)
+        column = matched[:, None] + cached_arange(max(rest), tokens.device)
         block = tokens.gather(1, column.clamp(max=tokens.shape[1] - 1))  # (batch, width), right-padded
         return self._read_on(block, counts - matched, rest)
 
@@ -156,22 +156,22 @@ class VanillaDrafter(Drafter):
         self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
         if len(set(amounts)) == 1:
             return logits[:, amounts[0] - 1]
-        return logits[numbers(len(tokens), tokens.device), counts - 1]
+        return logits[cached_arange(len(tokens), tokens.device), counts - 1]
 
     def _read_much(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
         """Read what became text in many ordinary steps: logits of a large vocabulary take longer than a few layers."""
         ends = sorted(set(amounts))
         logits = self._runner.read(tokens, [end - 1 for end in ends])  # (batch, ends, vocabulary)
         self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
-        place = uploaded([ends.index(amount) for amount in amounts], tokens.device)
-        return logits[numbers(len(tokens), tokens.device), place]
+        place = to_device([ends.index(amount) for amount in amounts], tokens.device)
+        return logits[cached_arange(len(tokens), tokens.device), place]
 
     def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
         whose logits are needed again."""
         if self._is_chain:
             known = torch.cat([guesses for guesses, _ in self._open], dim=1)[:, : tokens.shape[1] - 1]
-            steps = numbers(known.shape[1], tokens.device)
+            steps = cached_arange(known.shape[1], tokens.device)
             same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
             return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
         matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
@@ -189,7 +189,7 @@ class VanillaDrafter(Drafter):
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
         if self._limit is not None:
-            self._lengths = [self._lengths[row] for row in numbers_of(rows)]
+            self._lengths = [self._lengths[row] for row in to_list(rows)]
         if not self._reads:
             return
         rows = rows.to(self._device)
