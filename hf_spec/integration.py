@@ -32,7 +32,7 @@ from .decode.draft_length import Situation, draft_length_policy
 from .decode.loop import Call, GenerateArguments
 from .decode.outputs import SpeculativeOutput, forget_speculation
 from .decode.refusals import Refusal, refuse_cache, refuse_call, refusing
-from .decode.text import Text
+from .decode.sequences import Sequences
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
 from .parallel import ModelParallelGroup
@@ -42,7 +42,7 @@ from .scoring.names import cache_among
 from .scoring.prompts import Prompt
 from .scoring.selfcheck import check_target
 from .settings import SpeculationConfig, check_settings
-from .verify.stopping import Stops
+from .verify.stopping import StopChecker
 
 DOCUMENTATION = """
 
@@ -99,7 +99,9 @@ class SpeculativeDecoding:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = speculator.settings(self.config)
         ranks = ModelParallelGroup(model)
-        text = Text(input_ids, Stops(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer)
+        text = Sequences(
+            input_ids, StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer
+        )
         is_static = isinstance(cache_among(model_kwargs), StaticCache)
         prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
         with refusing():

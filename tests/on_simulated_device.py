@@ -25,10 +25,10 @@ from twins import Oracle, target
 
 from hf_spec import AcceptedTokens, Proposal, SpeculationConfig, SpeculationStats
 from hf_spec.batching.drafting import Row, accepted_of
-from hf_spec.decode.text import Text
+from hf_spec.decode.sequences import Sequences
 from hf_spec.device_tensors import to_device, to_list
 from hf_spec.scoring.recurrent import Branches, States
-from hf_spec.verify.stopping import Stops
+from hf_spec.verify.stopping import StopChecker
 
 THERE = torch.device(NAME)
 
@@ -175,7 +175,7 @@ def test_all_tokens_of_a_step_are_streamed_in_one_transfer() -> None:
             pass
 
     kept: list[list[int]] = []
-    text = Text(torch.ones(2, 4, dtype=torch.long).to(THERE), Stops(StoppingCriteriaList()), None, Kept())
+    text = Sequences(torch.ones(2, 4, dtype=torch.long).to(THERE), StopChecker(StoppingCriteriaList()), None, Kept())
     take_waits()
     text.extend([[5, 6, 7], [8, 9]])
     assert kept == [[5, 8], [6, 9]]
@@ -184,7 +184,7 @@ def test_all_tokens_of_a_step_are_streamed_in_one_transfer() -> None:
 
 def test_rows_that_go_on_are_read_without_waiting() -> None:
     ends = StoppingCriteriaList([EosTokenCriteria(9)])
-    text = Text(torch.ones(3, 4, dtype=torch.long).to(THERE), Stops(ends), None, None)
+    text = Sequences(torch.ones(3, 4, dtype=torch.long).to(THERE), StopChecker(ends), None, None)
     take_waits()
     text.extend([[5, 6], [9], [7]])
     ids = text.ids

@@ -15,7 +15,7 @@ from ..verify.scores import NodeScores
 from ..verify.verifier import StepResult, Verifier
 from .outputs import Record
 from .refusals import Refusal
-from .text import Text
+from .sequences import Sequences
 
 
 class Emitter:
@@ -26,15 +26,18 @@ class Emitter:
     """
 
     def __init__(
-        self, processors: Processors, text: Text, sample: bool, config: SpeculationConfig, record: Record
+        self, processors: Processors, sequences: Sequences, sample: bool, config: SpeculationConfig, record: Record
     ) -> None:
-        self.processors, self.text, self.record, self.sample = processors, text, record, sample
+        self.processors, self.sequences, self.record, self.sample = processors, sequences, record, sample
         self.verifier = Verifier(config, sample)
-        stops, several = text.stops, len(text.rows) > 1
+        stops, several = sequences.stops, len(sequences.rows) > 1
         rule = self.verifier.rule
         token_by_token = rule.sampled is None and rule.lossy is None
         self.lockstep = (
-            processors.lockstep or stops.lockstep or (sample and token_by_token) or (stops.waits and several)
+            processors.lockstep
+            or stops.lockstep
+            or (sample and token_by_token)
+            or (stops.runs_until_all_stop and several)
         )
         if self.verifier.lossy is not None and self.lockstep:
             raise Refusal(
@@ -63,10 +66,10 @@ class Emitter:
 
     def _by_itself(self, proposal: Proposal, logits: Tensor, scores: Scores) -> StepResult | None:
         """Let each sequence advance by itself."""
-        text, rows = self.text, self.text.rows
-        ids = text.ids if not self.processors.stateless else None
-        nodes = NodeScores(self.processors, logits, proposal, ids, text.row_lengths, rows, text.stops)
-        result = self.verifier(proposal, nodes, text.extend)
+        sequences, rows = self.sequences, self.sequences.rows
+        ids = sequences.ids if not self.processors.stateless else None
+        nodes = NodeScores(self.processors, logits, proposal, ids, sequences.row_lengths, rows, sequences.stops)
+        result = self.verifier(proposal, nodes, sequences.extend)
         if result is not None:
             self.record.add(rows, result.path, result.kept, logits, scores.hidden_states, nodes.at)
         return result
@@ -78,7 +81,7 @@ class Emitter:
         """
         if proposal.max_depth and not bool(_are_finite(proposal, logits).all()):
             return None
-        rows, row_index = self.text.rows, cached_arange(len(self.text.rows), logits.device)
+        rows, row_index = self.sequences.rows, cached_arange(len(self.sequences.rows), logits.device)
         node = cached_full(0, len(rows), logits.device)
         path: list[Tensor] = []
         tokens: list[Tensor] = []
@@ -86,17 +89,17 @@ class Emitter:
         while True:
             processed = self._plain_scores(rows, logits[row_index, node])
             token = self._plain_pick(processed)
-            growing = [i for i, row in enumerate(rows) if row in self.text.rows]
+            growing = [i for i, row in enumerate(rows) if row in self.sequences.rows]
             path.append(node)
             tokens.append(token[rows])
             self.record.add_column(rows, growing, logits, scores.hidden_states, node, processed[rows])
-            self.text.extend_together(token, self.record.scores_so_far())
+            self.sequences.append_column(token, self.record.scores_so_far())
             child = proposal.child(node, tokens[-1])
             drafted = (child >= 0).tolist()
             for i in growing:
                 kept[i] += 1
                 accepted[i] += drafted[i]
-            if not all(drafted[i] for i in growing if rows[i] in self.text.rows) or not self.text.rows:
+            if not all(drafted[i] for i in growing if rows[i] in self.sequences.rows) or not self.sequences.rows:
                 break
             node = child.clamp(min=0)
         emitted = torch.stack(tokens, dim=1)  # (rows, m)
@@ -106,7 +109,7 @@ class Emitter:
 
     def _plain_scores(self, rows: list[int], logits: Tensor) -> Tensor:
         """Call the user's processors on the complete batch, as plain ``generate`` does; finished rows score zeros."""
-        ids = self.text.padded()
+        ids = self.sequences.padded()
         scores = logits.new_zeros((len(ids), logits.shape[-1]), dtype=torch.float32)
         scores[rows] = logits.float()
         return self.processors(ids, scores)

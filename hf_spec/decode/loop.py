@@ -33,7 +33,7 @@ from ..verify.verifier import StepResult
 from .draft_length import most_nodes
 from .emission import Emitter
 from .outputs import Record, SpeculativeOutput, remember_speculation
-from .text import Text
+from .sequences import Sequences
 
 NEVER_RIGHT = 20  # steps with draft tokens, counted per row, in which none was accepted
 
@@ -59,7 +59,7 @@ class Call:
         speculator: Speculator,
         config: SpeculationConfig,
         policy: DraftLengthPolicy,
-        text: Text,
+        sequences: Sequences,
         ranks: ModelParallelGroup,
         arguments: GenerateArguments,
     ) -> None:
@@ -68,15 +68,15 @@ class Call:
         self.model, self.speculator, self.config = model, speculator, config
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
         # What grows: the text, and what is returned about it.
-        self.text = text
-        self.stats = SpeculationStats(batch_size=len(text.rows), tokenizer=arguments.tokenizer)
-        self.record = Record(generation_config, len(text.rows))
+        self.sequences = sequences
+        self.stats = SpeculationStats(batch_size=len(sequences.rows), tokenizer=arguments.tokenizer)
+        self.record = Record(generation_config, len(sequences.rows))
         # Who takes part in a step: the processes that share the model; the policy, which says how much to draft; the
         # drafter, made when it is first asked; the target, which scores draft tokens; and the emitter of text.
         self.ranks, self.policy = ranks, policy
         self.drafter: LazyDrafter
-        self.processors = Processors(arguments.logits_processor, len(text.rows))
-        self.emitter = Emitter(self.processors, text, bool(generation_config.do_sample), config, self.record)
+        self.processors = Processors(arguments.logits_processor, len(sequences.rows))
+        self.emitter = Emitter(self.processors, sequences, bool(generation_config.do_sample), config, self.record)
         cache = cache_among(model_kwargs)
         self.nodes = most_nodes(policy, config, isinstance(cache, StaticCache))
         self.target = runner_for(
@@ -87,11 +87,11 @@ class Call:
             one_chain=config.tree is None,
             widest=self.nodes,
         )
-        self.target.most_new_tokens = max(text.room(text.rows)) + 1
+        self.target.most_new_tokens = max(sequences.remaining_tokens(sequences.rows)) + 1
         self.compiler: Compiler | None = None  # of the drafter, from the prefill on, if the target is compiled
         # State of the loop: rows that were still growing in the last step, and features of the nodes that were
         # scored last, (rows, nodes, widths).
-        self.rows = text.rows
+        self.rows = sequences.rows
         self.features: Tensor | None = None
         # What was scored and is not committed: the proposal, and the lengths of the rows before it.
         self.block: tuple[Proposal, list[int]] | None = None
@@ -102,7 +102,7 @@ class Call:
         """Generate after ``input_ids`` (batch, length), and return what ``generate`` returns."""
         try:
             result = self.read_prompt(input_ids)
-            while self.text.rows:
+            while self.sequences.rows:
                 result = self.step(result)
             return self.output()
         except BaseException:  # a stop button, too
@@ -113,7 +113,7 @@ class Call:
         """Emit the first token of every row, or the first step's where draft tokens are read with the prompt."""
         config, kwargs = self.generation_config, self.model_kwargs
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
-        self.text.begin()
+        self.sequences.show_prompt()
         self.prompt_mask = mask
         together = self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs)
         if together and reads_prompts_causally(self.model):
@@ -143,12 +143,12 @@ class Call:
     def step(self, result: StepResult) -> StepResult:
         """Take a step after the last ``result`` with the rows that still grow."""
         going_on, index = list(range(len(self.rows))), None
-        if len(self.text.rows) < len(self.rows):
-            growing = set(self.text.rows)
+        if len(self.sequences.rows) < len(self.rows):
+            growing = set(self.sequences.rows)
             going_on = [i for i, row in enumerate(self.rows) if row in growing]
             index = to_device(going_on, result.tokens.device)
             self._leave_behind(going_on, index)
-        self.rows = self.text.rows
+        self.rows = self.sequences.rows
         return self._step(result.accepted_tokens(self.features, going_on, index), self.target.score, self.target.drop)
 
     def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
@@ -168,7 +168,7 @@ class Call:
             kept = index if len(staying) == len(going_on) else to_device(staying, index.device)
             self.target.keep_rows(kept, keep_finished=self._returns_cache)
         if len(going_on) < len(staying):
-            last_tokens = self.text.last_tokens([self.rows[i] for i in staying])
+            last_tokens = self.sequences.last_tokens([self.rows[i] for i in staying])
             self.target.close_rows([staying.index(i) for i in going_on], last_tokens)
         self.drafter.keep_rows(index)
 
@@ -177,10 +177,10 @@ class Call:
 
         Once no row grows, these are the rows that are shorter than the longest one.
         """
-        text = self.text
-        end = text.stops.max_length if text.rows else text.length
-        done = [i for i, row in enumerate(self.rows) if row not in text.rows]
-        return [i for i in done if end is None or text.lengths[self.rows[i]] < end]
+        sequences = self.sequences
+        end = sequences.stops.max_length if sequences.rows else sequences.length
+        done = [i for i, row in enumerate(self.rows) if row not in sequences.rows]
+        return [i for i in done if end is None or sequences.lengths[self.rows[i]] < end]
 
     def _step(
         self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], roll_back: Callable[[], None]
@@ -188,10 +188,10 @@ class Call:
         """Propose, score, verify and commit; ``roll_back`` draft tokens that spoil the scores, and score without."""
         start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("propose"):
-            room = self.text.room(self.rows)
-            limit = min(self.policy.longest, max(room))
+            remaining_tokens = self.sequences.remaining_tokens(self.rows)
+            limit = min(self.policy.longest, max(remaining_tokens))
             proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
-            proposal = self.target.fit(proposal.truncate_rows(room), min(self.policy.planned, limit))
+            proposal = self.target.fit(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
             self._align(proposal)
         with self.stats.timed("target"):
             scores = score(proposal)
@@ -231,7 +231,7 @@ class Call:
             self.stats.compiled(compiled.graphs.made, compiled.graphs.seconds, "verify")
 
     def _verify(self, proposal: Proposal, scores: Scores) -> StepResult | None:
-        self.block = proposal, self.text.row_lengths
+        self.block = proposal, self.sequences.row_lengths
         return self.emitter.emit(proposal, scores)
 
     def abandon(self) -> None:
@@ -240,7 +240,7 @@ class Call:
         That is what plain ``generate`` leaves if a streamer or a criterion raises; if a processor does, plain has read
         one token more. Nothing was shown: the cache is as it was handed in.
         """
-        emitted = self.text.shown - self.text.prompt_length
+        emitted = self.sequences.shown - self.sequences.prompt_length
         if emitted == 0:
             self.target.restore_prompt_cache()
         elif self.target.slots.cache_is_the_users:
@@ -250,9 +250,9 @@ class Call:
 
     def _shown_path(self, proposal: Proposal, before: list[int]) -> tuple[Tensor, list[int]]:
         """Follow what was shown of the last block through its nodes: (rows, m), and how many of them count."""
-        ids = self.text.padded()
+        ids = self.sequences.padded()
         rows, first = (torch.tensor(values, device=ids.device) for values in (self.rows, before))
-        ends = [min(self.text.lengths[row], self.text.shown) for row in self.rows]
+        ends = [min(self.sequences.lengths[row], self.sequences.shown) for row in self.rows]
         counts = [max(0, end - start) for start, end in zip(before, ends, strict=True)]
         path = [torch.zeros_like(proposal.root)]
         for step in range(max(counts) - 1):
@@ -266,7 +266,7 @@ class Call:
         only_best = self.config.tree is None and not sample and self.config.confidence_threshold == 0
         distribution = self.processors.draft_distribution(only_best)
         asked = (self.model, read, mask, features, self.config, distribution, sample)
-        rows, free = len(self.text.rows), unbounded(self.policy.acceptance)
+        rows, free = len(self.sequences.rows), unbounded(self.policy.acceptance)
         # In lockstep a draft token counts only if those of all rows are accepted, however probable it is.
         plans_itself = (
             self.speculator.estimates_acceptance(rows)
@@ -288,15 +288,17 @@ class Call:
         """Close the stream and return what ``generate`` returns."""
         if self._returns_cache and (early := self._ended_early()):
             with self.stats.timed("target"):
-                self.target.read_ends(self.text.last_tokens(self.rows), [i in early for i in range(len(self.rows))])
+                self.target.read_ends(
+                    self.sequences.last_tokens(self.rows), [i in early for i in range(len(self.rows))]
+                )
         self.stats.finish()
         self.stats.draft_lengths = str(self.policy)
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
-        sequences = self.text.finish()
+        sequences = self.sequences.finish()
         if self.speculator.learns:
-            self.speculator.learn(self.text.unpadded(self.prompt_mask))
-        emitted = self.text.length - self.text.prompt_length
+            self.speculator.learn(self.sequences.unpadded(self.prompt_mask))
+        emitted = self.sequences.length - self.sequences.prompt_length
         cache: Any = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:
             return sequences

@@ -13,7 +13,7 @@ from ..scoring.architectures import drops_cache, keeps_own_states, why_no_trees,
 from ..scoring.cache import has_states
 from ..scoring.names import CACHES, cache_among
 from ..settings import SpeculationConfig
-from .text import Text
+from .sequences import Sequences
 
 OTHER_WAYS = (  # options that ask transformers for another decoding method
     "penalty_alpha",
@@ -46,14 +46,14 @@ def refuse_call(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
     config: SpeculationConfig,
-    text: Text,
+    sequences: Sequences,
 ) -> None:
     """Raise a ``Refusal`` if this call of ``generate`` cannot be decoded speculatively; nothing has run yet."""
     _refuse_options(model, generation_config, model_kwargs)
-    _refuse_target(model, model_kwargs, config, len(text.lengths))
-    if text.stops.max_length is not None:
-        prompt = _length_of_prompt(generation_config, model_kwargs, text.prompt_length)
-        longest = prompt + text.stops.max_length - text.prompt_length
+    _refuse_target(model, model_kwargs, config, len(sequences.lengths))
+    if sequences.stops.max_length is not None:
+        prompt = _length_of_prompt(generation_config, model_kwargs, sequences.prompt_length)
+        longest = prompt + sequences.stops.max_length - sequences.prompt_length
         _refuse_growing_rope(model, model_kwargs, prompt, longest)
         _refuse_short_cache(cache_among(model_kwargs), longest - 1)
 

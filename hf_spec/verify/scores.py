@@ -12,7 +12,7 @@ from ..proposal import Proposal
 from ..sampling import largest, likeliest
 from .prefixes import Prefixes
 from .processors import Processors
-from .stopping import Stops
+from .stopping import StopChecker
 
 
 class NodeScores:
@@ -35,7 +35,7 @@ class NodeScores:
         text: Tensor | None,
         lengths: list[int],
         rows: list[int],
-        stops: Stops | None = None,
+        stops: StopChecker | None = None,
     ) -> None:
         self._processors = processors
         self.logits = logits

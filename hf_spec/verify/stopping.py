@@ -19,13 +19,13 @@ from ..parallel import ModelParallelGroup
 BLOCKWISE: frozenset[type] = frozenset({EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria})
 
 
-class Stops:
+class StopChecker:
     """The user's ``StoppingCriteriaList``, checked at every emitted token.
 
     - ``lockstep``: a criterion is not built in, so it may count calls or read scores and other sequences. The list is
       then called once per token with the complete batch, as plain ``generate`` does.
     - ``pads``: finished sequences are padded. Otherwise they are generated until all are finished.
-    - ``waits``: without padding, a sequence may thus run beyond its own end.
+    - ``runs_until_all_stop``: without padding, a sequence may thus run beyond its own end.
     - ``max_length``: no sequence gets longer.
     - ``last_tokens``: each of them ends a sequence.
 
@@ -38,7 +38,7 @@ class Stops:
         self.lockstep: bool = not all(type(one) in BLOCKWISE for one in criteria)
         self.reads_text: bool = any(isinstance(one, StopStringCriteria) for one in criteria)
         self.pads: bool = any(hasattr(one, "eos_token_id") for one in criteria)
-        self.waits: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
+        self.runs_until_all_stop: bool = not self.pads and any(type(one) is not MaxLengthCriteria for one in criteria)
         eos = [one.eos_token_id.flatten().tolist() for one in criteria if isinstance(one, EosTokenCriteria)]
         self.last_tokens = frozenset(chain.from_iterable(eos))
         self._last: Tensor | None = None  # ``last_tokens`` on the device, from the first call of ``are_last`` on

@@ -21,7 +21,7 @@ from transformers import (
 )
 from twins import SHAPES, Oracle, draft, noisy, target
 
-import hf_spec.decode.text
+import hf_spec.decode.sequences
 import hf_spec.sampling
 import hf_spec.scoring.buffers
 import hf_spec.verify.warpers
@@ -60,7 +60,7 @@ def guesser() -> PreTrainedModel:
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_spec.scoring.buffers, "GROWTH", 8)
-    monkeypatch.setattr(hf_spec.decode.text, "GROWTH", 8)
+    monkeypatch.setattr(hf_spec.decode.sequences, "COLUMNS_ADDED", 8)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import ConfidenceCriteria, EosTokenCriteria
 
-from hf_spec.verify.stopping import Stops
+from hf_spec.verify.stopping import StopChecker
 
 WORDS = ["a", "b", "c", "d", "e", "f", "s", "t", "o", "p", " ", "st", "op", "stop", "opera", "las", "topper", "to"]
 ID = {word: i for i, word in enumerate(WORDS)}
@@ -72,7 +72,7 @@ def emitted(text: Tensor, before: list[int], after: list[int]) -> list[list[int]
 @pytest.mark.parametrize("case", CRITERIA)
 def test_first_stop_is_that_of_plain_calls(case: str, tokenizer: PreTrainedTokenizerFast) -> None:
     criteria = StoppingCriteriaList(CRITERIA[case](tokenizer))
-    stops = Stops(criteria)
+    stops = StopChecker(criteria)
     chance = random.Random(0)
     found: list[int | None] = []
     for _ in range(40):
@@ -102,18 +102,20 @@ def test_every_offset_inside_a_block(offset: int, tokenizer: PreTrainedTokenizer
         text = torch.full((2, 11), ID["a"])
         end = before[0] + offset + 1
         text[0, end - len(mark) : end] = torch.tensor(mark)
-        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, before, emitted(text, before, after)) == [
+        assert StopChecker(StoppingCriteriaList([criterion])).first_stop(
+            text, before, emitted(text, before, after)
+        ) == [
             end,
             None,
         ]
-    limit = Stops(StoppingCriteriaList([MaxLengthCriteria(5 + offset)]))
+    limit = StopChecker(StoppingCriteriaList([MaxLengthCriteria(5 + offset)]))
     assert limit.first_stop(text, before, emitted(text, before, after)) == [5 + offset, max(7, 5 + offset)]
 
 
 def test_the_first_of_several_stop_strings(tokenizer: PreTrainedTokenizerFast) -> None:
     """In rows of any length, of which some are longer than any stop string and others become so within the block."""
     criterion = StopStringCriteria(tokenizer, ["stop", "top"])
-    stops, chance, several = Stops(StoppingCriteriaList([criterion])), random.Random(0), 0
+    stops, chance, several = StopChecker(StoppingCriteriaList([criterion])), random.Random(0), 0
     for _ in range(60):
         before = [chance.choice([1, 2, 3, 12]) for _ in range(3)]
         after = [old + chance.randint(1, 6) for old in before]
@@ -131,13 +133,15 @@ def test_the_first_of_several_stop_strings(tokenizer: PreTrainedTokenizerFast) -
 def test_what_was_there_before_stops_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     text = torch.tensor([ids("stop", "a", "b", "b", "e")])
     for criterion in (EosTokenCriteria([ID["a"]]), StopStringCriteria(tokenizer, ["stop"])):
-        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, [2], emitted(text, [2], [5])) == [None]
+        assert StopChecker(StoppingCriteriaList([criterion])).first_stop(text, [2], emitted(text, [2], [5])) == [None]
 
 
 def test_rubbish_behind_the_text_stops_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     text = torch.tensor([ids("b", "b", "a", "stop", "a"), ids("b", "b", "b", "b", "b")])
     for criterion in (EosTokenCriteria([ID["a"]]), StopStringCriteria(tokenizer, ["stop"])):
-        assert Stops(StoppingCriteriaList([criterion])).first_stop(text, [1, 1], emitted(text, [1, 1], [2, 5])) == [
+        assert StopChecker(StoppingCriteriaList([criterion])).first_stop(
+            text, [1, 1], emitted(text, [1, 1], [2, 5])
+        ) == [
             None,
             None,
         ]
@@ -151,8 +155,8 @@ def test_who_is_asked_how() -> None:
     class LaterEos(EosTokenCriteria):
         pass
 
-    def stops(*criteria: StoppingCriteria) -> Stops:
-        return Stops(StoppingCriteriaList(criteria))
+    def stops(*criteria: StoppingCriteria) -> StopChecker:
+        return StopChecker(StoppingCriteriaList(criteria))
 
     assert not stops().lockstep and not stops().pads and stops().max_length is None
     known = stops(MaxLengthCriteria(9), MaxTimeCriteria(1.0), EosTokenCriteria(3), MaxLengthCriteria(7))

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from ..device_tensors import to_device
-from ..verify.stopping import Stops
+from ..verify.stopping import StopChecker
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
-GROWTH = 256  # columns that are added at least when the buffer is full
+COLUMNS_ADDED = 256  # columns that are added at least when the buffer is full
 
 
-class Text:
+class Sequences:
     """Prompt and emitted tokens of every sequence, which stop where plain ``generate`` would stop them.
 
     ``rows`` are the batch rows that still grow. ``lengths`` are the lengths of all rows. A finished row is padded.
@@ -26,7 +26,7 @@ class Text:
     """
 
     def __init__(
-        self, input_ids: Tensor, stops: Stops, pad_token: Tensor | None, streamer: BaseStreamer | None
+        self, input_ids: Tensor, stops: StopChecker, pad_token: Tensor | None, streamer: BaseStreamer | None
     ) -> None:
         self.prompt_length = input_ids.shape[1]
         self.lengths = [self.prompt_length] * input_ids.shape[0]
@@ -62,14 +62,14 @@ class Text:
     @property
     def shown(self) -> int:
         """Return how many columns the streamer was given, or without one how many all growing rows have."""
-        return self._streamed if self._streamer is not None else self._reached
+        return self._streamed if self._streamer is not None else self._shared_length
 
     @property
-    def _reached(self) -> int:
+    def _shared_length(self) -> int:
         return min(self.row_lengths, default=self.length)
 
-    def room(self, rows: Sequence[int]) -> list[int]:
-        """Return how many draft tokens each of ``rows`` can accept, with one more token after the last of them."""
+    def remaining_tokens(self, rows: Sequence[int]) -> list[int]:
+        """Return how many draft tokens each of ``rows`` may accept: its limit minus the token after the last of them."""
         if (end := self.stops.max_length) is None:
             return [1 << 30] * len(rows)
         return [max(0, end - 1 - length) for length in map(self.lengths.__getitem__, rows)]
@@ -79,7 +79,7 @@ class Text:
         self._write()
         return torch.stack([self._ids[row, self.lengths[row] - 1] for row in rows])
 
-    def begin(self) -> None:
+    def show_prompt(self) -> None:
         """Show the prompt to the streamer."""
         if self._streamer is not None:
             self._streamer.put(self._ids.cpu())
@@ -113,7 +113,7 @@ class Text:
         width = max(map(len, self._pending))
         if width == 0:
             return
-        self._make_room(max(map(sum, zip(self._starts, map(len, self._pending), strict=True))) + 1)
+        self._reserve(max(map(sum, zip(self._starts, map(len, self._pending), strict=True))) + 1)
         spare = self._ids.shape[1] - 1  # a column after all text, which takes the padding of ``tokens``
         tokens, columns = [], []
         for start, new in zip(self._starts, self._pending, strict=True):
@@ -124,10 +124,10 @@ class Text:
         self._ids.scatter_(1, both[1], both[0])
         self._pending = [[] for _ in self._pending]
 
-    def extend_together(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> None:
+    def append_column(self, tokens: Tensor, scores: tuple[Tensor, ...] | None) -> None:
         """Append one token to every row of the batch (batch,), and call the criteria as plain ``generate`` does."""
         length = self.length
-        self._make_room(length + 1)
+        self._reserve(length + 1)
         if self.stops.pads:
             growing = torch.zeros_like(tokens, dtype=torch.bool)
             growing[self.rows] = True
@@ -141,16 +141,16 @@ class Text:
         if self.stops.pads or not self._unfinished:
             self.rows = sorted(self._unfinished)
 
-    def _make_room(self, length: int) -> None:
+    def _reserve(self, length: int) -> None:
         if length > self._ids.shape[1]:
-            size = length + max(GROWTH, length // 2) - self._ids.shape[1]
+            size = length + max(COLUMNS_ADDED, length // 2) - self._ids.shape[1]
             self._ids = torch.cat([self._ids, self._ids.new_zeros((len(self._ids), size))], dim=1)
 
     def _stream(self) -> None:
         """Give the streamer every new column that all growing rows have reached."""
-        if self._streamer is None or self._streamed >= self._reached:
+        if self._streamer is None or self._streamed >= self._shared_length:
             return
-        new = self.padded()[:, self._streamed : self._reached].cpu()  # in one transfer
+        new = self.padded()[:, self._streamed : self._shared_length].cpu()  # in one transfer
         for column in new.unbind(1):
             self._streamed += 1  # before the call: a streamer that raises has seen the column
             self._streamer.put(column)
