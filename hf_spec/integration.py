@@ -99,13 +99,12 @@ class SpeculativeDecoding:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = speculator.settings(self.config)
         ranks = ModelParallelGroup(model)
-        text = Sequences(
-            input_ids, StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor, self.streamer
-        )
+        stops, pad_token = StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor
+        sequences = Sequences(input_ids, stops, pad_token, self.streamer)
         is_static = isinstance(cache_among(model_kwargs), StaticCache)
         prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
         with refusing():
-            refuse_call(model, generation_config, model_kwargs, config, text)
+            refuse_call(model, generation_config, model_kwargs, config, sequences)
             speculator.check(model, config)
             if config.self_check:
                 check_target(model, config.tree is not None, is_static, prompt)
@@ -117,7 +116,7 @@ class SpeculativeDecoding:
         situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
         config, policy = draft_length_policy(config, self.config, situation, ranks)
         arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer)
-        return Call(model, speculator, config, policy, text, ranks, arguments).run(input_ids)
+        return Call(model, speculator, config, policy, sequences, ranks, arguments).run(input_ids)
 
 
 class SpeculativeModel(Protocol):

@@ -137,14 +137,14 @@ class Proposal:
         found, index = match.max(dim=1)
         return torch.where(found, index, -1)
 
-    def truncate_rows(self, remaining_tokens: Sequence[int]) -> Proposal:
-        """Drop the draft tokens of row b that are more than ``remaining_tokens[b]`` deep, whatever they are.
+    def truncate_rows(self, depths: Sequence[int]) -> Proposal:
+        """Drop the draft tokens of row b that are more than ``depths[b]`` deep, whatever they are.
 
-        ``remaining_tokens`` must not depend on sampled draft tokens: dropping some because of their value would bias the output.
+        ``depths`` must not depend on sampled draft tokens: dropping some because of their value would bias the output.
         """
-        if min(remaining_tokens) >= self.max_depth:
+        if min(depths) >= self.max_depth:
             return self
-        beyond = self.depth > to_device(remaining_tokens, self.tokens.device)[:, None]
+        beyond = self.depth > to_device(depths, self.tokens.device)[:, None]
         return replace(self, parents=self.parents.masked_fill(beyond, PAD_NODE))
 
     def truncate(self, depth: int) -> Proposal:

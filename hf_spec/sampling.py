@@ -14,11 +14,14 @@ from .device_tensors import cached_arange
 Shape = tuple[int, ...]
 NoiseSource = torch.Generator | Tensor | None  # where random numbers come from, or those that were drawn beforehand
 
-NOTHING = -1  # where no token can be drawn
+NO_TOKEN = -1  # where no token can be drawn
 SMALLEST_RANDOM_SEED = 1 << 32  # of torch's own, 53 bits on a CUDA or XPU device, one in two million is below
 WITHOUT_FLOAT64: tuple[str, ...] = ("mps",)  # types of devices
-LARGE = 1024  # words, from which on random numbers for all of them take a CPU longer than finding one
-MANY, PART = 1 << 16, 128  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
+BY_COIN_FROM = 1024  # words, from which on random numbers for all of them take a CPU longer than finding one
+IN_PARTS_FROM, PART_SIZE = (
+    1 << 16,
+    128,
+)  # probabilities that a CPU does not add up one by one, and the parts that it takes instead
 
 
 def uniform_noise(like: Shape, device: torch.device, source: NoiseSource = None) -> Tensor:
@@ -41,12 +44,12 @@ def draw(p: Tensor, source: NoiseSource = None) -> Tensor:
     token = _at(uniform_noise((*p.shape[:-1], 1), p.device, source), p)
     most, safe = p.max(-1, keepdim=True)
     possible = p.gather(-1, token) > 0  # a parallel sum may fall by a rounding error where it should stand still
-    return torch.where(most > 0, torch.where(possible, token, safe), cached_arange(1, p.device, NOTHING))[..., 0]
+    return torch.where(most > 0, torch.where(possible, token, safe), cached_arange(1, p.device, NO_TOKEN))[..., 0]
 
 
 def _at(noise: Tensor, p: Tensor) -> Tensor:
     """Return the token where the sum of ``p`` (..., vocabulary) passes ``noise`` (..., 1) of the whole: (..., 1)."""
-    if p.device.type == "cpu" and p.numel() >= MANY:
+    if p.device.type == "cpu" and p.numel() >= IN_PARTS_FROM:
         return _at_in_parts(noise, p)
     below = p.cumsum(-1, dtype=noise.dtype)
     return torch.searchsorted(below, noise * below[..., -1:], right=True).clamp_(max=p.shape[-1] - 1)
@@ -62,9 +65,9 @@ def _at_in_parts(noise: Tensor, p: Tensor) -> Tensor:
     below = sums.cumsum(-1)
     point = noise * below[..., -1:]
     part = torch.searchsorted(below, point, right=True).clamp_(max=sums.shape[-1] - 1)
-    within = parts.gather(-2, part[..., None].expand(*part.shape, PART))[..., 0, :].cumsum(-1, dtype=noise.dtype)
+    within = parts.gather(-2, part[..., None].expand(*part.shape, PART_SIZE))[..., 0, :].cumsum(-1, dtype=noise.dtype)
     point = point - (below - sums).gather(-1, part)
-    return (part * PART + torch.searchsorted(within, point, right=True)).clamp_(max=p.shape[-1] - 1)
+    return (part * PART_SIZE + torch.searchsorted(within, point, right=True)).clamp_(max=p.shape[-1] - 1)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -105,21 +108,21 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
         return value, token
     parts = _in_parts(scores, missing=-torch.inf)
     part = _place_of_largest(parts.amax(-1))  # (...)
-    value, token = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, PART))[..., 0, :].max(-1)
-    return value, part * PART + token
+    value, token = parts.gather(-2, part[..., None, None].expand(*part.shape, 1, PART_SIZE))[..., 0, :].max(-1)
+    return value, part * PART_SIZE + token
 
 
 def _is_quick_in_parts(scores: Tensor) -> bool:
     # In float16 parts were measured to gain nothing.
-    quick = scores.device.type == "cpu" and scores.dtype != torch.float16 and scores.numel() >= MANY
+    quick = scores.device.type == "cpu" and scores.dtype != torch.float16 and scores.numel() >= IN_PARTS_FROM
     return quick and not torch.compiler.is_compiling()
 
 
 def _in_parts(scores: Tensor, missing: float) -> Tensor:
     """See ``scores`` (..., vocabulary) as (..., parts, part), filled up with what is ``missing``."""
-    count = -scores.shape[-1] % PART
+    count = -scores.shape[-1] % PART_SIZE
     whole = functional.pad(scores, (0, count), value=missing) if count else scores
-    parts: Tensor = whole.unflatten(-1, (-1, PART))
+    parts: Tensor = whole.unflatten(-1, (-1, PART_SIZE))
     return parts
 
 
@@ -173,4 +176,4 @@ def draw_distinct(log_probs: Tensor, count: int, noise: Tensor | None = None) ->
 
 
 def _draws_by_coin(vocabulary: int, device: torch.device) -> bool:
-    return device.type == "cpu" and vocabulary >= LARGE
+    return device.type == "cpu" and vocabulary >= BY_COIN_FROM

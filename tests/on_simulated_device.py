@@ -148,7 +148,7 @@ def test_states_are_moved_without_waiting() -> None:
     take_waits()
     branches = Branches(layer, 0, 3)
     for parents in ([-1, -1, -1], [0, 0, 0], [0, 0, -1]):
-        branches.read_behind(parents)
+        branches.read_after(parents)
         layer.conv_states[0] += 1
         branches.add_node()
     branches.commit([1, 2, -1])

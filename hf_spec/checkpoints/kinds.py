@@ -28,7 +28,7 @@ UNFIT = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
     StrictDataclassError,
 )
-KINDS: tuple[type[DraftModel], ...] = (
+DRAFT_MODELS: tuple[type[DraftModel], ...] = (
     Eagle3DraftModel,
     DFlashDraftModel,
     DSparkDraftModel,
@@ -41,22 +41,22 @@ KINDS: tuple[type[DraftModel], ...] = (
 
 def kind_of(config: SpeculatorConfig) -> type[DraftModel]:
     """Return the class of the drafts that ``config`` describes."""
-    return next(kind for kind in KINDS if kind.config_class is type(config))
+    return next(kind for kind in DRAFT_MODELS if kind.config_class is type(config))
 
 
 def config_classes() -> dict[str, Any]:
     """Map ``speculators_model_type`` of files, which is also ``kind`` in recipes, to the config classes."""
-    return {kind.config_class.speculators_model_type: kind.config_class for kind in KINDS}
+    return {kind.config_class.speculators_model_type: kind.config_class for kind in DRAFT_MODELS}
 
 
 def formats() -> list[Format]:
     """List the formats of all kinds, ours last."""
-    return [*(one for kind in KINDS for one in kind.formats), SPECULATORS]
+    return [*(one for kind in DRAFT_MODELS for one in kind.formats), SPECULATORS]
 
 
 def layouts() -> tuple[str, ...]:
     """List the layouts in which drafts can be written, ours first."""
-    return (SPECULATORS.name, *(name for kind in KINDS for name in kind.layouts))
+    return (SPECULATORS.name, *(name for kind in DRAFT_MODELS for name in kind.layouts))
 
 
 def find_format(checkpoint: Checkpoint) -> Format:
@@ -118,7 +118,7 @@ def _check_values(checkpoint: Checkpoint) -> None:
 def register_auto_classes() -> None:
     """Register our classes with AutoConfig and AutoModel, for what ``save_pretrained`` writes; may be repeated."""
     AutoConfig.register(SpeculatorConfig.model_type, SpeculatorConfig, exist_ok=True)
-    for kind in KINDS:
+    for kind in DRAFT_MODELS:
         AutoModel.register(kind.config_class, kind, exist_ok=True)
         AutoModelForCausalLM.register(kind.config_class, NoLanguageModel, exist_ok=True)
 

@@ -17,7 +17,7 @@ from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
 from ..packing.packing import pack
-from ..scoring.plain import input_device, position_limit, room_behind
+from ..scoring.plain import input_device, position_limit, space_after
 from ..settings import SpeculationConfig
 
 WITH_MEMORY = "memory+"  # before the name of a draft
@@ -116,7 +116,7 @@ def room_for(answer: int, prompt: int, target: PreTrainedModel) -> int:
     Errors: a ValueError if the prompt is too long for the target's positions.
     """
     size = position_limit(target)
-    return answer if size is None else min(answer, room_behind(prompt, size, "the target has positions"))
+    return answer if size is None else min(answer, space_after(prompt, size, "the target has positions"))
 
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..drafts.base import Speculator, network_of
 from ..parallel import ModelParallelGroup
 from ..policy.acceptance import AcceptanceEstimator
-from ..policy.adaptive import MARGIN, AdaptiveLength, Idle
+from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
 from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource
 from ..policy.cost import ModelShape, ShapeCost, StepCost, size_class
 from ..policy.fixed import FixedLength
@@ -149,7 +149,7 @@ def static_length(
             tokens / (cost + draft_token * length)
             for length, (tokens, cost) in enumerate(zip(expected, costs or (), strict=False))
         ]
-        enough = max(speeds[1:], default=0.0) / MARGIN
+        enough = max(speeds[1:], default=0.0) / MIN_SPEEDUP
         known[size] = next((length for length, speed in enumerate(speeds) if length and speed >= enough), first)
     return min(first, known[size])
 

@@ -33,12 +33,8 @@ class Emitter:
         stops, several = sequences.stops, len(sequences.rows) > 1
         rule = self.verifier.rule
         token_by_token = rule.sampled is None and rule.lossy is None
-        self.lockstep = (
-            processors.lockstep
-            or stops.lockstep
-            or (sample and token_by_token)
-            or (stops.runs_until_all_stop and several)
-        )
+        runs_on = stops.runs_until_all_stop and several
+        self.lockstep = processors.lockstep or stops.lockstep or (sample and token_by_token) or runs_on
         if self.verifier.lossy is not None and self.lockstep:
             raise Refusal(
                 f"acceptance={config.acceptance!r} weighs whole paths, but a processor or stopping criterion of this "

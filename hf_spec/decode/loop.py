@@ -115,11 +115,11 @@ class Call:
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
         self.sequences.show_prompt()
         self.prompt_mask = mask
-        together = self.config.tree is None and self.target.reads_guesses_with_prompt(config, kwargs)
+        together = self.config.tree is None and self.target.verifies_with_prompt(config, kwargs)
         if together and reads_prompts_causally(self.model):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
-            score = functools.partial(self.target.prefill_guessing, input_ids, config, kwargs)
+            score = functools.partial(self.target.prefill_with_draft_tokens, input_ids, config, kwargs)
             return self._step(root, score, self.target.restore_prompt_cache)
         scores = self.target.prefill(input_ids, config, kwargs)
         if self.target.compiles:
@@ -149,7 +149,9 @@ class Call:
             index = to_device(going_on, result.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.sequences.rows
-        return self._step(result.accepted_tokens(self.features, going_on, index), self.target.score, self.target.drop)
+        return self._step(
+            result.accepted_tokens(self.features, going_on, index), self.target.score, self.target.rollback
+        )
 
     def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
@@ -169,7 +171,7 @@ class Call:
             self.target.keep_rows(kept, keep_finished=self._returns_cache)
         if len(going_on) < len(staying):
             last_tokens = self.sequences.last_tokens([self.rows[i] for i in staying])
-            self.target.close_rows([staying.index(i) for i in going_on], last_tokens)
+            self.target.finish_rows([staying.index(i) for i in going_on], last_tokens)
         self.drafter.keep_rows(index)
 
     def _ended_early(self) -> list[int]:
@@ -191,7 +193,7 @@ class Call:
             remaining_tokens = self.sequences.remaining_tokens(self.rows)
             limit = min(self.policy.longest, max(remaining_tokens))
             proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
-            proposal = self.target.fit(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
+            proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
             self._align(proposal)
         with self.stats.timed("target"):
             scores = score(proposal)
@@ -244,7 +246,7 @@ class Call:
         if emitted == 0:
             self.target.restore_prompt_cache()
         elif self.target.slots.cache_is_the_users:
-            if self.block is not None and self.target.slots.cache.rows.open:
+            if self.block is not None and self.target.slots.cache.rows.draft_nodes:
                 self.target.commit(*self._shown_path(*self.block))
             self.target.abandon(emitted - 1)
 
@@ -288,22 +290,21 @@ class Call:
         """Close the stream and return what ``generate`` returns."""
         if self._returns_cache and (early := self._ended_early()):
             with self.stats.timed("target"):
-                self.target.read_ends(
-                    self.sequences.last_tokens(self.rows), [i in early for i in range(len(self.rows))]
-                )
+                last_tokens = self.sequences.last_tokens(self.rows)
+                self.target.read_last_tokens(last_tokens, [i in early for i in range(len(self.rows))])
         self.stats.finish()
         self.stats.draft_lengths = str(self.policy)
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
-        sequences = self.sequences.finish()
+        token_ids = self.sequences.finish()
         if self.speculator.learns:
             self.speculator.learn(self.sequences.unpadded(self.prompt_mask))
         emitted = self.sequences.length - self.sequences.prompt_length
         cache: Any = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:
-            return sequences
+            return token_ids
         return SpeculativeOutput(
-            sequences=cast(torch.LongTensor, sequences),
+            sequences=cast(torch.LongTensor, token_ids),
             speculation=self.stats,
             **{CACHE: cache},
             **self.record.outputs(emitted),

@@ -69,7 +69,7 @@ class Sequences:
         return min(self.row_lengths, default=self.length)
 
     def remaining_tokens(self, rows: Sequence[int]) -> list[int]:
-        """Return how many draft tokens each of ``rows`` may accept: its limit minus the token after the last of them."""
+        """Return how many draft tokens each of ``rows`` may accept; another token follows the last of them."""
         if (end := self.stops.max_length) is None:
             return [1 << 30] * len(rows)
         return [max(0, end - 1 - length) for length in map(self.lengths.__getitem__, rows)]

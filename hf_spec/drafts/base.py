@@ -124,8 +124,22 @@ class AcceptedTokens:
         """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
         if self.cpu_counts is not None and len(set(self.cpu_counts)) == 1:
             return states[:, self.cpu_counts[0] - 1, None]
-        place = self.counts.to(states.device)[:, None, None] - 1
-        return states.gather(1, place.expand(-1, -1, states.shape[-1]))
+        # A graph must not cache on its inputs.
+        index = self._last_index() if torch.compiler.is_compiling() else self._cached_last_index
+        return states.gather(1, index.to(states.device).expand(-1, -1, states.shape[-1]))
+
+    @once
+    def _cached_last_index(self) -> Tensor:
+        return self._last_index()
+
+    def _last_index(self) -> Tensor:
+        """Return the index of each row's last token, (batch, 1, 1); 0 in a row without any."""
+        return (self.counts - 1).clamp(min=0)[:, None, None]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> AcceptedTokens:
+        """Move tokens and counts to ``device``, and the features to ``dtype``, too."""
+        features = None if self.features is None else self.features.to(device, dtype)
+        return replace(self, tokens=self.tokens.to(device), counts=self.counts.to(device), features=features)
 
     @classmethod
     def joined(cls, parts: Sequence[AcceptedTokens]) -> AcceptedTokens:

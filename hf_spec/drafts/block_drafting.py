@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from ..proposal import Proposal
 from .base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
-from .static import OpenKeys, StaticDrafter, StaticKeys, Told, as_mask
+from .static import OpenKeys, StaticDrafter, StaticKeys, as_mask
 from .trees import Ahead, at_depth, grow
 
 
@@ -66,7 +66,9 @@ class BlockDrafter(StaticDrafter):
             self._keys = self._static_keys(features, mask)
         elif length:
             self._padding = None if bool(mask.all()) else mask
-            self._remember(self.told(mask, mask.sum(1), features, [length] * len(mask)))
+            self._remember(
+                AcceptedTokens(mask, mask.sum(1), features, [length] * len(mask)).to(self.device, self.dtype)
+            )
 
     def _static_keys(self, features: Tensor, mask: Tensor) -> StaticKeys:
         if not mask.shape[1]:  # one position of padding, only to learn the shapes
@@ -77,37 +79,39 @@ class BlockDrafter(StaticDrafter):
         self._draft.write_context(context, rotary, cache)
         return StaticKeys.adopt(cache, mask)
 
-    def _remember(self, told: Told) -> Any:
+    def _remember(self, accepted: AcceptedTokens) -> Any:
         """Add the features of accepted tokens to the context; return the cache that the block is given."""
-        assert told.features is not None
-        context = self._draft.fuse(told.features)
+        assert accepted.features is not None
+        context = self._draft.fuse(accepted.features)
         if self._keys is None:
             self._draft.remember(context, self._cache, self._padding)
-            self._cache.commit(self._cache.rows.lengths[:, None], told.amounts, in_place=True, on_device=told.counts)
+            self._cache.commit(
+                self._cache.rows.lengths[:, None], accepted.amounts, in_place=True, on_device=accepted.counts
+            )
             return self._cache
         keys = self._keys.opened()
         rotary = self._draft.rotary_emb(context, keys.aim(context.shape[1]) - self._keys.before)
         self._draft.write_context(context, rotary, keys)
-        keys.commit(told.counts)
+        keys.commit(accepted.counts)
         return keys
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Cache what was accepted before the root, run one block, and grow a proposal from it."""
-        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
-        return self.guess(told, min(limit, self._draft.config.num_guesses)).to(accepted.tokens.device)
+        on_draft = accepted.to(self.device, self.dtype)
+        return self.grow_proposal(on_draft, min(limit, self._draft.config.num_guesses)).to(accepted.tokens.device)
 
-    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
-        cache = self._remember(told)
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+        cache = self._remember(accepted)
         if limit == 0:
-            return Proposal.nothing(told.root)
+            return Proposal.nothing(accepted.root)
         positions, masks = None, self._padding
         if self._keys is not None:
             positions, masks = self._block(self._keys, cache, limit + (not self._draft.config.sample_from_anchor))
         given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
-        output: DraftOutput = self._draft(told.root[:, None], **given, num_guesses=limit)
-        said = self.growth(self._draft, self._request, told.root, output)
+        output: DraftOutput = self._draft(accepted.root[:, None], **given, num_guesses=limit)
+        said = self.growth(self._draft, self._request, accepted.root, output)
         config, sample = self._request.config, self._request.sample
-        return grow(told.root, said.first, said.step, config, limit, sample, said.confidence, ahead)
+        return grow(accepted.root, said.first, said.step, config, limit, sample, said.confidence, ahead)
 
     def _block(self, keys: StaticKeys, opened: OpenKeys, slots: int) -> tuple[Tensor, Any]:
         """Choose a block's columns; return the positions of the roots (batch, 1) and the masks by kind of layer."""
@@ -118,8 +122,8 @@ class BlockDrafter(StaticDrafter):
             masks[kind] = as_mask(seen, self._draft.layer_config, self._draft.dtype)
         return opened.aim(slots)[:, :1] - keys.before, masks
 
-    def read(self, told: Told) -> None:
-        self._remember(told)
+    def read(self, accepted: AcceptedTokens) -> None:
+        self._remember(accepted)
 
     def make_room(self, columns: int) -> None:
         cast(StaticKeys, self._keys).make_room(columns + self._draft.config.block_size)

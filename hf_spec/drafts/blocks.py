@@ -29,7 +29,7 @@ from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from ..configuration import GEMMA, default_speculators_config, one_layer
-from ..scoring.cache import SlotCache
+from ..scoring.cache import TreeKVCache
 from ..settings import is_int
 from .base import DraftContext, Drafter, DraftOutput
 from .block_drafting import BlockDrafter
@@ -176,14 +176,14 @@ class BlockDraftModel(DraftModel):
             hidden_states = self.fuse(features)
         if hidden_states is not None and hidden_states.shape[1]:
             self.remember(hidden_states, cache, attention_mask)
-            cast(SlotCache, cache).commit(input_ids[:, :0], [hidden_states.shape[1]] * len(input_ids), in_place=True)
+            cast(TreeKVCache, cache).commit(input_ids[:, :0], [hidden_states.shape[1]] * len(input_ids), in_place=True)
         guesses = min(num_guesses or self.config.num_guesses, self.config.num_guesses)
         unused = int(not self.config.sample_from_anchor)
         slots = torch.arange(guesses + unused, device=input_ids.device)
         if position_ids is None:
-            position_ids = self._next_positions(cast(SlotCache, cache), attention_mask)
+            position_ids = self._next_positions(cast(TreeKVCache, cache), attention_mask)
         if not isinstance(attention_mask, dict):
-            attention_mask = self._block_masks(cast(SlotCache, cache), len(slots), attention_mask)
+            attention_mask = self._block_masks(cast(TreeKVCache, cache), len(slots), attention_mask)
         tokens = input_ids[:, :, None].repeat(1, 1, len(slots))  # (batch, blocks, slots)
         tokens[:, :, 1:] = cast(int, self.config.mask_token_id)
         positions = (position_ids[:, :, None] + slots).flatten(1)  # (batch, blocks x slots)
@@ -219,7 +219,7 @@ class BlockDraftModel(DraftModel):
             _, keys = apply_rotary_pos_emb(keys[:, :0], keys, *rotary)
             cache.update(keys, values.transpose(1, 2), attention.layer_idx)
 
-    def new_cache(self, batch: int, device: torch.device) -> SlotCache:
+    def new_cache(self, batch: int, device: torch.device) -> TreeKVCache:
         """Make an empty cache for the context of ``batch`` rows."""
         window = getattr(self.layer_config, "sliding_window", None)
         if window is not None and not self.config.sliding_window_per_slot:
@@ -229,9 +229,9 @@ class BlockDraftModel(DraftModel):
             DynamicSlidingWindowLayer(window) if window and kind == "sliding_attention" else DynamicLayer()
             for kind in self.config.layer_kinds
         ]
-        return SlotCache.adopt(empty, batch, device)
+        return TreeKVCache.adopt(empty, batch, device)
 
-    def _next_positions(self, cache: SlotCache, attention_mask: Tensor | None, count: int = 1) -> Tensor:
+    def _next_positions(self, cache: TreeKVCache, attention_mask: Tensor | None, count: int = 1) -> Tensor:
         """Return the next positions after the context of each row, (batch, count); padding has no position."""
         before = cache.rows.lengths[:, None]
         positions = before + torch.arange(count, device=before.device)
@@ -241,7 +241,7 @@ class BlockDraftModel(DraftModel):
 
     # -- masks --------------------------------------------------------------------------------------------------------
 
-    def _block_masks(self, cache: SlotCache, slots: int, padding: Tensor | None) -> dict[str, Any]:
+    def _block_masks(self, cache: TreeKVCache, slots: int, padding: Tensor | None) -> dict[str, Any]:
         """Return the masks of one block per row after the context, by kind of layer."""
         config = self.layer_config
         masks: dict[str, Any] = {}

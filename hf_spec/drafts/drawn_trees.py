@@ -31,7 +31,7 @@ from torch import Tensor
 from ..device_tensors import cached_arange, cached_full
 from ..proposal import NO_PARENT, PAD_NODE, Proposal
 from ..sampling import draw_distinct
-from .forest import Forest, Step
+from .forest import Step, TreeFrontier
 
 # Probability that a sampled sibling is the accepted one, given that its parent is: BASE + OWN q(it) for the first one,
 # BASE (1 - q(first)) + OWN q(it) for the others. AVERAGE is that of each sibling, given that the ones before it are
@@ -39,7 +39,7 @@ from .forest import Forest, Step
 # is; the output follows the target's distribution whatever they are.
 BASE = (0.400, 0.108, 0.059, 0.037)
 OWN = (0.600, 0.295, 0.273, 0.255)
-AVERAGE = (0.56, 0.23, 0.16, 0.13)
+MEAN_ACCEPTANCE = (0.56, 0.23, 0.16, 0.13)
 
 
 class Level(NamedTuple):
@@ -81,7 +81,7 @@ def plan_drawn(top_k: int, nodes: int, limit: int, vocabulary: int, device: torc
     """
     siblings = min(top_k, vocabulary, len(BASE))
     # A token sampled from q has sum(q^2) for q(token) on average. Later siblings share what the first one leaves.
-    later = _in_turn((0.0, *AVERAGE[1:siblings]))[1:]
+    later = _in_turn((0.0, *MEAN_ACCEPTANCE[1:siblings]))[1:]
     least = [BASE[0], *((1 - BASE[0]) * share for share in later)]
     more = [OWN[0], *(-OWN[0] * share for share in later)]
     put, levels, width = functools.partial(torch.tensor, device=device), [], 1
@@ -108,7 +108,7 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
     ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``. ``noise`` holds the random numbers of
     each level, see ``draw_distinct``.
     """
-    forest, grown = Forest(step), _Grown([], [], [], [])
+    forest, grown = TreeFrontier(step), _Grown([], [], [], [])
     log_probs = log_probs[:, None]
     promise = log_probs.new_ones((len(root), 1))  # of the level's expanded nodes, (batch, n)
     # Draft tokens that may still be sampled, (batch, 1).
@@ -125,7 +125,7 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
         promise, pick = (_after(promise, own, plan) * taken).flatten(1).topk(below.width)
         grown.picked.append(pick)
         above = pick // level.children if forest.depth else None
-        log_probs = forest.look_behind(drawn.flatten(1).gather(1, pick), above)
+        log_probs = forest.expand(drawn.flatten(1).gather(1, pick), above)
     return grown.tree(root, plan)
 
 
@@ -178,7 +178,7 @@ def _imagined(siblings: int, nodes: int, depth: int) -> tuple[tuple[int, float],
     Each is a pair. The first is the rank of its ancestor (or itself) among the root's children; the second is the
     fraction of that child's promise that remains here, 1 for the child itself. The children of the root come first.
     """
-    share = _in_turn(AVERAGE[:siblings])
+    share = _in_turn(MEAN_ACCEPTANCE[:siblings])
     best: list[tuple[float, tuple[int, ...]]] = [(-share[0], (0,))]
     found: list[tuple[int, float]] = []
     while best and len(found) < nodes:

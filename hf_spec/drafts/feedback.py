@@ -28,8 +28,8 @@ from torch import Tensor
 from ..proposal import Proposal
 from ..scoring.plain import readable
 from .base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
-from .readers import Reader, StaticReader
-from .static import StaticDrafter, Told, reseated
+from .readers import Reader, StaticDraftKV
+from .static import StaticDrafter, take_rows
 from .trees import Ahead, grow
 
 
@@ -44,7 +44,7 @@ class AutoregressiveDrafter(StaticDrafter):
         self._draft = draft
         self._request = request
         self._static = static
-        self._readers = [(StaticReader if static else Reader)(draft, number) for number in range(draft.num_readers)]
+        self._readers = [(StaticDraftKV if static else Reader)(draft, number) for number in range(draft.num_readers)]
         self._behind: list[Tensor] = []  # per reader (batch, 1, hidden): what it made of the root's pair
         self._read_prompt()
 
@@ -64,33 +64,33 @@ class AutoregressiveDrafter(StaticDrafter):
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read what became text beside the target's features, then grow a proposal."""
-        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
-        return self.guess(told, limit).to(accepted.tokens.device)
+        on_draft = accepted.to(self.device, self.dtype)
+        return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
-    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
-        readers, logits = self._read(told)
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+        readers, logits = self._read(accepted)
         growth = _Growth(self._draft, self._request, readers, self._behind)
         log_probs = draft_log_probs(self._draft, self._request, logits)[:, 0]
         request = self._request
         config, sample, more = request.config, request.sample, request.keep_drafting
-        return grow(told.root, log_probs, growth.step, config, limit, sample, ahead=ahead, keep_drafting=more)
+        return grow(accepted.root, log_probs, growth.step, config, limit, sample, ahead=ahead, keep_drafting=more)
 
-    def read(self, told: Told) -> None:
-        self._read(told)
+    def read(self, accepted: AcceptedTokens) -> None:
+        self._read(accepted)
 
-    def _read(self, told: Told) -> tuple[list[Any], Tensor]:
+    def _read(self, accepted: AcceptedTokens) -> tuple[list[Any], Tensor]:
         """Let all readers read what became text; return them and the logits (batch, 1, ...) behind the root."""
         readers = [reader.opened() for reader in self._readers]
-        beside: dict[str, Any] = {"features": told.features}
+        beside: dict[str, Any] = {"features": accepted.features}
         logits, behind = [], []
         for number, reader in enumerate(readers):
-            scores, hidden = reader.read(told.tokens, told, **beside)
-            logits.append(told.last(scores))
+            scores, hidden = reader.read(accepted.tokens, accepted, **beside)
+            logits.append(accepted.last(scores))
             if number + 1 < len(readers):
                 beside = {"hidden_states": torch.cat([self._behind[number], hidden[:, :-1]], dim=1)}
-            last = told.last(hidden)
-            if self._static:  # where a row may have been told nothing
-                last = torch.where((told.counts > 0)[:, None, None], last, self._behind[number])
+            last = accepted.last(hidden)
+            if self._static:  # where a row may have no new token
+                last = torch.where((accepted.counts > 0)[:, None, None], last, self._behind[number])
             behind.append(last)
         if self._static:
             for kept, new in zip(self._behind, behind, strict=True):
@@ -102,7 +102,7 @@ class AutoregressiveDrafter(StaticDrafter):
     def keep_rows(self, rows: Tensor) -> None:
         rows = rows.to(self.device)
         if self._static:
-            self._behind = [reseated(hidden, rows) for hidden in self._behind]
+            self._behind = [take_rows(hidden, rows) for hidden in self._behind]
         else:
             self._behind = [hidden.index_select(0, rows) for hidden in self._behind]
         for reader in self._readers:
@@ -118,7 +118,7 @@ class AutoregressiveDrafter(StaticDrafter):
 
     def make_room(self, columns: int) -> None:
         for reader in self._readers:
-            cast(StaticReader, reader).keys.make_room(columns)
+            cast(StaticDraftKV, reader).keys.make_room(columns)
 
 
 class _Growth:

@@ -18,14 +18,14 @@ Step = Callable[[Tensor, int, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass
-class Forest:
+class TreeFrontier:
     """The nodes that a draft has expanded, one level after the other."""
 
     step: Step
     depth: int = 0  # of the last level
     ancestors: Tensor | None = None  # (batch, nodes of the last level, all nodes) bool
 
-    def look_behind(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
+    def expand(self, tokens: Tensor, parents: Tensor | None) -> Tensor:
         """Expand a level of nodes (batch, new), and return the log-probabilities after them (batch, new, vocabulary).
 
         ``parents`` (batch, new) are indices into the level before, None for the first one.

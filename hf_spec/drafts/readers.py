@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from ..scoring.cache import SlotCache
-from ..scoring.slots import Slots
-from .base import DraftOutput
-from .static import StaticKeys, Told
+from ..scoring.cache import TreeKVCache
+from ..scoring.kv_view import KVView
+from .base import AcceptedTokens, DraftOutput
+from .static import StaticKeys
 
 
 class Reader:
@@ -20,7 +20,7 @@ class Reader:
     def __init__(self, draft: Any, number: int) -> None:
         self._draft = draft
         self._which = {"reader": number} if draft.num_readers > 1 else {}
-        self._slots: Slots
+        self._slots: KVView
         self._origin: Tensor  # (batch, 1), the position of column 0, negative where it is padding
 
     def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Reader:
 
     def _hold(self, cache: DynamicCache, mask: Tensor, padding: Tensor | None) -> None:
         """Move the prompt's KV cache into slots; ``padding`` is the ``mask`` if anything is padded."""
-        self._slots = Slots(SlotCache.adopt(cache, len(mask), mask.device), cache, padding)
+        self._slots = KVView(TreeKVCache.adopt(cache, len(mask), mask.device), cache, padding)
         self._origin = mask.sum(1, keepdim=True) - mask.shape[1]
 
     def opened(self) -> Any:
@@ -52,27 +52,26 @@ class Reader:
         return self
 
     def read(
-        self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
+        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Drop the nodes of the last proposal, then read accepted tokens.
 
-        They are the first ``told.counts`` (batch,) of ``tokens`` (batch, m). Further tokens are read in
+        They are the first ``accepted.counts`` (batch,) of ``tokens`` (batch, m). Further tokens are read in
         the same forward and dropped; ``ancestors`` say what they see.
         """
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
         logits, hidden = self.run(tokens, ancestors, None, **beside)
-        assert told.amounts is not None
-        self._slots.commit(tokens, told.amounts, in_place=True, on_device=told.counts)
+        self._slots.commit(tokens, accepted.amounts, in_place=True, on_device=accepted.counts)
         return logits, hidden
 
     def run(
-        self, tokens: Tensor, ancestors: Tensor | None, level: int | None, **beside: Tensor
+        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden).
 
-        ``level`` and ``ancestors`` are those of ``Slots.scoring``.
+        ``depth`` and ``ancestors`` are those of ``KVView.scoring``.
         """
-        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config, level) as block:
+        with self._slots.scoring(tokens.shape[1], ancestors, self._draft.layer_config, depth) as block:
             output: DraftOutput = self._draft(
                 tokens,
                 position_ids=self._slots.positions(self._origin, block),
@@ -98,7 +97,7 @@ class Reader:
         self._origin = self._origin.index_select(0, rows)
 
 
-class StaticReader(Reader):
+class StaticDraftKV(Reader):
     """A static KV state: slots have fixed shapes, so that the forward over them can be one graph."""
 
     keys: StaticKeys
@@ -119,13 +118,13 @@ class StaticReader(Reader):
 
     def opened(self) -> Any:
         """Return the object that reads accepted tokens and the nodes after them for one proposal."""
-        return OpenReader(self._draft, self._which, self.keys)
+        return OpenDraftKV(self._draft, self._which, self.keys)
 
     def keep_rows(self, rows: Tensor) -> None:
         self.keys.keep_rows(rows)
 
 
-class OpenReader:
+class OpenDraftKV:
     """``Reader``'s methods over fixed slots, for one proposal: they read accepted tokens and the nodes after them."""
 
     def __init__(self, draft: Any, which: dict[str, int], keys: StaticKeys) -> None:
@@ -133,19 +132,19 @@ class OpenReader:
         self._keys = keys.opened()
 
     def read(
-        self, tokens: Tensor, told: Told, ancestors: Tensor | None = None, **beside: Tensor
+        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Read accepted tokens, as ``Reader.read``."""
         said = self.run(tokens, ancestors, None, **beside)
-        self._keys.commit(told.counts)
+        self._keys.commit(accepted.counts)
         return said
 
     def run(
-        self, tokens: Tensor, ancestors: Tensor | None, level: int | None, **beside: Tensor
+        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **beside: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run one step, as ``Reader.run``."""
         draft = self._draft
-        positions, masks = self._keys.begin(tokens.shape[1], ancestors, level, draft.layer_config, draft.dtype)
+        positions, masks = self._keys.begin(tokens.shape[1], ancestors, depth, draft.layer_config, draft.dtype)
         output: DraftOutput = self._draft(
             tokens,
             position_ids=positions,

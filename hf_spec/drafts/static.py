@@ -1,7 +1,7 @@
 """Compiled drafting: a complete proposal in one function of tensors of fixed shape, which is one graph.
 
 A ``StaticDrafter`` keeps its state in buffers at fixed addresses. ``StaticKeys`` is the KV cache of a draft that
-attends. It holds the text and after it the expanded nodes of a proposal, as ``SlotCache`` does. But its buffers are
+attends. It holds the text and after it the expanded nodes of a proposal, as ``TreeKVCache`` does. But its buffers are
 longer than both, and the length of the text is a tensor, so a graph contains no number that changes. There is one
 graph for each number of seats (1, 2, 4, ...) and of slots (powers of two). The depth is always the same.
 
@@ -12,7 +12,6 @@ draws the random numbers that the graph needs, and calls the compiled function.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -24,54 +23,22 @@ from transformers.utils import logging
 from ..device_tensors import to_device, to_list
 from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
-from ..scoring.masks import Block, depths_with
+from ..scoring.masks import TreeMask, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
 from .base import AcceptedTokens, DraftContext, Drafter
-from .trees import Ahead, most_looked_behind
+from .trees import Ahead, max_expanded_nodes
 
-KINDS = ("full_attention", "sliding_attention")  # layers for which masks can be built here
-ATTENTION = ("sdpa", "eager")  # attention implementations for which they can
+MASKED_LAYER_TYPES = ("full_attention", "sliding_attention")  # layers for which masks can be built here
+MASKED_ATTENTION = ("sdpa", "eager")  # attention implementations for which they can
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Told:
-    """``AcceptedTokens`` on the draft's device: the first ``counts`` (batch,) of ``tokens`` (batch, m) count.
-
-    ``amounts`` are the counts as Python numbers; ``None`` in a graph.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    features: Tensor | None
-    amounts: list[int] | None
-
-    @property
-    def root(self) -> Tensor:
-        """Return the last token of each row, (batch,)."""
-        return self.last(self.tokens[:, :, None])[:, 0, 0]
-
-    def last(self, states: Tensor) -> Tensor:
-        """Pick from ``states`` (batch, m, width) those of each row's last token: (batch, 1, width)."""
-        if self.amounts is not None and len(set(self.amounts)) == 1:
-            return states[:, self.amounts[0] - 1, None]
-        place = self._place if self.amounts is not None else self._last_place()  # a graph must not cache on its inputs
-        return states.gather(1, place.expand(-1, -1, states.shape[-1]))
-
-    @once
-    def _place(self) -> Tensor:
-        return self._last_place()
-
-    def _last_place(self) -> Tensor:
-        return (self.counts - 1).clamp(min=0)[:, None, None]  # (batch, 1, 1)
 
 
 class StaticDrafter(Drafter):
     """A ``Drafter`` over growing slots or over fixed ones.
 
-    Over fixed ones ``guess`` and ``read`` can be compiled: shapes do not change, no value is read from the device, and
-    state is written in place.
+    Over fixed ones ``grow_proposal`` and ``read`` can be compiled: shapes do not change, no value is read from the
+    device, and state is written in place.
     """
 
     _draft: Any  # has ``device`` and ``dtype``
@@ -100,20 +67,12 @@ class StaticDrafter(Drafter):
     def vocabulary(self) -> int:
         """Return the number of tokens that its distributions cover."""
 
-    def told(self, tokens: Tensor, counts: Tensor, features: Tensor | None, amounts: list[int] | None = None) -> Told:
-        """Move accepted tokens to the draft's device; ``amounts`` are needed where slots grow."""
-        device = self.device
-        if features is not None:
-            features = features.to(device, self.dtype)
-        counts = counts.to(device)
-        return Told(tokens.to(device), counts, features, amounts)
-
     @abstractmethod
-    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
         """Read accepted tokens and draft up to ``limit`` deep; ``ahead`` is what was prepared outside the graph."""
 
     @abstractmethod
-    def read(self, told: Told) -> None:
+    def read(self, accepted: AcceptedTokens) -> None:
         """Read accepted tokens; some rows may have none."""
 
     @abstractmethod
@@ -164,9 +123,9 @@ class StaticKeys:
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only; a row may occur more than once."""
-        self.layers = [(reseated(keys, rows), reseated(values, rows)) for keys, values in self.layers]
-        self.lengths, self.known = reseated(self.lengths, rows), reseated(self.known, rows)
-        self.before = reseated(self.before, rows)
+        self.layers = [(take_rows(keys, rows), take_rows(values, rows)) for keys, values in self.layers]
+        self.lengths, self.known = take_rows(self.lengths, rows), take_rows(self.known, rows)
+        self.before = take_rows(self.before, rows)
 
     def opened(self) -> OpenKeys:
         """Return the cache that layers are given during one proposal."""
@@ -191,21 +150,21 @@ class OpenKeys:
         self,
         count: int,
         ancestors: Tensor | None,
-        level: int | None,
+        depth: int | None,
         config: PreTrainedConfig,
         dtype: torch.dtype,
         kinds: dict[str, int | None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Reserve columns for ``count`` new nodes; return their positions (seats, nodes) and masks by kind of layer.
 
-        ``ancestors`` and ``level`` are those of ``Slots.scoring``. ``kinds`` replaces the result of ``windows`` where
+        ``ancestors`` and ``depth`` are those of ``KVView.scoring``. ``kinds`` replaces the result of ``windows`` where
         ``config`` does not say it.
         """
         keys, lengths, slots = self._keys, self.lengths, self._keys.known.shape[1]
-        depths = None if ancestors is None else depths_with(self._depths, ancestors, level, self._open)
+        depths = None if ancestors is None else depths_with(self._depths, ancestors, depth, self._open)
         masks, column = {}, torch.zeros(0)
         for kind, window in (kinds or windows(config)).items():
-            block = Block(lengths, self._open, count, slots, keys.known, depths, ancestors, window, level)
+            block = TreeMask(lengths, self._open, count, slots, keys.known, depths, ancestors, window, depth)
             column = block.columns_of_nodes()
             masks[kind] = as_mask(block.seen_from(column), config, dtype)
         self.aim(count)
@@ -248,13 +207,15 @@ def as_mask(seen: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
 
 def why_not_static(config: Any) -> str | None:
     """Return why no masks can be built here for layers of ``config``, or ``None``."""
-    unknown = [kind for kind in getattr(config, "layer_types", None) or () if kind not in KINDS]
-    if config._attn_implementation not in ATTENTION:
-        return f"its attention is {config._attn_implementation!r}; there are masks for {' and '.join(ATTENTION)}"
+    unknown = [kind for kind in getattr(config, "layer_types", None) or () if kind not in MASKED_LAYER_TYPES]
+    if config._attn_implementation not in MASKED_ATTENTION:
+        return (
+            f"its attention is {config._attn_implementation!r}; there are masks for {' and '.join(MASKED_ATTENTION)}"
+        )
     return f"it has layers of kind {unknown[0]!r}" if unknown else None
 
 
-def reseated(buffer: Tensor, rows: Tensor) -> Tensor:
+def take_rows(buffer: Tensor, rows: Tensor) -> Tensor:
     """Return ``buffer`` (seats, ...) with ``rows`` only, at the same address if there are as many."""
     moved = buffer.index_select(0, rows.to(buffer.device))
     return buffer.copy_(moved) if moved.shape == buffer.shape else _in_place(moved)
@@ -275,7 +236,7 @@ class CompiledDrafter(Drafter):
     def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
         self._inner, self._request, self._compiler = inner, request, compiler
         self._depth = min(compiler.depth, inner.deepest or compiler.depth)
-        self._open = most_looked_behind(request.config, self._depth)
+        self._open = max_expanded_nodes(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
         self._row_in_seat: Tensor | None = None  # (seats,); None if no seat is empty
         end = request.input_ids.shape[1] + 1 + compiler.depth + 1 + self._open
@@ -301,9 +262,11 @@ class CompiledDrafter(Drafter):
         self._inner.make_room(max(self._lengths) + max(width, accepted.tokens.shape[1]) + self._open)
         if accepted.tokens.shape[1] > width:  # longer than a path, as after plain steps: read the rest first
             rest, accepted = _split(accepted, width)
-            self._inner.read(self._told(rest, rest.tokens.shape[1]))
-        told = self._told(accepted, width)
-        proposal = self._compiler(_guess, self._inner.draft, self._inner, told, self._depth, self._ahead(limit))
+            self._inner.read(self._padded(rest, rest.tokens.shape[1]))
+        padded = self._padded(accepted, width)
+        proposal = self._compiler(
+            _grow_proposal, self._inner.draft, self._inner, padded, self._depth, self._ahead(limit)
+        )
         proposal = proposal.map_tensors(lambda one: lasting(one[: len(amounts)]))
         return proposal.truncate(limit).to(accepted.tokens.device)
 
@@ -312,14 +275,14 @@ class CompiledDrafter(Drafter):
         ahead = Ahead.of(request.config, self._depth, limit, rows, inner.vocabulary, request.sample, inner.device)
         return ahead if self._row_in_seat is None else ahead.seated(self._row_in_seat.to(inner.device))
 
-    def _told(self, accepted: AcceptedTokens, width: int) -> Told:
+    def _padded(self, accepted: AcceptedTokens, width: int) -> AcceptedTokens:
         missing = width - accepted.tokens.shape[1]
         tokens = torch.nn.functional.pad(accepted.tokens, (0, missing))
         features = (
             None if accepted.features is None else torch.nn.functional.pad(accepted.features, (0, 0, 0, missing))
         )
         tokens, counts, features = map(self._in_seats, (tokens, accepted.counts, features))
-        return self._inner.told(tokens, counts, features)
+        return AcceptedTokens(tokens, counts, features).to(self._inner.device, self._inner.dtype)
 
     def _in_seats(self, rows: Any) -> Any:
         """Return the rows of all seats, contiguous every time: each memory layout would need a graph of its own."""
@@ -334,8 +297,8 @@ class CompiledDrafter(Drafter):
         self._sit(to_list(rows))
 
 
-def _guess(inner: StaticDrafter, told: Told, limit: int, ahead: Ahead) -> Proposal:
-    return inner.guess(told, limit, ahead)
+def _grow_proposal(inner: StaticDrafter, accepted: AcceptedTokens, limit: int, ahead: Ahead) -> Proposal:
+    return inner.grow_proposal(accepted, limit, ahead)
 
 
 def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, AcceptedTokens]:

@@ -21,7 +21,7 @@ from ..proposal import NO_PARENT, PAD_NODE, Proposal, tree_from_paths
 from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes, widest_float
 from ..settings import SpeculationConfig
 from .drawn_trees import Plan, grow_drawn, plan_drawn
-from .forest import Forest, Step
+from .forest import Step, TreeFrontier
 
 # How probable it is that the next guess of each chain will be accepted, (batch,), as the last step saw it.
 Confidence = Callable[[], Tensor]
@@ -72,7 +72,7 @@ class Ahead:
         return replace(self, noise=[one.index_select(0, rows) for one in self.noise])
 
 
-def most_looked_behind(config: SpeculationConfig, depth: int) -> int:
+def max_expanded_nodes(config: SpeculationConfig, depth: int) -> int:
     """Return how many nodes a draft is asked to look behind at most while a proposal of this depth grows."""
     if isinstance(config.tree, str | None):
         width = 1 if config.tree is None else max(config.tree_topk, 1)
@@ -238,7 +238,7 @@ def _static(
 ) -> Proposal:
     """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
     parents, levels = layout
-    forest = Forest(step)
+    forest = TreeFrontier(step)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
     above = torch.full_like(tokens, NO_PARENT)
     q = log_probs.new_zeros((len(root), max(parents) + 1, log_probs.shape[-1])) if noise else None
@@ -246,7 +246,7 @@ def _static(
     for depth, level in enumerate(levels):
         if depth:
             places = None if level.above is None else level.above.expand(len(root), -1)
-            log_probs = forest.look_behind(tokens[:, level.nodes], places)
+            log_probs = forest.expand(tokens[:, level.nodes], places)
         if q is not None:
             q[:, level.nodes] = log_probs.exp()
         drawn = draw_distinct(log_probs, level.most, noise[depth]) if noise else None
@@ -266,13 +266,13 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
     ``nodes`` on the most probable paths are kept, in the order in which they were made.
     """
     top_k = min(top_k, nodes, log_probs.shape[-1])  # behind a path that as many beat, none is kept
-    forest = Forest(step)
+    forest = TreeFrontier(step)
     score, token = log_probs.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
     frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its numbers among all guesses
     above: Tensor | None = None  # places of its parents in the frontier before
     all_tokens, all_scores, all_parents = [token], [score], [torch.full_like(token, NO_PARENT)]
     for depth in range(1, limit):
-        log_probs = forest.look_behind(token, above)  # (batch, k, vocabulary)
+        log_probs = forest.expand(token, above)  # (batch, k, vocabulary)
         best_log_probs, best_tokens = log_probs.topk(top_k)  # (batch, k, k)
         scores = best_log_probs + score[:, :, None]
         all_tokens.append(best_tokens.flatten(1))

@@ -14,7 +14,7 @@ PRIOR_STEPS = 2.0  # steps that the prior weighs as much as, and earlier calls a
 BINS = 8  # of confidence, each calibrated by itself: as many as some hundred tokens fill
 BIN_PRIOR = 5.0  # draft tokens per bin that were accepted as often as the confidence said, before any was seen
 
-AVERAGE = 0  # the feature of draft tokens of which nothing is known but source and position
+NO_FEATURE = 0  # the feature of draft tokens of which nothing is known but source and position
 
 
 class PositionCounts:
@@ -98,11 +98,11 @@ class AcceptanceEstimator:
     def begin_call(self, batch_size: int) -> None:
         """Let the averages of earlier calls weigh as much as the prior: other text may be accepted otherwise."""
         for (_, feature), counts in list(self._counts.items()):
-            if feature == AVERAGE:
+            if feature == NO_FEATURE:
                 counts.limit(PRIOR_STEPS * batch_size)
 
     def record(
-        self, source: DraftSource, proposed: Sequence[int], accepted: Sequence[int], feature: int = AVERAGE
+        self, source: DraftSource, proposed: Sequence[int], accepted: Sequence[int], feature: int = NO_FEATURE
     ) -> None:
         """Count how many tokens were proposed and accepted in one step, per sequence; none: another source drafted."""
         counts = self._counts[source, feature]
@@ -116,10 +116,10 @@ class AcceptanceEstimator:
         if self._plain_steps == 8:
             self._plain_steps = 0
             for (_, feature), counts in list(self._counts.items()):
-                if feature == AVERAGE:
+                if feature == NO_FEATURE:
                     counts.scale(PLAIN_DECAY**8)
 
-    def survival(self, source: DraftSource, length: int, feature: int = AVERAGE) -> list[float]:
+    def survival(self, source: DraftSource, length: int, feature: int = NO_FEATURE) -> list[float]:
         """Return for each position the probability that its draft token is accepted, with all before it."""
         return self._counts[source, feature].survival(length)
 

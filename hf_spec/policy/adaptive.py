@@ -21,7 +21,7 @@ from .cost import StepCost
 if TYPE_CHECKING:
     from torch import Tensor
 
-MARGIN = 1.03  # how much faster than plain steps, whose time is certain, drafting has to promise to be
+MIN_SPEEDUP = 1.03  # how much faster than plain steps, whose time is certain, drafting has to promise to be
 TRIES = 1 / 128  # of the time, that trying each source which promises less may cost
 
 
@@ -152,7 +152,7 @@ class AdaptiveLength(DraftLengthPolicy):
         plain, seconds = self.cost.plain(batch_size), self.cost.curve(batch_size, source)
         if not plain or not seconds:
             return len(survival), math.inf
-        best, fastest = 0, MARGIN / plain
+        best, fastest = 0, MIN_SPEEDUP / plain
         expected = [*itertools.accumulate(survival, initial=1.0)]
         for length in self.lengths:
             tokens = expected[min(length, len(survival))]

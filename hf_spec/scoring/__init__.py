@@ -1,1 +1,1 @@
-"""Run any model of transformers over a forest of draft tokens: one tree for each sequence of a batch."""
+"""Run any model of transformers over trees of draft tokens: one tree for each sequence of a batch."""

@@ -9,21 +9,21 @@ from torch import Tensor
 
 from ..device_tensors import cached_arange, cached_full, to_device
 
-GROWTH = 256  # slots added at least when a buffer is full
-AHEAD = 64  # column numbers computed at once, for columns after the committed tokens
-SMALL = 1 << 17  # bytes up to which copying a buffer takes less time than an indexed write
+SLOTS_ADDED = 256  # slots added at least when a buffer is full
+COLUMNS_AHEAD = 64  # column numbers computed at once, for columns after the committed tokens
+SMALL_BUFFER = 1 << 17  # bytes up to which copying a buffer takes less time than an indexed write
 
 
-class Rows:
+class SequenceLengths:
     """The length of each batch row, shared by all layers of a cache.
 
     ``lengths`` (batch,) counts the committed slots. ``cpu_lengths`` is the same on the CPU, so that no layer asks the
-    accelerator. ``shortest`` and ``longest`` are their extremes; ``is_level``: all rows are equally long. ``open``
-    counts the nodes of the open forest, the same number in every row.
+    accelerator. ``shortest`` and ``longest`` are their extremes; ``equal_lengths``: all rows are equally long.
+    ``draft_nodes`` counts the nodes of the draft region, the same number in every row.
     """
 
     def __init__(self, lengths: Tensor, cpu_lengths: list[int]) -> None:
-        self.open = 0
+        self.draft_nodes = 0
         self.device = lengths.device
         self.set(lengths, cpu_lengths)
 
@@ -34,7 +34,7 @@ class Rows:
         """
         self._lengths, self.cpu_lengths = lengths, cpu_lengths
         self.shortest, self.longest = min(cpu_lengths, default=0), max(cpu_lengths, default=0)
-        self.is_level = self.shortest == self.longest
+        self.equal_lengths = self.shortest == self.longest
         self.version = object()  # a new one for each change of the lengths
         self._columns = columns
         self._places: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -66,23 +66,23 @@ class Rows:
     def columns(self, count: int) -> Tensor:
         """Return the columns after the committed ones, (batch, ``count`` or more), computed once per length."""
         if self._columns is None or self._columns.shape[1] < count:
-            count = max(AHEAD, count)
-            if self.is_level:
+            count = max(COLUMNS_AHEAD, count)
+            if self.equal_lengths:
                 self._columns = cached_arange(count, self.device, self.longest).expand(len(self.cpu_lengths), -1)
             else:
                 self._columns = self.lengths[:, None] + cached_arange(count, self.device)
         return self._columns
 
-    def behind(self, count: int) -> Tensor:
+    def next_columns(self, count: int) -> Tensor:
         """Return the columns of the next ``count`` nodes of a chain, (batch, count)."""
-        end = self.open + count
-        return self.columns(end)[:, self.open : end]
+        end = self.draft_nodes + count
+        return self.columns(end)[:, self.draft_nodes : end]
 
     def places(self, count: int) -> tuple[Tensor, Tensor]:
         """Return rows (batch, 1) and columns (batch, count) of the next nodes, computed once for all layers."""
-        place = self.open, count
+        place = self.draft_nodes, count
         if place not in self._places:
-            self._places[place] = cached_arange(len(self.cpu_lengths), self.device)[:, None], self.behind(count)
+            self._places[place] = cached_arange(len(self.cpu_lengths), self.device)[:, None], self.next_columns(count)
         return self._places[place]
 
 
@@ -107,17 +107,17 @@ class SlotBuffer:
         """Use ``states``, which begin at column ``start``, as the data."""
         self.data, self.start = states, start
 
-    def write(self, states: Tensor, rows: Rows, first: int) -> Tensor:
+    def write(self, states: Tensor, rows: SequenceLengths, first: int) -> Tensor:
         """Add ``states`` as new nodes and return the columns from ``first`` on."""
         dim, data, count = self.dim, self.data, states.shape[self.dim]
-        end = rows.longest + rows.open + count
+        end = rows.longest + rows.draft_nodes + count
         in_graph = torch.compiler.is_compiling()  # where sizes may be symbols
-        if rows.is_level and data is not None and not in_graph and data.nbytes <= SMALL:
+        if rows.equal_lengths and data is not None and not in_graph and data.nbytes <= SMALL_BUFFER:
             return self._append(data, states, first, end - count)
         if data is None or end - self.start > data.shape[dim]:
-            data = self._make_room(states, first, end)
+            data = self._grow(states, first, end)
         start = self.start
-        if rows.is_level:  # one contiguous copy instead of an indexed write per row
+        if rows.equal_lengths:  # one contiguous copy instead of an indexed write per row
             data.narrow(dim, end - count - start, count).copy_(states)
         else:
             self.by_slot[self._index(*rows.places(count))] = states.transpose(1, dim)
@@ -130,16 +130,16 @@ class SlotBuffer:
         self.data, self.start = torch.cat((data, states), self.dim), first
         return self.data
 
-    def _make_room(self, like: Tensor, first: int, end: int) -> Tensor:
+    def _grow(self, like: Tensor, first: int, end: int) -> Tensor:
         """Move to a new buffer with space for columns up to ``end``, and drop those before ``first``."""
-        size = end - first + max(GROWTH, (end - first) // 2)
+        size = end - first + max(SLOTS_ADDED, (end - first) // 2)
         if self.data is None:
             grown = like.new_zeros((*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]))
         else:
             gone = first - self.start
             kept = self.data.narrow(self.dim, gone, self.data.shape[self.dim] - gone)
-            behind = [0, 0] * (kept.ndim - 1 - self.dim)  # the dimensions after this one are not padded
-            grown = torch.nn.functional.pad(kept, [*behind, 0, size - kept.shape[self.dim]])
+            next_columns = [0, 0] * (kept.ndim - 1 - self.dim)  # the dimensions after this one are not padded
+            grown = torch.nn.functional.pad(kept, [*next_columns, 0, size - kept.shape[self.dim]])
         self.data, self.start = grown, first
         return grown
 
@@ -158,14 +158,14 @@ class SlotBuffer:
         row, column = row.to(self.data.device), column.to(self.data.device)
         return row, column - self.start if self.start else column
 
-    def clear(self, rows: Rows) -> None:
+    def clear(self, rows: SequenceLengths) -> None:
         """Zero the slots after the committed ones: a nan there would reach even queries that mask it, as 0 * nan."""
         if self.data is None:
             return
         for row, length in enumerate(rows.cpu_lengths):
             self.by_slot[row, length - self.start :].zero_()
 
-    def join(self, other: SlotBuffer, rows: Rows, others: Rows) -> None:
+    def join(self, other: SlotBuffer, rows: SequenceLengths, others: SequenceLengths) -> None:
         """Append the rows ``others`` of ``other``, with what they have committed, after the own ``rows``."""
         sides = ((self, rows), (other, others))
         like = next((one.data for one, _ in sides if one.data is not None), None)
@@ -174,7 +174,7 @@ class SlotBuffer:
         start = min(0 if one.data is None else one.start for one, _ in sides)  # no data: nothing was read yet
         batch, end = len(rows.cpu_lengths) + len(others.cpu_lengths), max(rows.longest, others.longest)
         shape = [batch, *like.shape[1:]]
-        shape[self.dim] = end - start + GROWTH
+        shape[self.dim] = end - start + SLOTS_ADDED
         joined = like.new_zeros(shape)
         parts = joined.transpose(1, self.dim).split([len(rows.cpu_lengths), len(others.cpu_lengths)])
         for part, (one, its) in zip(parts, sides, strict=True):

@@ -1,10 +1,10 @@
-"""A KV cache for trees: slots for keys and values, a length per batch row, and an open forest of draft tokens.
+"""A KV cache for trees: slots for keys and values, a length per batch row, and a draft region of draft tokens.
 
 A row's committed tokens fill slots 0 .. length-1 of its buffer. Draft tokens are written right after them, into the
-*open forest*. Rejecting them costs nothing, because the length does not change. Accepting a path moves a few slots
-inside the forest. Rows advance by different amounts::
+*draft region*. Rejecting them costs nothing, because the length does not change. Accepting a path moves a few slots
+inside the draft region. Rows advance by different amounts::
 
-    row 0   p p p t t t t │ 0 1 2 3 4          7 committed slots, a forest of 5 nodes
+    row 0   p p p t t t t │ 0 1 2 3 4          7 committed slots, a draft region of 5 nodes
     row 1   - p p t t │ 0 1 2 3 4              5 committed slots (the first is left padding)
 
     commit node path (0, 2), (0,)  →   row 0: length 9, row 1: length 6, nothing open
@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
 from ..device_tensors import cached_arange, to_list
-from .buffers import Rows, SlotBuffer
-from .layers import KINDS, adopt, keeps_state, undo
+from .buffers import SequenceLengths, SlotBuffer
+from .layers import LAYER_CLASSES, adopt, keeps_state, undo
 from .static import undo_static_reading
 
 
@@ -73,10 +73,10 @@ def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(holder[key])
 
 
-class SlotCache(Cache):
+class TreeKVCache(Cache):
     """The cache that replaces transformers' ``DynamicCache`` while draft tokens are scored; ``release`` fills that."""
 
-    def __init__(self, layers: list[Any], rows: Rows) -> None:
+    def __init__(self, layers: list[Any], rows: SequenceLengths) -> None:
         super().__init__(layers=layers)
         self.layers: list[Any]  # each a ``Layer``
         self.rows = rows
@@ -86,20 +86,20 @@ class SlotCache(Cache):
         self.attends = bool(windows)  # whether any layer keeps slots, as opposed to a recurrent state alone
         # How many columns a query sees at most, itself included, if all layers agree on it.
         self.window: int | None = windows.pop() if len(windows) == 1 else None
-        self.touch: Callable[[int, int], None] | None = None  # called with layer and number of each state in use
+        self.on_access: Callable[[int, int], None] | None = None  # called with layer and number of each state in use
         self.own_states: OwnStates | None = None
         self._own_cache: Any = None
 
     @classmethod
-    def adopt(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int = 0) -> SlotCache:
+    def adopt(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int = 0) -> TreeKVCache:
         """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
         It is a ``DynamicCache``, or of the model's own kind, which then goes on holding the states itself. Its last
-        ``open_nodes`` columns are the open forest, a chain.
+        ``open_nodes`` columns are the draft region, a chain.
         """
         length = _length(cache) - open_nodes
-        rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
-        rows.open = open_nodes
+        rows = SequenceLengths(torch.full((batch_size,), length, device=device), [length] * batch_size)
+        rows.draft_nodes = open_nodes
         slots = cls([adopt(layer, rows) for layer in getattr(cache, "layers", ())], rows)
         if type(cache) is not DynamicCache:
             slots.own_states, slots._own_cache = OwnStates(cache), cache
@@ -126,32 +126,32 @@ class SlotCache(Cache):
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the state of a convolution, as ``Cache`` does."""
-        self._touch(layer_idx, state_idx)
+        self._note_access(layer_idx, state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return a recurrent state, as ``Cache`` does."""
-        self._touch(layer_idx, state_idx)
+        self._note_access(layer_idx, state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Write the state of a convolution, as ``Cache`` does."""
-        self._touch(layer_idx, state_idx)
+        self._note_access(layer_idx, state_idx)
         return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
-    def _touch(self, layer: int, number: int) -> None:
-        if self.touch is not None:
-            self.touch(layer, number)
+    def _note_access(self, layer: int, number: int) -> None:
+        if self.on_access is not None:
+            self.on_access(layer, number)
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Commit the first ``counts[b]`` nodes of ``path[b]`` to row b, and drop the rest of the open forest.
+        """Commit the first ``counts[b]`` nodes of ``path[b]`` to row b, and drop the rest of the draft region.
 
         ``path`` is (batch, m), parents first; entries beyond the count may repeat any node. ``in_place`` says that
         each path is 0, 1, 2, ..., so that nothing moves. ``on_device`` (batch,) are the same counts, if known there.
         """
-        self.rows.open = 0  # first: after an error in the middle of the moves, the forest must not be used again
+        self.rows.draft_nodes = 0  # first: after an error in the middle of the moves, it must not be used again
         if path.shape[1] and not in_place:
             row, target = self.rows.places(path.shape[1])
             source = self.rows.lengths[:, None] + path
@@ -159,9 +159,9 @@ class SlotCache(Cache):
                 buffer.move(row, source, target)
         self.rows.advance(counts, on_device)
 
-    def drop(self) -> None:
-        """Drop the open forest and zero its slots."""
-        self.rows.open = 0
+    def rollback(self) -> None:
+        """Drop the draft region and zero its slots."""
+        self.rows.draft_nodes = 0
         for buffer in self._buffers():
             buffer.clear(self.rows)
 
@@ -178,16 +178,16 @@ class SlotCache(Cache):
         self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
 
     @property
-    def joins(self) -> bool:
+    def can_join(self) -> bool:
         """Tell whether rows of another cache can be appended: only where slots hold everything."""
-        return self._own_cache is None and all(layer.joins for layer in self.layers)
+        return self._own_cache is None and all(layer.can_join for layer in self.layers)
 
-    def join(self, other: SlotCache) -> None:
-        """Append the rows of ``other``, a cache of the same model; open forests are dropped."""
+    def join(self, other: TreeKVCache) -> None:
+        """Append the rows of ``other``, a cache of the same model; the draft regions are dropped."""
         for layer, others in zip(self.layers, other.layers, strict=True):
             layer.join(others)
         lengths = torch.cat([self.rows.lengths, other.rows.lengths])
-        self.rows.open = 0
+        self.rows.draft_nodes = 0
         self.rows.set(lengths, [*self.rows.cpu_lengths, *other.rows.cpu_lengths])
         self.batch = list(range(len(lengths)))
 
@@ -255,11 +255,11 @@ def undo_reading(cache: object) -> Callable[[], None]:
 
 def keeps_everything(cache: DynamicCache) -> bool:
     """Tell whether every layer of ``cache`` keeps all keys and values that it is given, and nothing else."""
-    return all(KINDS[type(layer)].keeps_all for layer in cache.layers)
+    return all(LAYER_CLASSES[type(layer)].keeps_all for layer in cache.layers)
 
 
 def unsupported_layer(cache: object) -> str | None:
     """Say why slots cannot replace ``cache``, or return ``None`` if they can."""
     if type(cache) is not DynamicCache or cache.offloading:
         return f"a {type(cache).__name__}" + (" with offloading" if getattr(cache, "offloading", False) else "")
-    return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in KINDS), None)
+    return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in LAYER_CLASSES), None)

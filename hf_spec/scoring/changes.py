@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .adapters import NAMES, adapter_of_inputs, given_by_row
-from .hooks import only_looks
+from .hooks import is_ours
 from .plain import precision
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -65,7 +65,7 @@ def foreign_hooks(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         for hooks in _HOOKS
         for hook in list(getattr(module, hooks).values())
-        if not only_looks(hook) and given_by_row(hook) is None
+        if not is_ours(hook) and given_by_row(hook) is None
     ]
 
 
@@ -75,7 +75,7 @@ def _changes(own: dict[str, Any]) -> list[Hashable]:
     for hooks in _HOOKS:
         if marks := _hooks(own[hooks].values()):
             found += hooks, *marks
-    if "forward" in own and not only_looks(own["forward"]):
+    if "forward" in own and not is_ours(own["forward"]):
         found.append(_identity(own["forward"]))
     if "_compiled_call_impl" in own and own["_compiled_call_impl"] is not None:
         found.append("compiled")
@@ -89,7 +89,7 @@ def _changes(own: dict[str, Any]) -> list[Hashable]:
 def _hooks(hooks: Iterable[Any]) -> list[Hashable]:
     marks: list[Hashable] = []
     for hook in list(hooks):  # another thread may add some
-        if only_looks(hook):
+        if is_ours(hook):
             continue
         by_row = given_by_row(hook)  # of PEFT, rebuilt for each call, so that its identity tells nothing
         if by_row is None:

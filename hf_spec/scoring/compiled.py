@@ -21,17 +21,17 @@ from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
 from .graphs import Graphs, compiled_model, taking_turns, why_not_compiled
+from .kv_view import KVView
 from .names import CACHE
 from .rings import power_of_two
 from .runner import ModelRunner, Scores
-from .slots import Slots
-from .static import StaticSlotCache, StaticSlots
+from .static import StaticKVView, StaticTreeKVCache
 
 logger = logging.get_logger(__name__)
 
 # Largest difference between eager forwards with masks made outside and inside that may be due to rounding, as a share
 # of the logits' spread.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+GRAPH_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 _not_compiled: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # models that run eagerly, and why
 _masks_tried: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
@@ -43,7 +43,7 @@ class StaticCacheRunner(ModelRunner):
     ``widest`` is the number of nodes of a complete proposal, if that is always the same.
     """
 
-    slots: StaticSlots
+    slots: StaticKVView
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class StaticCacheRunner(ModelRunner):
         with self._turn():  # a forward compiled meanwhile in another thread would run this prompt's hooks
             return super().prefill(input_ids, generation_config, model_kwargs)
 
-    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    def verifies_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Return False: over a static cache a prompt is read as plain ``generate`` reads it."""
         return False
 
-    def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
-        slots = StaticSlotCache.adopt(cache, batch, device, self._widest, self.most_new_tokens)
-        return StaticSlots(slots, cache, padding, self.most_new_tokens)
+    def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> KVView:
+        slots = StaticTreeKVCache.adopt(cache, batch, device, self._widest, self.most_new_tokens)
+        return StaticKVView(slots, cache, padding, self.most_new_tokens)
 
     def _start(self, cache: Any, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
@@ -130,9 +130,9 @@ class StaticCacheRunner(ModelRunner):
         else:
             super().abandon(committed)
 
-    # -- the forest ---------------------------------------------------------------------------------------------------
+    # -- draft nodes --------------------------------------------------------------------------------------------------
 
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, depth: int | None = None) -> Scores:
         """Score ``tokens`` (rows, nodes) after the committed ones, in a forward padded to a fixed shape."""
         count = tokens.shape[1]
         width = self._widest if 1 < count <= self._widest else power_of_two(count)
@@ -142,7 +142,7 @@ class StaticCacheRunner(ModelRunner):
             tokens = tokens.index_select(0, seats)
             ancestors = None if ancestors is None else ancestors.to(seats.device).index_select(0, seats)
         with self._turn():
-            scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors, level)
+            scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors, depth)
         if count < width:
             scores = scores.each(lambda states: states[:, :count])
         return scores if seats is None else scores.of(self.slots.seat_of_row)
@@ -213,7 +213,7 @@ class CompiledForward:
             difference = (self._model(**masks).logits.float() - asked).abs().max() / asked.std()
         except Exception as error:
             return f"it takes no masks made outside its forward ({error})"
-        if not difference <= TOLERANCE.get(self._model.dtype, 1e-3):
+        if not difference <= GRAPH_TOLERANCE.get(self._model.dtype, 1e-3):
             return "it does something else with masks made outside its forward"
         tried.add(implementation)
         return None

@@ -16,9 +16,9 @@ from .recurrent import PerTokenRunner, SnapshotRunner
 from .runner import ModelRunner
 from .trials import tried_once
 
-PROBE = 8  # tokens that tell whether a model reads blocks as it reads single tokens
+PROBE_TOKENS = 8  # tokens that tell whether a model reads blocks as it reads single tokens
 # Largest difference that may be due to rounding, as a share of the logits' spread.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
+BLOCK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 
 
 def runner_for(
@@ -57,8 +57,8 @@ def reads_blocks(model: PreTrainedModel) -> bool:
     Mamba, FalconMamba, Jamba and Zamba drop the state then; Zamba2 and Nemotron-H clamp the time step in blocks only.
     """
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-    ids = (torch.arange(2 * PROBE, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
-    prompt, rest = ids[:, :PROBE], ids[:, PROBE:]
+    ids = (torch.arange(2 * PROBE_TOKENS, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
+    prompt, rest = ids[:, :PROBE_TOKENS], ids[:, PROBE_TOKENS:]
     block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
     steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
-    return bool(difference(block, steps).max() <= TOLERANCE.get(precision(model), 1e-3))
+    return bool(difference(block, steps).max() <= BLOCK_TOLERANCE.get(precision(model), 1e-3))

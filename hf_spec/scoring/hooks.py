@@ -14,7 +14,7 @@ Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any,
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 
 COLLECTING = "transformers.utils.output_capturing"  # the module of transformers' own hooks
-NOTHING = contextlib.nullcontext()  # one object for all, so that a step spends no time on it
+NO_CONTEXT = contextlib.nullcontext()  # one object for all, so that a step spends no time on it
 
 
 def hooked(
@@ -25,7 +25,7 @@ def hooked(
     ``before(module, args, kwargs)`` returns the new arguments, and ``after(module, args, output)`` the new output;
     ``None`` changes nothing.
     """
-    return _hooked(modules, before, after) if modules else NOTHING
+    return _hooked(modules, before, after) if modules else NO_CONTEXT
 
 
 @contextlib.contextmanager
@@ -50,19 +50,19 @@ def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
         # torch.compile cannot ask for the thread; compiled forwards with hooks take turns instead.
         return hook(*args) if torch.compiler.is_compiling() or threading.get_ident() == thread else None
 
-    return looking(guarded)
+    return ours(guarded)
 
 
 Hook = TypeVar("Hook")
 
 
-def looking(hook: Hook) -> Hook:
+def ours(hook: Hook) -> Hook:
     """Mark a hook of this package: it changes nothing that a caller could see."""
     hook._hf_spec_looks = True  # type: ignore[attr-defined]
     return hook
 
 
-def only_looks(hook: object) -> bool:
+def is_ours(hook: object) -> bool:
     """Tell whether ``hook`` changes nothing: a marked one of ours, or one by which transformers collects outputs.
 
     The latter stay permanently after the first call that asked for hidden states or attentions.

@@ -1,4 +1,4 @@
-"""Replacements for transformers' cache layers: one class per kind; ``KINDS`` maps transformers' classes to ours.
+"""Replacements for transformers' cache layers: one class per kind, listed in ``LAYER_CLASSES``.
 
 After the prefill a class takes over the contents of a layer (``adopt``), and replaces it while draft tokens are
 scored. At the end it writes the accepted tokens back to it (``release``). transformers' layers of other kinds are
@@ -25,24 +25,24 @@ from transformers.cache_utils import (
 )
 
 from . import buffers
-from .buffers import Rows, SlotBuffer
+from .buffers import SequenceLengths, SlotBuffer
 
 
 class Layer:
-    """The interface of the layers of a ``SlotCache``; this base class keeps nothing per token.
+    """The interface of the layers of a ``TreeKVCache``; this base class keeps nothing per token.
 
     ``keeps_all``: transformers' layer keeps all it is given, so that draft tokens can be read together with a prompt.
     """
 
     keeps_all: ClassVar[bool] = False
     keeps_slots: ClassVar[bool] = False
-    joins: ClassVar[bool] = False  # whether rows of another layer can be appended
+    can_join: ClassVar[bool] = False  # whether rows of another layer can be appended
     cut_dims: ClassVar[dict[str, int]] = {}  # the growing dimension of each tensor, where everything is kept
     window: int | None = None
     buffers: dict[str, SlotBuffer]
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Replace transformers' ``layer``, which has read the prompts of ``rows``."""
         raise NotImplementedError
 
@@ -83,10 +83,10 @@ class NoSlots(Layer, DummyLayer):
     """A layer that caches nothing, or reads the keys and values of another layer."""
 
     keeps_all = True
-    joins = True
+    can_join = True
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Replace a ``layer`` that keeps nothing."""
         return cls()
 
@@ -99,7 +99,7 @@ class StateLayer(Layer, LinearAttentionLayer):
     """A layer with a recurrent or convolution state alone. ``recurrent.py`` rolls states back."""
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Use the states of transformers' ``layer`` in place, in its own dicts."""
         return cls(layer)
 
@@ -113,20 +113,20 @@ class SlotLayer(Layer, CacheLayerMixin):
     """A layer of full attention, with keys and values in slots."""
 
     keeps_all = True
-    joins = True
+    can_join = True
     keeps_slots = True
     is_sliding = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # the slot dimension of each tensor
     cut_dims: ClassVar[dict[str, int]] = slot_dims
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Take over the keys and values of transformers' ``layer``."""
         slots = cls(rows)
         slots._take_over(layer)
         return slots
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: SequenceLengths) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
         self.buffers = {name: SlotBuffer(dim) for name, dim in self.slot_dims.items()}
@@ -202,7 +202,7 @@ class SlotLayer(Layer, CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """Return the number of columns that the longest row uses."""
-        return self.rows.longest + self.rows.open
+        return self.rows.longest + self.rows.draft_nodes
 
     def get_max_length(self) -> int:
         """Return -1: slots grow."""
@@ -217,7 +217,7 @@ class SlidingSlotLayer(SlotLayer):
     cut_dims: ClassVar[dict[str, int]] = {}
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Take over the window, and the keys and values of the columns in it."""
         slots = cls(rows)
         slots.window = layer.sliding_window
@@ -241,13 +241,13 @@ class IndexedSlotLayer(SlotLayer):
     """A layer of sparse attention: its indexer has its own keys (batch, slots, width) and positions."""
 
     keeps_all = False
-    joins = False
+    can_join = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2, "indexer_keys": 1}
     cut_dims: ClassVar[dict[str, int]] = slot_dims
     _positions: Tensor | None = None  # (axes, batch, prompt)
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Take over the indexer's keys and positions too."""
         slots = super().adopt(layer, rows)
         if (positions := layer.indexer_position_ids) is not None:
@@ -266,7 +266,7 @@ class IndexedSlotLayer(SlotLayer):
         """
         if self._positions is None:
             return None
-        return _continued(self._positions, self.get_seq_length() + buffers.GROWTH)
+        return _continued(self._positions, self.get_seq_length() + buffers.SLOTS_ADDED)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
@@ -289,16 +289,16 @@ class HybridSlotLayer(SlotLayer, LinearAttentionLayer):
     """A layer of full attention that also keeps a recurrent state."""
 
     keeps_all = False
-    joins = False
+    can_join = False
 
     @classmethod
-    def adopt(cls, layer: Any, rows: Rows) -> Self:
+    def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Take over the slots, and use the states of transformers' ``layer`` in place, in its own dicts."""
         slots = super().adopt(layer, rows)
         _share_states(slots, layer)
         return slots
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: SequenceLengths) -> None:
         LinearAttentionLayer.__init__(self)
         SlotLayer.__init__(self, rows)
 
@@ -312,7 +312,7 @@ class HybridSlidingSlotLayer(HybridSlotLayer, SlidingSlotLayer):
     """A layer of sliding-window attention that also keeps a recurrent state."""
 
 
-KINDS: dict[type, type[Layer]] = {
+LAYER_CLASSES: dict[type, type[Layer]] = {
     DynamicLayer: SlotLayer,
     DynamicSlidingWindowLayer: SlidingSlotLayer,
     DynamicIndexedLayer: IndexedSlotLayer,
@@ -323,14 +323,14 @@ KINDS: dict[type, type[Layer]] = {
 }
 
 
-def adopt(layer: Any, rows: Rows) -> Layer:
+def adopt(layer: Any, rows: SequenceLengths) -> Layer:
     """Replace transformers' ``layer`` by one of ours."""
-    return KINDS[type(layer)].adopt(layer, rows)
+    return LAYER_CLASSES[type(layer)].adopt(layer, rows)
 
 
 def undo(layer: Any) -> Callable[[], None]:
     """Return a function that restores transformers' ``layer`` to its state now."""
-    return KINDS[type(layer)].undo(layer)
+    return LAYER_CLASSES[type(layer)].undo(layer)
 
 
 def keeps_state(layer: object) -> bool:

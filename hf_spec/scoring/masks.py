@@ -1,8 +1,8 @@
 """Tree attention masks, for any model that asks transformers for its masks.
 
-transformers' mask functions are wrapped once. While a forest is scored, the wrapper asks the model's own mask function
-about *logical* columns. That of a draft token is the sequence's length plus the token's depth. Then the wrapper hides
-what a node must not see. Windows, chunks and patterns by layer come out right without knowing any model.
+transformers' mask functions are wrapped once. While draft nodes are scored, the wrapper asks the model's own mask
+function about *logical* columns. That of a draft token is the sequence's length plus the token's depth. Then the
+wrapper hides what a node must not see. Windows, chunks and patterns by layer come out right without knowing any model.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from ..device_tensors import cached_arange
 from .attention import folding
-from .hooks import NOTHING
+from .hooks import NO_CONTEXT
 
 
 @dataclass
-class Block:
+class TreeMask:
     """The attention mask of the ``count`` new nodes of a forward.
 
     ``lengths`` (batch,) are the committed slots; ``width`` is the number of columns in use. Without ``ancestors``, the
-    new nodes continue the forest of ``open`` nodes as one chain. Otherwise ``ancestors`` (batch, nodes, forest) bool
-    says which nodes of the forest each new one sees. ``depths``, a (batch, nodes) tensor for each forward, are the
-    depths of the open nodes, the new ones last. All new nodes are ``level`` deep where that is known.
+    new nodes continue the ``draft_nodes`` nodes as one chain. Otherwise ``ancestors`` (batch, nodes, draft nodes) bool
+    says which draft nodes each new one sees. ``depths``, a (batch, nodes) tensor for each forward, are the
+    depths of the open nodes, the new ones last. All new nodes are ``depth`` deep where that is known.
 
     ``window`` is the number of columns that a query sees at most, if all layers agree. ``asked`` counts how often the
-    model asked for a mask: one that never asks would ignore the forest silently.
+    model asked for a mask: one that never asks would ignore the tree silently.
     """
 
     lengths: Tensor
-    open: int
+    draft_nodes: int
     count: int
     width: int
     padding: Tensor | None
     depths: tuple[Tensor, ...] | None = None
     ancestors: Tensor | None = None
     window: int | None = None
-    level: int | None = None
-    is_level: bool = False  # the rows are equally long
+    depth: int | None = None
+    equal_lengths: bool = False  # the rows are equally long
     end: int | None = None  # no row may ever reach this column
     asked: int = 0
 
     @property
     def hides_nothing(self) -> bool:
         """Tell whether no mask is needed: one new node per row, in rows of equal length without padding."""
-        return self.is_level and self.padding is None and self.ancestors is None and self.count == 1
+        return self.equal_lengths and self.padding is None and self.ancestors is None and self.count == 1
 
     @cached_property
     def query(self) -> Tensor:
@@ -78,17 +78,17 @@ class Block:
         Padding nodes of a row that is longer than others may lie beyond the maximum length. The model may have no
         position there, so they share the last column that a row may reach.
         """
-        if self.is_level and self.level is not None:
-            text = self.width - self.count - self.open
-            column = cached_arange(1, self.lengths.device, text + self.level).expand(len(self.lengths), self.count)
+        if self.equal_lengths and self.depth is not None:
+            text = self.width - self.count - self.draft_nodes
+            column = cached_arange(1, self.lengths.device, text + self.depth).expand(len(self.lengths), self.count)
         elif self.depths is not None:
             column = self.lengths[:, None] + self.depths[-1]
-        elif self.is_level:
+        elif self.equal_lengths:
             column = cached_arange(self.count, self.lengths.device, self.width - self.count).expand(
                 len(self.lengths), -1
             )
         else:
-            column = self.lengths[:, None] + cached_arange(self.count, self.lengths.device, self.open)
+            column = self.lengths[:, None] + cached_arange(self.count, self.lengths.device, self.draft_nodes)
         return column if self.end is None or self.width <= self.end else column.clamp(max=self.end - 1)
 
     def columns_of_slots(self) -> Tensor:
@@ -97,7 +97,7 @@ class Block:
         if self.depths is None:
             return slot.expand(len(self.lengths), -1)
         node = slot - self.lengths[:, None]  # negative in committed slots
-        depth = torch.cat(self.depths, dim=1)  # (batch, forest)
+        depth = torch.cat(self.depths, dim=1)  # (batch, draft nodes)
         depth = depth.gather(1, node.clamp(0, depth.shape[1] - 1))
         return torch.where(node < 0, node, depth) + self.lengths[:, None]
 
@@ -108,14 +108,14 @@ class Block:
         columns of the new nodes.
         """
         slot = cached_arange(self.width, self.lengths.device)
-        if self.ancestors is None and self.is_level:
+        if self.ancestors is None and self.equal_lengths:
             seen = (slot <= query[:1, :, None]).expand(len(query), -1, -1)
         elif self.ancestors is None:
             seen = slot <= query[:, :, None]
-        elif self.is_level:  # the forest is the last columns; all committed ones before it are seen
+        elif self.equal_lengths:  # draft nodes are the last columns; all committed ones before it are seen
             seen = torch.nn.functional.pad(self.ancestors, (self.width - self.ancestors.shape[2], 0), value=True)
-        else:  # the forest begins at each row's own length
-            place = self.lengths[:, None] + cached_arange(self.ancestors.shape[2], slot.device)  # (batch, forest)
+        else:  # the draft region begins at each row's own length
+            place = self.lengths[:, None] + cached_arange(self.ancestors.shape[2], slot.device)  # (batch, draft nodes)
             text = (slot < self.lengths[:, None])[:, None].expand(-1, self.count, -1)
             seen = text.scatter(2, place[:, None].expand(-1, self.count, -1), self.ancestors)
         if self.padding is not None:
@@ -150,7 +150,7 @@ class Block:
 
 
 def depths_with(
-    known: tuple[Tensor, ...] | None, ancestors: Tensor, level: int | None, opened: int
+    known: tuple[Tensor, ...] | None, ancestors: Tensor, depth: int | None, opened: int
 ) -> tuple[Tensor, ...]:
     """Append the depths of new nodes with these ``ancestors`` to those ``known`` of the ``opened`` nodes.
 
@@ -159,13 +159,13 @@ def depths_with(
     rows, count, device = len(ancestors), ancestors.shape[1], ancestors.device
     if known is None:
         known = (cached_arange(opened, device).expand(rows, -1),) if opened else ()
-    if level is None:
+    if depth is None:
         return *known, ancestors.sum(-1) - 1
-    return *known, cached_arange(1, device, level).expand(rows, count)
+    return *known, cached_arange(1, device, depth).expand(rows, count)
 
 
 def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
-    """Return the masks of ``count`` layers of full attention, for the forest that is being scored.
+    """Return the masks of ``count`` layers of full attention, for the draft nodes that are being scored.
 
     They are what transformers would make, in a fifth of the time; ``None`` where it has to be asked.
     """
@@ -186,20 +186,20 @@ def why_no_masks(implementation: str) -> str | None:
     )
 
 
-_block: ContextVar[Block | None] = ContextVar("hf_spec_block", default=None)
+_block: ContextVar[TreeMask | None] = ContextVar("hf_spec_block", default=None)
 _counting = threading.Lock()
 _open = 0  # number of open blocks, in all threads
 _any_open = False  # checked first: unlike a context variable, torch.compile can read it, so plain calls can be graphs
 
 
 @contextlib.contextmanager
-def showing(block: Block, implementation: str) -> Iterator[None]:
+def showing(block: TreeMask, implementation: str) -> Iterator[None]:
     """Use the mask of ``block`` in the forwards of this context, for attention by ``implementation``."""
     _hook_masks(implementation)
     token = _block.set(block)
     _count(1)
     try:
-        with NOTHING if block.hides_nothing else folding():
+        with NO_CONTEXT if block.hides_nothing else folding():
             yield
     finally:
         _block.reset(token)

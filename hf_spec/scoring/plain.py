@@ -66,7 +66,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return size if size and size > 0 else None
 
 
-def room_behind(prompt: int, size: int, where: str, instead: str = "") -> int:
+def space_after(prompt: int, size: int, where: str, instead: str = "") -> int:
     """Return how many tokens fit after a prompt into ``size``; a ValueError if none does.
 
     ``where`` names, for the message, what is ``size`` long.

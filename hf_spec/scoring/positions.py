@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from .architectures import arguments_of
 from .features import decoder_of
-from .hooks import NOTHING, hooked
-from .masks import Block
+from .hooks import NO_CONTEXT, hooked
+from .masks import TreeMask
 from .names import CACHE
 
 
@@ -30,10 +30,10 @@ class OwnPositions:
         self._known: Tensor | None = None  # (..., rows or 1, columns), from column ``_first`` on
         self._first = 0
 
-    def reading(self, block: Block, rows: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    def reading(self, block: TreeMask, rows: Sequence[int]) -> contextlib.AbstractContextManager[None]:
         """Give the model the positions of ``block`` in a forward; ``rows`` are their indices in the batch."""
         if not self._readers:
-            return NOTHING
+            return NO_CONTEXT
         columns = block.query  # (batch, nodes)
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -56,7 +56,7 @@ class OwnPositions:
         if self._known is not None and self._known.shape[-2] > 1:
             self._known = self._known.index_select(-2, rows.to(self._known.device))
 
-    def _looked_up(self, own: Tensor, block: Block, rows: Sequence[int]) -> Tensor:
+    def _looked_up(self, own: Tensor, block: TreeMask, rows: Sequence[int]) -> Tensor:
         """Store the model's ``own`` positions of the next columns, and return those of the nodes, (..., batch, nodes).
 
         The model may have fewer than needed, since draft tokens may go beyond the maximum length.

@@ -15,8 +15,8 @@ from .architectures import cache_name, why_one_row
 from .names import CACHES, cache_among
 from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
 
-LENGTH = 7  # tokens of a prompt of text
-ROOM = 64  # slots of a static cache after the prompt, more than the check ever reads
+PROMPT_TOKENS = 7  # tokens of a prompt of text
+SPARE_SLOTS = 64  # slots of a static cache after the prompt, more than the check ever reads
 # Arguments of the prefill of a prompt of text alone.
 OF_TEXT = ("attention_mask", "position_ids", "logits_to_keep", *CACHES)
 
@@ -34,7 +34,7 @@ class Prompt:
     mask: Tensor | None
     kwargs: dict[str, Any]
     extra: tuple[str, ...] = ()
-    slots: int = LENGTH + ROOM
+    slots: int = PROMPT_TOKENS + SPARE_SLOTS
 
     @property
     def kind(self) -> Hashable:
@@ -47,7 +47,7 @@ class Prompt:
 
         Each ``draw`` has other tokens.
         """
-        ids = tokens_for(model, 2, LENGTH, draw)
+        ids = tokens_for(model, 2, PROMPT_TOKENS, draw)
         mask = torch.ones_like(ids)
         mask[1, :2] = 0
         count = 2 if why_one_row(model) is None else 1
@@ -67,7 +67,7 @@ class Prompt:
         cache = cache_among(model_kwargs)
         if not extra or (isinstance(cache, Cache) and cache.get_seq_length() > 0):
             return None
-        mask, slots = model_kwargs.get("attention_mask"), input_ids.shape[1] + ROOM
+        mask, slots = model_kwargs.get("attention_mask"), input_ids.shape[1] + SPARE_SLOTS
         if isinstance(cache, StaticCache):  # it has slots for whatever precedes the tokens, such as images
             slots = max(slots, int(cache.get_max_length()))
         return cls(input_ids, mask, _without_cache(model_kwargs), tuple(sorted(extra)), slots)

@@ -30,10 +30,10 @@ from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
 from ..proposal import NO_PARENT, PAD_NODE, Proposal
-from .cache import SlotCache
+from .cache import TreeKVCache
 from .hooks import hooked
 from .layers import keeps_state
-from .masks import Block
+from .masks import TreeMask
 from .names import CACHE
 from .runner import ModelRunner, Scores, refuse_trees
 
@@ -54,7 +54,7 @@ class RecurrentRunner(ModelRunner):
         """Return the object that rolls states back after rejections."""
         raise NotImplementedError
 
-    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+    def verifies_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Return False: the state after the prompt is needed, and not the one after draft tokens."""
         return False
 
@@ -76,11 +76,11 @@ class RecurrentRunner(ModelRunner):
     def _read_carried(self, rows: Collection[int]) -> None:
         """Bring the states of ``rows`` up to all accepted tokens that the target has scored."""
 
-    def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
+    def finish_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
         """Keep the rows ``going_on``. The others end early, and no cache is returned: a state cannot be padded."""
         self.keep_rows(to_device(going_on, last_tokens.device))
 
-    def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
+    def read_last_tokens(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Do nothing: rows of different lengths get no cache back."""
 
     def release(self, committed: int) -> Cache | None:
@@ -122,7 +122,7 @@ class RecurrentRunner(ModelRunner):
 
     def abandon(self, committed: int) -> None:
         """Write back to transformers' cache in the middle of a call, at batch size 1 only, as ``release`` does."""
-        self.drop()
+        self.rollback()
         if self._batch == 1:
             self.release(committed)
 
@@ -138,7 +138,7 @@ class SnapshotRunner(RecurrentRunner):
         self._carried = [[] for _ in range(self._batch)]
         return States(self.slots.cache.layers_with_states)
 
-    def fit(self, proposal: Proposal, limit: int) -> Proposal:
+    def clip(self, proposal: Proposal, limit: int) -> Proposal:
         """Drop draft tokens until each row's carried tokens, root and draft tokens fit into a block.
 
         The block has ``2 * limit + 1`` columns. So a row that carries many tokens gets fewer draft tokens, until a
@@ -169,7 +169,7 @@ class SnapshotRunner(RecurrentRunner):
         columns = skip + torch.arange(proposal.tokens.shape[1], device=self.slots.device)
         return scores.at(columns.clamp(max=max(map(len, self._block)) - 1))
 
-    def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
+    def _inputs(self, tokens: Tensor, block: TreeMask) -> dict[str, Any]:
         """Build the arguments of a forward; padding gets the position of its row's last token.
 
         Positions beyond that might exceed the maximum length.
@@ -197,9 +197,9 @@ class SnapshotRunner(RecurrentRunner):
         self._states.settle(settled)
         self.slots.commit(path[:, :0], [width if all_text else 0 for all_text in settled], in_place=True)
 
-    def drop(self) -> None:
+    def rollback(self) -> None:
         """Drop the last block, and roll the states back to the saved ones; carried tokens stay carried."""
-        super().drop()
+        super().rollback()
         self._states.settle([False] * len(self._carried))
 
     def abandon(self, committed: int) -> None:
@@ -242,17 +242,17 @@ class PerTokenRunner(RecurrentRunner):
         self._mixers = _mixers(self.model)
         return NodeStates(self.slots.cache, self._batch)
 
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
-        """Add ``tokens`` (batch, nodes) to the open forest and score them, as ``ModelRunner.extend`` does."""
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, depth: int | None = None) -> Scores:
+        """Add ``tokens`` (batch, nodes) to the draft region and score them, as ``ModelRunner.extend`` does."""
         if ancestors is None:
-            first = self.slots.cache.rows.open - 1
+            first = self.slots.cache.rows.draft_nodes - 1
             parents = [[parent] * len(tokens) for parent in range(first, first + tokens.shape[1])]
         else:
             parents = _parents(ancestors)
         with contextlib.ExitStack() as stack:
             for mixer in self._mixers:
                 stack.enter_context(_reading_by_token(mixer, self._states, parents))
-            return super().extend(tokens, ancestors, level)
+            return super().extend(tokens, ancestors, depth)
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
@@ -263,10 +263,10 @@ class PerTokenRunner(RecurrentRunner):
         self._states.commit(last)
         super().commit(path, counts, in_place, on_device)
 
-    def drop(self) -> None:
-        """Drop the open forest, and roll the states back to the last committed token."""
-        super().drop()
-        self._states.drop()
+    def rollback(self) -> None:
+        """Drop the draft region, and roll the states back to the last committed token."""
+        super().rollback()
+        self._states.rollback()
 
 
 class States:
@@ -292,7 +292,7 @@ class States:
 class NodeStates:
     """The recurrent states of a cache after every open node, stored as modules read and write them node by node."""
 
-    def __init__(self, cache: SlotCache, batch: int) -> None:
+    def __init__(self, cache: TreeKVCache, batch: int) -> None:
         self._cache = cache
         layers: list[Any] = cache.layers
         self._branches = {
@@ -303,20 +303,20 @@ class NodeStates:
         }
 
     @contextlib.contextmanager
-    def behind(self, parents: list[int]) -> Iterator[None]:
+    def after_parents(self, parents: list[int]) -> Iterator[None]:
         """Give modules in this context the states after node ``parents[b]`` of row b; store those that they write."""
         touched: dict[tuple[int, int], Branches] = {}
 
-        def touch(layer: int, number: int) -> None:
+        def on_access(layer: int, number: int) -> None:
             if (place := (layer, number)) not in touched:
                 touched[place] = self._branches[place]
-                touched[place].read_behind(parents)
+                touched[place].read_after(parents)
 
-        self._cache.touch = touch
+        self._cache.on_access = on_access
         try:
             yield
         finally:
-            self._cache.touch = None
+            self._cache.on_access = None
         for branches in touched.values():
             branches.add_node()
 
@@ -325,10 +325,10 @@ class NodeStates:
         for branches in self._branches.values():
             branches.commit(last)
 
-    def drop(self) -> None:
+    def rollback(self) -> None:
         """Roll back to the committed states, also after a forward that failed half-way."""
         for branches in self._branches.values():
-            branches.drop()
+            branches.rollback()
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
@@ -344,7 +344,7 @@ class Branches:
         self._saved: list[list[Tensor]] = []  # the committed value, then that after each open node
         self._at = [NO_PARENT] * batch  # the node whose state the layer holds, per row
 
-    def read_behind(self, parents: list[int]) -> None:
+    def read_after(self, parents: list[int]) -> None:
         """Let row b continue after node ``parents[b]``; -1 is the last committed token."""
         if not self._saved:
             self._saved.append(self._live.copy())
@@ -361,7 +361,7 @@ class Branches:
             self._go_to(last)
         self._saved, self._at = [], [NO_PARENT] * len(last)
 
-    def drop(self) -> None:
+    def rollback(self) -> None:
         """Roll back to the committed state, whatever the layer holds now."""
         if self._saved:
             for saved, live in zip(self._saved[0], self._live, strict=True):
@@ -423,7 +423,7 @@ class Live:
 
 
 def _parents(ancestors: Tensor) -> list[list[int]]:
-    """Return the parent of every new node, ``[node][row]``, from ``ancestors`` (batch, nodes, forest).
+    """Return the parent of every new node, ``[node][row]``, from ``ancestors`` (batch, nodes, draft nodes).
 
     It is the other ancestor with the highest number, because parents come before their children.
     """
@@ -473,7 +473,7 @@ def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[i
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         nonlocal given
         given = args, kwargs
-        reading_first.enter_context(states.behind(parents[0]))
+        reading_first.enter_context(states.after_parents(parents[0]))
         return arguments(0)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
@@ -481,7 +481,7 @@ def _reading_by_token(mixer: nn.Module, states: NodeStates, parents: list[list[i
         outputs = [output]
         for node, above in enumerate(parents[1:], start=1):
             args, kwargs = arguments(node)
-            with states.behind(above):
+            with states.after_parents(above):
                 outputs.append(module.forward(*args, **kwargs))
         return _joined(outputs)
 

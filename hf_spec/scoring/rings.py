@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device_tensors import cached_arange
-from .masks import Block
+from .masks import TreeMask
 
 SHORTEST = 256  # slots of a new ring for full attention, or half as many if these will suffice; see ``fewest_slots``
 STEP = 64  # the size of a ring for a window is a multiple of this
@@ -58,7 +58,7 @@ def ring_size(window: int | None, end: int, count: int, shortest: int) -> int:
     return min(whole, -(-(window - 1 + count) // STEP) * STEP)
 
 
-class RingBlock(Block):
+class RingMask(TreeMask):
     """The attention mask of the new nodes of a forward over ring buffers."""
 
     def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
@@ -70,13 +70,13 @@ class RingBlock(Block):
                 behind = length - self.padding.shape[1]
                 seen &= torch.nn.functional.pad(self.padding, (0, behind), value=True)[:, None]
             return seen, slot.expand(len(self.lengths), -1)
-        column = Ring(length).columns(self.lengths + self.open + self.count)  # (seats, slots)
+        column = Ring(length).columns(self.lengths + self.draft_nodes + self.count)  # (seats, slots)
         node = column - self.lengths[:, None]  # negative in committed slots
         logical = column
         if self.depths is None or self.ancestors is None:
             seen = column[:, None] <= self.query[:, :, None]
         else:
-            depth = torch.cat(self.depths, dim=1)  # (seats, forest)
+            depth = torch.cat(self.depths, dim=1)  # (seats, draft nodes)
             known = node.clamp(0, depth.shape[1] - 1)
             logical = torch.where(node < 0, column, depth.gather(1, known) + self.lengths[:, None])
             forest = self.ancestors.gather(2, known[:, None].expand(-1, self.count, -1))

@@ -1,4 +1,4 @@
-"""Run a model of transformers, a target or a draft, over forests of draft tokens: prefill, score, commit."""
+"""Run a model of transformers, a target or a draft, over trees of draft tokens: prefill, score, commit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ..device_tensors import to_device
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
 from .architectures import cache_name
-from .cache import SlotCache, keeps_everything, undo_reading
+from .cache import TreeKVCache, keeps_everything, undo_reading
 from .changes import foreign_hooks
 from .features import Features
-from .hooks import NOTHING, hooked
-from .masks import Block
+from .hooks import NO_CONTEXT, hooked
+from .kv_view import KVView
+from .masks import TreeMask
 from .names import CACHES
 from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
-from .slots import Slots
 
 # Arguments that are rebuilt for each forward, and those that have a column for each token.
 PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
@@ -80,7 +80,7 @@ class _PrefillRecord:
     features: list[Tensor] = field(default_factory=list)
 
 
-class _Closing:
+class _FinishedRows:
     """Rows that ended early, whose last token still has to be written to the returned KV cache.
 
     The next proposal has only the unfinished rows. It is widened by the ended ones, and its scores are narrowed. ::
@@ -128,7 +128,7 @@ class ModelRunner:
     ) -> None:
         self.model: Any = model  # its type lacks the methods of GenerationMixin
         self.features = Features(model, feature_layers, every=hidden_states)
-        self.slots: Slots  # from the prefill on
+        self.slots: KVView  # from the prefill on
         self._cache_name = cache_name(model)
         self._text_config = model.config.get_text_config(decoder=True)
         self._origin: Tensor | None = None  # (..., batch or 1, 1), the position that column 0 has or would have
@@ -136,7 +136,7 @@ class ModelRunner:
         self._positions: OwnPositions | None = None  # where the model's forward is given no position_ids
         self._step_kwargs: dict[str, Any] = {}  # arguments of every forward, from prepare_inputs_for_generation
         self._by_token: set[str] = set()  # those of them that have a column for each token
-        self._closing: _Closing | None = None  # rows to be read once more with the next proposal
+        self._finished: _FinishedRows | None = None  # rows to be read once more with the next proposal
         self.most_new_tokens: int | None = None  # that any row may get; set before the prefill
         self._undo_prompt: Callable[[], None] | None = None  # restores the cache to its state before the prompt
 
@@ -157,8 +157,8 @@ class ModelRunner:
         features = torch.cat(record.features, dim=1) if record.features else None
         return Scores(outputs.logits[:, -1:], features, self.features.all_hidden(outputs))
 
-    def reads_guesses_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
-        """Tell whether ``prefill_guessing`` can replace ``prefill``.
+    def verifies_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
+        """Tell whether ``prefill_with_draft_tokens`` can replace ``prefill``.
 
         It needs a prompt of tokens alone, read in one forward into an empty cache whose layers keep all of it. Nobody
         may want the prompt's features, and the model has to read prompts causally. There must be no hooks of other
@@ -181,7 +181,7 @@ class ModelRunner:
             and not foreign_hooks(self.model)
         )
 
-    def prefill_guessing(
+    def prefill_with_draft_tokens(
         self,
         input_ids: Tensor,
         generation_config: GenerationConfig,
@@ -256,9 +256,9 @@ class ModelRunner:
         self._origin = None if position is None else position[..., -1:] - self.slots.prompt
         self._step_kwargs = {name: value for name, value in prepared.items() if name not in PER_FORWARD}
 
-    def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> Slots:
-        """Replace transformers' ``cache`` by slots; its last ``nodes`` columns are the open forest, a chain."""
-        return Slots(SlotCache.adopt(cache, batch, device, nodes), cache, padding, self.most_new_tokens)
+    def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> KVView:
+        """Replace transformers' ``cache`` by slots; its last ``nodes`` columns are the draft region, a chain."""
+        return KVView(TreeKVCache.adopt(cache, batch, device, nodes), cache, padding, self.most_new_tokens)
 
     @contextlib.contextmanager
     def _recording(self, **changed: Any) -> Iterator[_PrefillRecord]:
@@ -276,18 +276,18 @@ class ModelRunner:
         with self.features.watching() as caught, hooked([self.model], before, after):
             yield record
 
-    # -- the forest ---------------------------------------------------------------------------------------------------
+    # -- draft nodes --------------------------------------------------------------------------------------------------
 
-    def fit(self, proposal: Proposal, limit: int) -> Proposal:
+    def clip(self, proposal: Proposal, limit: int) -> Proposal:
         """Drop the draft tokens, at most ``limit`` deep, that this runner cannot score in the next step: none here."""
         return proposal
 
     def score(self, proposal: Proposal) -> Scores:
         """Score the root and the draft tokens of ``proposal``, in one forward for all rows and nodes."""
         tokens, ancestors = proposal.tokens, None if proposal.is_chain else proposal.ancestors
-        if self._closing is None:
+        if self._finished is None:
             return self.extend(tokens, ancestors)
-        return self._closing.narrow(self.extend(*self._closing.widen(tokens, ancestors)))
+        return self._finished.narrow(self.extend(*self._finished.widen(tokens, ancestors)))
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
@@ -296,25 +296,25 @@ class ModelRunner:
 
         ``in_place``: no node moves, as in a chain. ``on_device`` (batch,) are the same counts, if known there.
         """
-        closing, self._closing = self._closing, None
-        if closing is None:
+        finished, self._finished = self._finished, None
+        if finished is None:
             self.slots.commit(path, counts, in_place, on_device)
             return
-        self.slots.commit(*closing.widen_path(path, counts), in_place)
-        self.keep_rows(closing.rows, keep_finished=True)
+        self.slots.commit(*finished.widen_path(path, counts), in_place)
+        self.keep_rows(finished.rows, keep_finished=True)
 
-    def drop(self) -> None:
-        """Drop the open forest, also after a forward that failed; the committed tokens stay."""
-        self.slots.drop()
+    def rollback(self) -> None:
+        """Drop the draft region, also after a forward that failed; the committed tokens stay."""
+        self.slots.rollback()
 
-    def close_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
+    def finish_rows(self, going_on: list[int], last_tokens: Tensor) -> None:
         """Keep the rows ``going_on``; read the ``last_tokens`` (batch,) of the others together with the next proposal.
 
         The others ended early, and plain ``generate`` has their last tokens in the cache that it returns.
         """
-        self._closing = _Closing(going_on, last_tokens)
+        self._finished = _FinishedRows(going_on, last_tokens)
 
-    def read_ends(self, tokens: Tensor, ended: Sequence[bool]) -> None:
+    def read_last_tokens(self, tokens: Tensor, ended: Sequence[bool]) -> None:
         """Read and commit the last tokens (batch,) of the rows that ``ended``, where no further proposal follows."""
         self.extend(tokens[:, None])
         self.commit(torch.zeros_like(tokens)[:, None], [int(end) for end in ended], in_place=True)
@@ -326,25 +326,25 @@ class ModelRunner:
     def abandon(self, committed: int) -> None:
         """Write back to transformers' cache, in the middle of a call, what all rows have committed.
 
-        That is at most ``committed`` tokens after the prompt, and nothing of an open forest.
+        That is at most ``committed`` tokens after the prompt, and nothing of a draft region.
         """
-        self.drop()
+        self.rollback()
         in_slots = self.slots.committed
         self.release(committed if in_slots is None else min(committed, in_slots))
 
-    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, level: int | None = None) -> Scores:
-        """Add ``tokens`` (batch, nodes) to the open forest and score them, all rows in one forward.
+    def extend(self, tokens: Tensor, ancestors: Tensor | None = None, depth: int | None = None) -> Scores:
+        """Add ``tokens`` (batch, nodes) to the draft region and score them, all rows in one forward.
 
-        ``ancestors`` (batch, nodes, forest) bool: which nodes of the forest, these new ones last, lie on the path to
-        each new node, itself included. A node with no other ancestor follows the last committed token. ``level`` is
-        the number of other ancestors, if it is known and the same for all new nodes. Without ``ancestors`` the forest
-        is a chain, which the tokens continue.
+        ``ancestors`` (batch, nodes, draft nodes) bool: which draft nodes, these new ones last, lie on the path to each
+        new node, itself included. A node with no other ancestor follows the last committed token. ``depth`` is the
+        number of other ancestors, if it is known and the same for all new nodes. Without ``ancestors`` the draft
+        region is a chain, which the tokens continue.
         """
         device, config = self.slots.device, self._text_config
         tokens, ancestors = tokens.to(device), None if ancestors is None else ancestors.to(device)
         with (
             self.features.watching() as caught,
-            self.slots.scoring(tokens.shape[1], ancestors, config, level) as block,
+            self.slots.scoring(tokens.shape[1], ancestors, config, depth) as block,
             self._reading_at(block),
             with_adapters(self._adapted, self._of_these_rows, are_steps=True),
         ):
@@ -369,11 +369,11 @@ class ModelRunner:
         batch: list[int] = self.slots.cache.batch
         return batch
 
-    def _reading_at(self, block: Block) -> contextlib.AbstractContextManager[None]:
+    def _reading_at(self, block: TreeMask) -> contextlib.AbstractContextManager[None]:
         rows = self._of_these_rows(len(self.slots.cache.rows.cpu_lengths))
-        return NOTHING if self._positions is None else self._positions.reading(block, rows)
+        return NO_CONTEXT if self._positions is None else self._positions.reading(block, rows)
 
-    def _inputs(self, tokens: Tensor, block: Block) -> dict[str, Any]:
+    def _inputs(self, tokens: Tensor, block: TreeMask) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
         inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache.shown}
         if (mask := self.slots.mask(block)) is not None:
@@ -412,7 +412,7 @@ class ModelRunner:
     def align(self) -> None:
         """Shift all rows to end in the same column, where slots hold everything and positions are given separately."""
         origin, cache = self._origin, self.slots.cache
-        if not cache.rows.is_level and type(self) is ModelRunner and origin is not None and cache.joins:
+        if not cache.rows.equal_lengths and type(self) is ModelRunner and origin is not None and cache.can_join:
             self._origin = origin - self.slots.align().to(origin.device)
 
     def join(self, other: ModelRunner) -> bool:

@@ -20,7 +20,7 @@ from .factory import runner_for
 from .graphs import is_compiled
 from .names import cache_among
 from .plain import difference, logits_of_ways, precision, prompt_kwargs
-from .prompts import LENGTH, Prompt, tokens_for
+from .prompts import PROMPT_TOKENS, Prompt, tokens_for
 from .runner import ModelRunner
 from .trials import in_short, tried_once
 
@@ -41,12 +41,12 @@ class _Shape(NamedTuple):
 CHAIN = _Shape(parents=(-1, 0, 1, 2), kept=(0, 1))
 TREE = _Shape(parents=(-1, 0, 0, 1, 2, 2), kept=(0, 2))  # the second of two children: its slots have to move
 # Largest difference that may be due to rounding in any model, as a share of the logits' spread.
-TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
+CHECK_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 # In half precision the limit is lower if two plain readings of the same tokens differ less: TIMES_APART times their
 # difference, but at least LEAST.
 TIMES_APART = 4
-LEAST = {torch.float16: 0.03, torch.bfloat16: 0.1}
-DRAWS = 3  # tries with other tokens in half precision, where rounding may route a token to other experts
+ROUNDING_FLOOR = {torch.float16: 0.03, torch.bfloat16: 0.1}
+TRIES = 3  # tries with other tokens in half precision, where rounding may route a token to other experts
 
 
 def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prompt: Prompt | None = None) -> None:
@@ -127,11 +127,11 @@ def reads_prompts_causally(model: PreTrainedModel) -> bool:
 
 @tried_once
 def _reads_prompts_causally(model: PreTrainedModel) -> bool:
-    prompt, guesses = tokens_for(model, 1, LENGTH).tensor_split([LENGTH // 2], dim=1)
-    seen, chain = torch.ones_like(prompt), Proposal.chain(prompt[:, -1], guesses)
+    prompt, rest = tokens_for(model, 1, PROMPT_TOKENS).tensor_split([PROMPT_TOKENS // 2], dim=1)
+    seen, chain = torch.ones_like(prompt), Proposal.chain(prompt[:, -1], rest)
     alone = ModelRunner(model).prefill_tokens(prompt, seen)
     kwargs = prompt_kwargs(model, prompt, seen)
-    together = ModelRunner(model).prefill_guessing(prompt, GenerationConfig(), kwargs, chain)
+    together = ModelRunner(model).prefill_with_draft_tokens(prompt, GenerationConfig(), kwargs, chain)
     assert alone is not None
     return bool(difference(together.logits[:, 0], alone.logits[:, 0]).max() <= _most(model))
 
@@ -164,7 +164,7 @@ def difference_from_plain(
     tokens, and its smallest difference counts. Rounding may route one token to other experts, but an error shows with
     any tokens.
     """
-    draws = DRAWS if precision(model) in LEAST else 1
+    draws = TRIES if precision(model) in ROUNDING_FLOOR else 1
     apart, most = _differences(model, shape, static, prompt, 0)
     for draw in range(1, draws):
         if bool((apart <= most).all()):
@@ -184,13 +184,13 @@ def _differences(
     """
     prompt = Prompt.of_text(model, draw) if given is None else given
     reads = _read_block(model, shape, static, prompt, draw)
-    in_half = precision(model) in LEAST
+    in_half = precision(model) in ROUNDING_FLOOR
     followings, at_once = [read.following for read in reads], [False, True] if in_half else [False]
     steps, *again = _plain(model, prompt, followings, static, at_once)
     apart, most = _apart(reads, steps), _most(model)
     for others in again:
         rounding = max(float(difference(one, other).max()) for one, other in zip(others, steps, strict=True))
-        most = min(most, max(TIMES_APART * rounding, LEAST[precision(model)]))
+        most = min(most, max(TIMES_APART * rounding, ROUNDING_FLOOR[precision(model)]))
     if bool((apart <= most).all()):
         return apart, most
     return torch.fmin(apart, _apart_alone(model, prompt, reads, static)), most
@@ -271,4 +271,4 @@ def _apart_alone(model: PreTrainedModel, prompt: Prompt, reads: Sequence[_Read],
 
 
 def _most(model: PreTrainedModel) -> float:
-    return TOLERANCE.get(precision(model), 1e-2)
+    return CHECK_TOLERANCE.get(precision(model), 1e-2)

@@ -27,10 +27,10 @@ from transformers.cache_utils import (
 )
 
 from ..device_tensors import cached_arange, to_device, to_list
-from .buffers import Rows
-from .masks import Block
-from .rings import Ring, RingBlock, fewest_slots, ring_size
-from .slots import Slots
+from .buffers import SequenceLengths
+from .kv_view import KVView
+from .masks import TreeMask
+from .rings import Ring, RingMask, fewest_slots, ring_size
 
 DIMS = {"keys": 2, "values": 2, "indexer_keys": 1}  # the slot dimension of each buffer of a layer
 
@@ -40,7 +40,7 @@ class StaticSlotLayer(CacheLayerMixin):
 
     is_compileable = True
 
-    def __init__(self, rows: Rows, ring: Ring, window: int | None = None) -> None:
+    def __init__(self, rows: SequenceLengths, ring: Ring, window: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.ring, self.window = rows, ring, window
         self.is_sliding = window is not None
@@ -89,7 +89,7 @@ class StaticSlotLayer(CacheLayerMixin):
         """Return the number of columns that the longest row uses; a tensor in graphs, where a number is constant."""
         if torch.compiler.is_compiling():
             return self.rows.lengths.max()
-        return self.rows.longest + self.rows.open
+        return self.rows.longest + self.rows.draft_nodes
 
     def get_max_length(self) -> int:
         """Return -1: rings grow."""
@@ -104,12 +104,12 @@ class _Leaver:
     states: list[dict[str, Tensor]]
 
 
-class StaticSlotCache(Cache):
+class StaticTreeKVCache(Cache):
     """The cache that replaces transformers' ``StaticCache`` while draft tokens are scored; ``release`` fills that."""
 
-    attends, own_states, touch = True, None, None
+    attends, own_states, on_access = True, None, None
 
-    def __init__(self, layers: list[Any], rows: Rows, shortest: int) -> None:
+    def __init__(self, layers: list[Any], rows: SequenceLengths, shortest: int) -> None:
         super().__init__(layers=layers)
         self.rows = rows
         self._shortest = shortest  # least size of a ring for full attention
@@ -123,14 +123,14 @@ class StaticSlotCache(Cache):
     @classmethod
     def adopt(
         cls, cache: StaticCache, batch_size: int, device: torch.device, widest: int, most_new: int | None = None
-    ) -> StaticSlotCache:
+    ) -> StaticTreeKVCache:
         """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
         ``widest`` is the largest number of nodes of a block, as far as is known. ``most_new`` is the largest number of
         tokens that a row may still get.
         """
         length = max(int(layer.get_seq_length()) for layer in cache.layers if isinstance(layer, StaticLayer))
-        rows = Rows(torch.full((batch_size,), length, device=device), [length] * batch_size)
+        rows = SequenceLengths(torch.full((batch_size,), length, device=device), [length] * batch_size)
         shortest = fewest_slots(None if most_new is None else length + most_new + widest)
         rings: dict[int, Ring] = {}
         layers = [_adopt_layer(layer, rows, rings, widest, shortest) for layer in cache.layers]
@@ -139,7 +139,7 @@ class StaticSlotCache(Cache):
         return cls(layers, rows, shortest)
 
     @property
-    def shown(self) -> StaticSlotCache:
+    def shown(self) -> StaticTreeKVCache:
         """Return the cache that the model is given."""
         return self
 
@@ -170,7 +170,7 @@ class StaticSlotCache(Cache):
 
     def aim(self, count: int) -> None:
         """Set the slots of the ``count`` nodes that the next forward writes."""
-        columns = self.rows.lengths[:, None] + cached_arange(count, self.rows.device, self.rows.open)
+        columns = self.rows.lengths[:, None] + cached_arange(count, self.rows.device, self.rows.draft_nodes)
         for ring in self.rings.values():
             ring.aim(columns)
 
@@ -181,7 +181,7 @@ class StaticSlotCache(Cache):
 
         ``path`` is (seats, m), parents first; ``in_place`` says that each path is 0, 1, 2, ..., so that nothing moves.
         """
-        self.rows.open = 0  # first: after an error in the middle of the moves, the forest must not be used again
+        self.rows.draft_nodes = 0  # first: after an error in the middle of the moves, it must not be used again
         lengths = self.rows.lengths
         if path.shape[1] > 1 and not in_place:
             target = lengths[:, None] + torch.arange(path.shape[1], device=path.device)
@@ -197,17 +197,17 @@ class StaticSlotCache(Cache):
         taken = to_device(list(counts), lengths.device) if on_device is None else on_device
         self.rows.set(lengths + taken, cpu_lengths)
 
-    def drop(self) -> None:
+    def rollback(self) -> None:
         """Drop the block and zero its slots: a nan there would reach even queries that mask it, as 0 * nan."""
-        if self.rows.open == 0:
+        if self.rows.draft_nodes == 0:
             return
         lengths = self.rows.lengths[:, None]
         for layer in self.slot_layers:
-            behind = layer.ring.columns(self.rows.lengths + self.rows.open) >= lengths  # (seats, slots)
+            behind = layer.ring.columns(self.rows.lengths + self.rows.draft_nodes) >= lengths  # (seats, slots)
             for by_slot in layer.buffers().values():
                 clear = behind.view(*behind.shape, *[1] * (by_slot.ndim - 2)).to(by_slot.device)
                 by_slot.masked_fill_(clear, 0)
-        self.rows.open = 0
+        self.rows.draft_nodes = 0
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Keep the seats ``rows`` only, in that order; a seat may be repeated."""
@@ -251,7 +251,7 @@ def unsupported_static_layer(cache: StaticCache) -> str | None:
     return next((f"a {type(layer).__name__}" for layer in cache.layers if type(layer) not in known), None)
 
 
-def _adopt_layer(layer: Any, rows: Rows, rings: dict[int, Ring], widest: int, shortest: int) -> Any:
+def _adopt_layer(layer: Any, rows: SequenceLengths, rings: dict[int, Ring], widest: int, shortest: int) -> Any:
     if not isinstance(layer, StaticLayer):
         return layer
     window = layer.max_cache_len if layer.is_sliding else None
@@ -332,17 +332,17 @@ def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], long
         layer.indexer_cumulative_length.fill_(longest)
 
 
-class StaticSlots(Slots):
+class StaticKVView(KVView):
     """The rings of one model, the block of new nodes after them, and the masks over both.
 
     ``seats`` are those of the unfinished rows. Where some seats are empty, ``row_in_seat`` (seats,) and
     ``seat_of_row`` (rows,) map between both. An empty seat counts as row 0, and its scores are ignored.
     """
 
-    cache: StaticSlotCache
+    cache: StaticTreeKVCache
 
     def __init__(
-        self, cache: StaticSlotCache, transformers_cache: StaticCache, padding: Tensor | None, most_new: int | None
+        self, cache: StaticTreeKVCache, transformers_cache: StaticCache, padding: Tensor | None, most_new: int | None
     ) -> None:
         super().__init__(cache, transformers_cache, padding, most_new)
         self.seats: list[int] = []
@@ -370,19 +370,19 @@ class StaticSlots(Slots):
         return min(self.lengths) - self.prompt if self.seats else None
 
     def _block(
-        self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, level: int | None
-    ) -> Block:
+        self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, depth: int | None
+    ) -> TreeMask:
         rows, cache = self.cache.rows, self.cache
         cache.aim(count)
-        width = rows.longest + rows.open + count
-        shape = (rows.lengths, rows.open, count, width, self.padding, depths, ancestors)
-        return RingBlock(*shape, cache.window, level, end=self._end)
+        width = rows.longest + rows.draft_nodes + count
+        shape = (rows.lengths, rows.draft_nodes, count, width, self.padding, depths, ancestors)
+        return RingMask(*shape, cache.window, depth, end=self._end)
 
-    def positions(self, origin: Tensor, block: Block) -> Tensor:
+    def positions(self, origin: Tensor, block: TreeMask) -> Tensor:
         """Return the positions of the new nodes, (..., seats, nodes), with the same memory layout every time."""
         return origin + block.query
 
-    def mask(self, block: Block) -> Tensor:
+    def mask(self, block: TreeMask) -> Tensor:
         """Return the 2D mask (seats, slots of the longest ring) for models that read it: 0 at left padding."""
         longest, mask = self.cache.longest_ring, self._plain_mask
         if mask is None or mask.shape != (len(block.lengths), longest):

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..scoring.plain import position_limit, room_behind
+from ..scoring.plain import position_limit, space_after
 from .policy import Policy
 
 TOKENS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
@@ -26,11 +26,11 @@ def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache
     rooms = [policy.max_new_tokens]
     if cache is not None:
         more = ", or start the server with more --cb-num-blocks"
-        rooms.append(room_behind(prompt, cache, "the paged cache has room", more))
+        rooms.append(space_after(prompt, cache, "the paged cache has room", more))
     if (size := position_limit(model)) is not None:
-        rooms.append(room_behind(prompt, size, "the model has room"))
+        rooms.append(space_after(prompt, size, "the model has room"))
     if config.max_new_tokens is None and config.max_length is not None:
-        rooms.append(room_behind(prompt, config.max_length, "max_length has room"))
+        rooms.append(space_after(prompt, config.max_length, "max_length has room"))
     if cache is None and config.max_new_tokens is None and config.max_length is None:
         return  # transformers' default length is shorter
     config.max_new_tokens = min(config.max_new_tokens or rooms[0], *rooms)

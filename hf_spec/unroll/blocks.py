@@ -23,7 +23,7 @@ from ..drafts.base import DraftOutput
 from .feedback import UnrollInput, positions, replaced_attention, wants_flex
 from .key_ranges import KeyRange, attend
 
-ATTENTION = "hf_spec_unroll_blocks"
+BLOCK_ATTENTION = "hf_spec_unroll_blocks"
 
 
 class _Context:
@@ -64,7 +64,7 @@ def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tens
     forward = type(draft).forward  # taken from the class: the instance's may be wrapped by whoever trains it
 
     def guess() -> Tensor:
-        with replaced_attention(draft, False, ATTENTION):
+        with replaced_attention(draft, False, BLOCK_ATTENTION):
             output: DraftOutput = forward(
                 draft,
                 given.input_ids.gather(1, roots),
@@ -136,4 +136,4 @@ def by_position(states: Tensor, roots: Tensor, counted: Tensor, length: int) -> 
     return [empty.index_put((row, place), one)[:, :-1] for empty, one in zip(laid, states.unbind(2), strict=True)]
 
 
-AttentionInterface.register(ATTENTION, _attend)
+AttentionInterface.register(BLOCK_ATTENTION, _attend)

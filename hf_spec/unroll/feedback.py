@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 from ..drafts.base import DraftOutput
 from .key_ranges import KeyRange, attend
 
-ATTENTION = "hf_spec_unroll"
+UNROLL_ATTENTION = "hf_spec_unroll"
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def wants_flex(draft: Any, input_ids: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def replaced_attention(draft: Any, head: bool, attention: str = ATTENTION) -> Iterator[None]:
+def replaced_attention(draft: Any, head: bool, attention: str = UNROLL_ATTENTION) -> Iterator[None]:
     """Replace the draft's attention function meanwhile, and without ``head`` skip its head."""
     layers, before = draft.config.layers, draft.config.layers._attn_implementation
     layers._attn_implementation = attention
@@ -264,4 +264,4 @@ def _attend(
     return cast(Tensor, merged).to(query.dtype).flatten(1, 2).transpose(1, 2), None
 
 
-AttentionInterface.register(ATTENTION, _attend)
+AttentionInterface.register(UNROLL_ATTENTION, _attend)

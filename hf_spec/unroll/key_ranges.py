@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 BLOCK = 128  # queries whose scores are in memory at once, without FlexAttention
-NOTHING = -1e30  # about the log-sum-exp of a query that attends to no key; finite, because -inf - -inf is nan
+EMPTY_LOGSUMEXP = -1e30  # about the log-sum-exp of a query that attends to no key; finite, because -inf - -inf is nan
 
 
 class KeyRange:
@@ -71,7 +71,7 @@ class _ByBlocks(torch.autograd.Function):
         logsumexp = torch.empty(query.shape[:-1], device=query.device)
         for block, seen in key_range.blocks:
             scores = _scores(query[..., block, :], key[:, :, seen], *key_range.within(block, seen))
-            top = scores.amax(-1, keepdim=True).clamp(min=NOTHING)
+            top = scores.amax(-1, keepdim=True).clamp(min=EMPTY_LOGSUMEXP)
             weights = scores.sub_(top).exp_()
             total = weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
             mixed = weights.div_(total).flatten(2, 3).to(value.dtype) @ value[:, :, seen]

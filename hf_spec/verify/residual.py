@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..device_tensors import cached_arange, to_device
 from ..proposal import Proposal
-from ..sampling import MANY, widest_float
+from ..sampling import IN_PARTS_FROM, widest_float
 
 RESIDUAL_EPS = 1e-30  # share of p that a residual keeps: far below what rounding changes
 
@@ -38,7 +38,7 @@ def acceptance_probs(proposal: Proposal, p: Tensor, joint: bool) -> tuple[Tensor
             f"draft tokens were sampled from a q over {proposal.q.shape[2]} tokens, and the target's logits are over "
             f"{p.shape[2]}; make q (rows, parents, {p.shape[2]}), with 0 for tokens that the draft does not know."
         )
-    large = p.device.type == "cpu" and p.numel() >= MANY and not torch.compiler.is_compiling()
+    large = p.device.type == "cpu" and p.numel() >= IN_PARTS_FROM and not torch.compiler.is_compiling()
     chain_probs = _large_chain_probs if large else _chain_probs
     return (chain_probs if proposal.is_chain else _tree_probs)(proposal, p, proposal.q, joint)
 

@@ -14,8 +14,11 @@ from transformers import LogitsProcessor
 from transformers.generation import logits_process
 
 LARGE = 1 << 13  # vocabulary size from which on sorting takes longer
-FEW, MANY = 256, 4096  # most probable tokens that are sorted first, and then for rows that keep more than that
-MARGIN = 2e-6  # largest error of sums of float32 probabilities
+FIRST_SORTED, MOST_SORTED = (
+    256,
+    4096,
+)  # most probable tokens that are sorted first, and then for rows that keep more than that
+NEAR_TIE = 2e-6  # largest error of sums of float32 probabilities
 
 
 def in_less_time(processor: LogitsProcessor, nearly: bool = False) -> LogitsProcessor:
@@ -44,16 +47,16 @@ class TopP(LogitsProcessor):
             plain: Tensor = self.warper(input_ids, scores)
             return plain
         if in_graph:  # shapes in a graph must not depend on the scores
-            last, _ = self._last_kept(scores, MANY)
+            last, _ = self._last_kept(scores, MOST_SORTED)
             return scores.masked_fill(scores < last, self.warper.filter_value)
-        return self._process(input_ids, scores, FEW)
+        return self._process(input_ids, scores, FIRST_SORTED)
 
     def _process(self, ids: torch.LongTensor, scores: Tensor, count: int) -> Tensor:
         last, is_sure = self._last_kept(scores, count)
         processed = scores.masked_fill(scores < last, self.warper.filter_value)
         rows = (~is_sure).nonzero()[:, 0]
-        if len(rows) and count == FEW:
-            processed[rows] = self._process(ids, scores[rows], MANY)
+        if len(rows) and count == FIRST_SORTED:
+            processed[rows] = self._process(ids, scores[rows], MOST_SORTED)
         elif len(rows) and not self.nearly:
             processed[rows] = self.warper(ids, scores[rows])
         return processed
@@ -70,5 +73,5 @@ class TopP(LogitsProcessor):
         last, behind = (best.gather(-1, place.clamp(max=count - 1)) for place in (kept - 1, kept))
         is_sure = kept[:, 0] < count
         if not self.nearly:
-            is_sure &= (before.abs() > MARGIN).all(-1) & (behind < last)[:, 0]
+            is_sure &= (before.abs() > NEAR_TIE).all(-1) & (behind < last)[:, 0]
         return last, is_sure

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import hf_spec
 from hf_spec import demo
 from hf_spec.checkpoints import known
-from hf_spec.checkpoints.kinds import KINDS
+from hf_spec.checkpoints.kinds import DRAFT_MODELS
 from hf_spec.checkpoints.known import known_drafts
 from hf_spec.checkpoints.resolve import load_draft
 
 ROOT = Path(__file__).parents[2]
-KIND_NAMES = {model.config_class.speculators_model_type for model in KINDS} | {"vanilla"}
+KIND_NAMES = {model.config_class.speculators_model_type for model in DRAFT_MODELS} | {"vanilla"}
 
 
 def test_every_entry_names_a_draft_of_a_kind_that_is_read() -> None:

@@ -59,7 +59,7 @@ def guesser() -> PreTrainedModel:
 
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_spec.scoring.buffers, "GROWTH", 8)
+    monkeypatch.setattr(hf_spec.scoring.buffers, "SLOTS_ADDED", 8)
     monkeypatch.setattr(hf_spec.decode.sequences, "COLUMNS_ADDED", 8)
 
 
@@ -129,8 +129,8 @@ def test_vanilla(case: str) -> None:
     "case", ["chain, block", *(case for case in VANILLA if "tree" in case and "best" not in case)]
 )
 def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_spec.sampling, "LARGE", 1)  # by coins
-    monkeypatch.setattr(hf_spec.sampling, "MANY", 1)  # in parts
+    monkeypatch.setattr(hf_spec.sampling, "BY_COIN_FROM", 1)  # by coins
+    monkeypatch.setattr(hf_spec.sampling, "IN_PARTS_FROM", 1)  # in parts
     monkeypatch.setattr(hf_spec.verify.warpers, "LARGE", 1)
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 

@@ -25,12 +25,12 @@ from hf_spec import NgramSpeculator, SpeculationConfig, demo
 from hf_spec.scoring import buffers
 from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
 from hf_spec.scoring.buffers import SlotBuffer
-from hf_spec.scoring.cache import SlotCache
-from hf_spec.scoring.masks import Block
+from hf_spec.scoring.cache import TreeKVCache
+from hf_spec.scoring.kv_view import KVView
+from hf_spec.scoring.masks import TreeMask
 from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache
 from hf_spec.scoring.selfcheck import check_target
-from hf_spec.scoring.slots import Slots
 
 NEW_TOKENS = 24
 # Prompts of 12 and 13 tokens are longer than the windows and chunks of 8; all are left-padded to the longest.
@@ -190,25 +190,25 @@ def test_documentation_is_right(name: str) -> None:
 
 
 def positions_shifted(patch: pytest.MonkeyPatch) -> None:
-    positions = Slots.positions
-    patch.setattr(Slots, "positions", lambda self, first, block: positions(self, first, block) + 1)
+    positions = KVView.positions
+    patch.setattr(KVView, "positions", lambda self, first, block: positions(self, first, block) + 1)
 
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
-    def visible(block: Block) -> Tensor:
+    def visible(block: TreeMask) -> Tensor:
         used = torch.arange(block.width) < block.lengths[:, None] + block.open + block.count
         seen = used[:, None].repeat(1, block.count, 1)
         if block.padding is not None:
             seen[:, :, : block.padding.shape[1]] &= block.padding[:, None]
         return seen
 
-    patch.setattr(Block, "visible", property(visible))
+    patch.setattr(TreeMask, "visible", property(visible))
 
 
 def path_not_moved(patch: pytest.MonkeyPatch) -> None:
-    commit = SlotCache.commit
+    commit = TreeKVCache.commit
     patch.setattr(
-        SlotCache, "commit", lambda self, path, counts, in_place, device: commit(self, path, counts, True, device)
+        TreeKVCache, "commit", lambda self, path, counts, in_place, device: commit(self, path, counts, True, device)
     )
 
 
@@ -280,7 +280,7 @@ def test_small_buffers_are_copied_and_large_ones_written_in_place(
         return append(buffer, data, *args)
 
     monkeypatch.setattr(SlotBuffer, "_append", watch)
-    monkeypatch.setattr(buffers, "SMALL", small)
+    monkeypatch.setattr(buffers, "SMALL_BUFFER", small)
     assert mistakes(build(name), (1, 3)) == []
     assert bool(copied) == bool(small)
     assert max(copied, default=0) <= small

@@ -404,7 +404,7 @@ def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, s
 
 def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A huge limit reserves nothing, and buffers are copied seldom, but for small ones."""
-    monkeypatch.setattr(buffers, "SMALL", 0)
+    monkeypatch.setattr(buffers, "SMALL_BUFFER", 0)
     sizes: list[int] = []
     make_room = SlotBuffer._make_room
 
@@ -416,9 +416,9 @@ def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlotBuffer, "_make_room", watch)
     generate(prompts(2), speculator="ngram", max_new_tokens=10**6, max_time=0.1)
     assert sizes
-    assert max(sizes) < 4 * buffers.GROWTH
+    assert max(sizes) < 4 * buffers.SLOTS_ADDED
     sizes.clear()
-    monkeypatch.setattr(buffers, "GROWTH", 16)
+    monkeypatch.setattr(buffers, "SLOTS_ADDED", 16)
     plain = generate(prompts(2), max_new_tokens=160).sequences
     out = generate(prompts(2), speculator=Oracle(plain, wrong=10), max_new_tokens=160)
     assert torch.equal(out.sequences, plain)

@@ -403,7 +403,7 @@ def test_other_attention(as_it_is: None) -> None:
 
 
 def test_where_no_masks_are_known_slots_grow(as_it_is: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static_drafts, "ATTENTION", ("eager",))
+    monkeypatch.setattr(static_drafts, "MASKED_ATTENTION", ("eager",))
     monkeypatch.setattr(CompiledDrafter, "propose", None)  # not asked
     with warnings_of(target("llama")) as told:
         text, out = text_and_out("eagle3", "dynamic", 3)

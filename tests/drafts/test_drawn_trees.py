@@ -193,7 +193,7 @@ def test_siblings_are_promised_one_by_one() -> None:
 
 
 def test_the_imagined_tree_is_the_best_of_its_kind() -> None:
-    shares = drawn_trees._in_turn(drawn_trees.AVERAGE[:3])
+    shares = drawn_trees._in_turn(drawn_trees.MEAN_ACCEPTANCE[:3])
     paths = [path for depth in range(1, 4) for path in itertools.product(range(3), repeat=depth)]
     worth = sorted((float(torch.tensor([shares[rank] for rank in path]).prod()) for path in paths), reverse=True)
     found = [shares[first] * below for first, below in _imagined(3, 10, 3)]

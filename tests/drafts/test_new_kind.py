@@ -84,7 +84,7 @@ class AdditiveDraftModel(DraftModel):
 
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kinds, "KINDS", (*kinds.KINDS, AdditiveDraftModel))  # the line elsewhere
+    monkeypatch.setattr(kinds, "DRAFT_MODELS", (*kinds.DRAFT_MODELS, AdditiveDraftModel))  # the line elsewhere
     kinds.register_auto_classes()
     yield
     AutoModel._model_mapping._extra_content.pop(AdditiveSpeculatorConfig)

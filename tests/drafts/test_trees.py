@@ -240,7 +240,7 @@ def test_drawn_siblings_follow_the_distribution_without_replacement(
     dtype: torch.dtype, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "widest_float", lambda device: dtype)
-    monkeypatch.setattr(sampling, "LARGE", least)
+    monkeypatch.setattr(sampling, "BY_COIN_FROM", least)
     log_probs = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
     rounds = 60_000
     torch.manual_seed(0)
@@ -260,8 +260,8 @@ def test_drawn_siblings_follow_the_distribution_without_replacement(
 def test_evenly_spaced_coins_give_each_token_its_share(
     vocabulary: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampling, "LARGE", 1)
-    monkeypatch.setattr(sampling, "MANY", many)
+    monkeypatch.setattr(sampling, "BY_COIN_FROM", 1)
+    monkeypatch.setattr(sampling, "IN_PARTS_FROM", many)
     torch.manual_seed(0)
     p = torch.rand(vocabulary) ** 4
     p[[vocabulary // 2, -1]] = 0

@@ -71,8 +71,8 @@ def test_what_many_ordinary_steps_wrote_is_read_without_logits_of_all(
     words, found = [], []
     head = draft.get_output_embeddings().register_forward_hook(lambda module, args, out: words.append(out.shape[1]))
     tokens = torch.randint(3, 99, (3, 40), generator=torch.Generator().manual_seed(0))
-    for many in (speculator.MANY, 99):
-        monkeypatch.setattr(speculator, "MANY", many)
+    for many in (speculator.LAST_LOGITS_FROM, 99):
+        monkeypatch.setattr(speculator, "LAST_LOGITS_FROM", many)
         drafter, _ = start(draft, SpeculationConfig(num_speculative_tokens=4))
         words.clear()
         news = AcceptedTokens(tokens, torch.tensor(amounts), None, amounts)

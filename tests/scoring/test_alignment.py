@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_spec import NgramSpeculator
-from hf_spec.scoring.slots import Slots
+from hf_spec.scoring.kv_view import KVView
 
 NEW_TOKENS = 24
 LENGTHS = (13, 9, 5, 12, 3, 7, 13, 2)
@@ -26,15 +26,15 @@ NEVER_ALIGNED = ("bloom", "mpt", "bart", "deepseek_v32")  # columns are position
 def shifts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Guess and rest in turns, and list by how much rows were moved."""
     seen: list[Tensor] = []
-    align = Slots.align
+    align = KVView.align
 
-    def noted(slots: Slots) -> Tensor:
+    def noted(slots: KVView) -> Tensor:
         seen.append(align(slots))
         return seen[-1]
 
     depths = itertools.cycle(DEPTHS)
     force_lengths(monkeypatch, lambda rows: next(depths))
-    monkeypatch.setattr(Slots, "align", noted)
+    monkeypatch.setattr(KVView, "align", noted)
     return seen
 
 
@@ -103,7 +103,7 @@ def test_caches_that_are_handed_back_stay_as_they_are(shifts: list[Tensor]) -> N
 
 def test_positions_that_do_not_follow_are_caught(shifts: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: rows that are moved, but not told so, write other text."""
-    align = Slots.align
-    monkeypatch.setattr(Slots, "align", lambda slots: torch.zeros_like(align(slots)))
+    align = KVView.align
+    monkeypatch.setattr(KVView, "align", lambda slots: torch.zeros_like(align(slots)))
     plain, text = texts(build("llama"), 8)
     assert not torch.equal(text, plain)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from twins import BATCHES, SHAPES, noisy
 
+from hf_spec.scoring.kv_view import KVView
 from hf_spec.scoring.plain import difference
 from hf_spec.scoring.selfcheck import check_target
-from hf_spec.scoring.slots import Slots
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 VALUES = {"-inf": -torch.inf, "lowest": torch.finfo(torch.float32).min, "-1e9": -1e9, "-100": -100.0}
@@ -48,8 +48,8 @@ def test_a_head_that_masks_tokens_is_no_reason_to_refuse(shape: str, value: str)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("trees", [False, True])
 def test_a_head_that_masks_tokens_hides_no_mistake(trees: bool, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    positions = Slots.positions
-    monkeypatch.setattr(Slots, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
+    positions = KVView.positions
+    monkeypatch.setattr(KVView, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
     with pytest.raises(ValueError, match="scores a chain of guesses differently from single steps"):
         check_target(masked(VALUES[value]), trees)
 
@@ -248,8 +248,8 @@ def test_a_quantised_target_that_is_refused_in_float32_is_told_of_bfloat16(
     way: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not where it computes in bfloat16, or where nothing is quantised."""
-    positions = Slots.positions
-    monkeypatch.setattr(Slots, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
+    positions = KVView.positions
+    monkeypatch.setattr(KVView, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
     with pytest.raises(ValueError, match="multiplied in float32: try bfloat16 compute"):
         check_target(way(wide()), trees=False)
     halved = way(wide())

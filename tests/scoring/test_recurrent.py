@@ -27,7 +27,7 @@ from hf_spec.drafts.medusa.modeling import MedusaDraftModel
 from hf_spec.drafts.mtp.configuration import MTPSpeculatorConfig
 from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.scoring.architectures import cache_name
-from hf_spec.scoring.cache import SlotCache
+from hf_spec.scoring.cache import TreeKVCache
 from hf_spec.scoring.factory import reads_blocks, runner_for
 from hf_spec.scoring.hooks import looking
 from hf_spec.scoring.plain import new_cache, plain_logits
@@ -378,9 +378,9 @@ def test_no_cache_waits_for_the_garbage_collector(name: str, monkeypatch: pytest
     """A cycle of references would keep the memory of a call during the next ones."""
     model = target(name)
     text = plain(model, 3)
-    alive = weakref.WeakSet[SlotCache]()
-    made = SlotCache.__init__
-    monkeypatch.setattr(SlotCache, "__init__", lambda self, *args: (made(self, *args), alive.add(self))[0])
+    alive = weakref.WeakSet[TreeKVCache]()
+    made = TreeKVCache.__init__
+    monkeypatch.setattr(TreeKVCache, "__init__", lambda self, *args: (made(self, *args), alive.add(self))[0])
     gc.collect()
     gc.disable()
     try:
@@ -576,4 +576,4 @@ def test_rows_with_tokens_to_read_again_keep_the_draft_tokens_that_two_proposals
     runner = SnapshotRunner(target("qwen3_next"))
     runner._carried = [[], [5] * 4, [5] * 7]
     proposal = Proposal.chain(torch.tensor([5, 6, 7]), torch.arange(12).view(3, 4))
-    assert runner.fit(proposal, 4).present.sum(1).tolist() == [5, 5, 2]
+    assert runner.clip(proposal, 4).present.sum(1).tolist() == [5, 5, 2]

@@ -34,9 +34,9 @@ from hf_spec.scoring import selfcheck
 from hf_spec.scoring.architectures import why_unsupported
 from hf_spec.scoring.changes import foreign_hooks, way_of_forward
 from hf_spec.scoring.hooks import hooked
+from hf_spec.scoring.kv_view import KVView
 from hf_spec.scoring.prompts import Prompt
 from hf_spec.scoring.selfcheck import check_target, difference_from_plain
-from hf_spec.scoring.slots import Slots
 from hf_spec.scoring.trials import MOST_WAYS, tried_once
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
@@ -49,14 +49,14 @@ HALF = [torch.bfloat16, torch.float16]
 def test_one_wrong_row_is_enough_in_half_precision(
     dtype: torch.dtype, row: int, trees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, positions = build("llama", dtype=dtype, num_hidden_layers=2), Slots.positions
+    model, positions = build("llama", dtype=dtype, num_hidden_layers=2), KVView.positions
 
-    def wrong(self: Slots, *args: Any) -> Tensor:
+    def wrong(self: KVView, *args: Any) -> Tensor:
         found = positions(self, *args).clone()
         found[..., row, :] += 2
         return found
 
-    monkeypatch.setattr(Slots, "positions", wrong)
+    monkeypatch.setattr(KVView, "positions", wrong)
     with pytest.raises(ValueError, match="differently from single steps"):
         check_target(model, trees)
 
@@ -80,14 +80,14 @@ def test_what_may_be_put_down_to_rounding_is_measured() -> None:
     """A quarter of the spread is far more than bfloat16 makes of two layers."""
     model = build("llama", dtype=torch.bfloat16, num_hidden_layers=2)
     apart, most = difference_from_plain(model, selfcheck.TREE)
-    assert apart <= most <= 0.5 * selfcheck.TOLERANCE[torch.bfloat16]
+    assert apart <= most <= 0.5 * selfcheck.CHECK_TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_tokens_that_rounding_routes_otherwise_are_tried_again_in_half_precision(dtype: torch.dtype) -> None:
     model = build("llama", dtype=dtype, num_hidden_layers=2)
     blocks = [
-        selfcheck.tokens_for(model, 2, len(selfcheck.CHAIN.parents), 1 + draw) for draw in range(selfcheck.DRAWS)
+        selfcheck.tokens_for(model, 2, len(selfcheck.CHAIN.parents), 1 + draw) for draw in range(selfcheck.TRIES)
     ]
 
     def flips(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -37,7 +37,7 @@ from hf_spec.scoring.factory import runner_for
 from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache, new_static_cache, prompt_kwargs
 from hf_spec.scoring.rings import Ring, fewest_slots, power_of_two, ring_size
-from hf_spec.scoring.static import StaticSlotCache
+from hf_spec.scoring.static import StaticTreeKVCache
 from hf_spec.training import new_draft
 
 COMPILED = ("llama", "gemma2")
@@ -142,7 +142,7 @@ def test_rows_that_end_apart(shape: SpeculationConfig, batch: int) -> None:
 def test_hidden_states_logits_and_streams() -> None:
     model = target("gemma2")
 
-    class Told(BaseStreamer):
+    class AcceptedTokens(BaseStreamer):
         def __init__(self) -> None:
             self.tokens: list[int] = []
 
@@ -152,7 +152,7 @@ def test_hidden_states_logits_and_streams() -> None:
         def end(self) -> None:
             self.tokens.append(-1)
 
-    told = Told(), Told()
+    told = AcceptedTokens(), AcceptedTokens()
     options = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
     expected = generate(model, 1, streamer=told[0], **options)
     found = guessing(model, 1, expected.sequences, TREE, streamer=told[1], **options)
@@ -281,26 +281,26 @@ def test_a_call_that_fails_before_it_shows_text_leaves_the_cache_as_it_was(name:
 
 def test_guesses_that_overflow_are_taken_back() -> None:
     """A nan in the slot of a guess would reach every query of a mask that hides it: 0 * nan."""
-    cache = StaticSlotCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 4)
+    cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 4)
     cache.make_room(4)
     cache.aim(4)
     states = torch.full((1, cache.layers[0].keys.shape[1], 4, cache.layers[0].keys.shape[3]), torch.nan)
     before = [layer.keys.clone() for layer in cache.slot_layers]
     for layer in cache.slot_layers:
         layer.update(states, states)
-    cache.rows.open = 4
-    cache.drop()
+    cache.rows.draft_nodes = 4
+    cache.rollback()
     for layer, keys in zip(cache.slot_layers, before, strict=True):
         column = layer.ring.columns(cache.rows.lengths + 4)[0]
         held = (column >= 0) & (column < 13)
         assert torch.equal(layer.keys[:, :, held], keys[:, :, held])
         assert not layer.keys[:, :, ~held].any()
-    assert cache.rows.open == 0
+    assert cache.rows.draft_nodes == 0
 
 
 @torch.no_grad()
 def test_a_wider_block_gets_its_room_where_the_text_itself_needs_no_more() -> None:
-    cache = StaticSlotCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 1)
+    cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 1)
     windows = [layer for layer in cache.slot_layers if layer.window is not None]
     assert windows
     for count in (4, 19):  # the text and either fit 32 slots

@@ -517,8 +517,8 @@ def test_top_p_without_sorting_the_vocabulary(
     dtype: torch.dtype, top_p: float, spread: float, sorted_at_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warpers, "LARGE", 1)
-    monkeypatch.setattr(warpers, "FEW", 16)
-    monkeypatch.setattr(warpers, "MANY", 128)
+    monkeypatch.setattr(warpers, "FIRST_SORTED", 16)
+    monkeypatch.setattr(warpers, "MOST_SORTED", 128)
     torch.manual_seed(0)
     scores, ids = (spread * torch.randn(60, 3000)).to(dtype).float(), torch.zeros(60, 0, dtype=torch.long)
     scores[1, 7:] = -torch.inf  # as top-k leaves it

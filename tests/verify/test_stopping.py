@@ -102,12 +102,8 @@ def test_every_offset_inside_a_block(offset: int, tokenizer: PreTrainedTokenizer
         text = torch.full((2, 11), ID["a"])
         end = before[0] + offset + 1
         text[0, end - len(mark) : end] = torch.tensor(mark)
-        assert StopChecker(StoppingCriteriaList([criterion])).first_stop(
-            text, before, emitted(text, before, after)
-        ) == [
-            end,
-            None,
-        ]
+        stops = StopChecker(StoppingCriteriaList([criterion]))
+        assert stops.first_stop(text, before, emitted(text, before, after)) == [end, None]
     limit = StopChecker(StoppingCriteriaList([MaxLengthCriteria(5 + offset)]))
     assert limit.first_stop(text, before, emitted(text, before, after)) == [5 + offset, max(7, 5 + offset)]
 
@@ -139,12 +135,8 @@ def test_what_was_there_before_stops_nothing(tokenizer: PreTrainedTokenizerFast)
 def test_rubbish_behind_the_text_stops_nothing(tokenizer: PreTrainedTokenizerFast) -> None:
     text = torch.tensor([ids("b", "b", "a", "stop", "a"), ids("b", "b", "b", "b", "b")])
     for criterion in (EosTokenCriteria([ID["a"]]), StopStringCriteria(tokenizer, ["stop"])):
-        assert StopChecker(StoppingCriteriaList([criterion])).first_stop(
-            text, [1, 1], emitted(text, [1, 1], [2, 5])
-        ) == [
-            None,
-            None,
-        ]
+        stops = StopChecker(StoppingCriteriaList([criterion]))
+        assert stops.first_stop(text, [1, 1], emitted(text, [1, 1], [2, 5])) == [None, None]
 
 
 def test_who_is_asked_how() -> None:

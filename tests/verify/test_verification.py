@@ -221,7 +221,7 @@ def test_traverse_accepts_more(name: str) -> None:
 @pytest.mark.parametrize("many", [0, 10**9], ids=["large", "small"])
 @pytest.mark.parametrize("rule", [token_verification, block_verification])
 def test_chain_equals_tree(rule: Rule, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual, "MANY", many)
+    monkeypatch.setattr(residual, "IN_PARTS_FROM", many)
     proposal, p = propose("chain_v3_l3")
     ragged = proposal.parents.masked_fill(torch.arange(4) > torch.arange(ROUNDS)[:, None] % 4, PAD_NODE)
     for chain in (proposal, replace(proposal, parents=ragged)):

@@ -23,7 +23,7 @@ from ...proposal import Proposal
 from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
-from ..static import StaticDrafter, Told, drafter_for
+from ..static import StaticDrafter, drafter_for
 from ..trees import Ahead, at_depth, grow
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
@@ -152,18 +152,18 @@ class MedusaDrafter(StaticDrafter):
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Run all heads on the state before the root, then grow a proposal from their distributions."""
-        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
-        return self.guess(told, min(limit, len(self._draft.heads))).to(accepted.tokens.device)
+        on_draft = accepted.to(self.device, self.dtype)
+        return self.grow_proposal(on_draft, min(limit, len(self._draft.heads))).to(accepted.tokens.device)
 
-    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
-        assert told.features is not None
-        logits = self._draft(features=told.last(told.features)).logits[:, 0]
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+        assert accepted.features is not None
+        logits = self._draft(features=accepted.last(accepted.features)).logits[:, 0]
         log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
         step = functools.partial(at_depth, log_probs)
         config, sample = self._request.config, self._request.sample
-        return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
+        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
 
-    def read(self, told: Told) -> None:
+    def read(self, accepted: AcceptedTokens) -> None:
         """Do nothing: only the last state counts."""
 
     def make_room(self, columns: int) -> None:

@@ -23,8 +23,8 @@ from ..feedback import pairs_of_prompt
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
-from ..readers import Reader, StaticReader
-from ..static import StaticDrafter, Told, drafter_for
+from ..readers import Reader, StaticDraftKV
+from ..static import StaticDrafter, drafter_for
 from ..trees import Ahead, at_depth, grow
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
@@ -84,7 +84,7 @@ class PEagleDrafter(StaticDrafter):
     def __init__(self, draft: PEagleDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
-        self._reader = (StaticReader if static else Reader)(draft, 0)
+        self._reader = (StaticDraftKV if static else Reader)(draft, 0)
         tokens, mask, features = pairs_of_prompt(request, draft.device, draft.layer_config.vocab_size)
         self._reader.read_prompt(tokens, mask, features=features.to(draft.dtype))
 
@@ -94,29 +94,29 @@ class PEagleDrafter(StaticDrafter):
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens and the mask tokens after them, then grow a proposal from their distributions."""
-        told = self.told(accepted.tokens, accepted.counts, accepted.features, accepted.amounts)
-        return self.guess(told, limit).to(accepted.tokens.device)
+        on_draft = accepted.to(self.device, self.dtype)
+        return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
-    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
-        assert told.features is not None
-        width, more, device = told.tokens.shape[1], max(0, limit - 1), self._draft.device
-        tokens, given = self._draft.with_masks(told.tokens, told.features, more)
-        seen = ancestors_behind(told.counts, width, more) if more else None
-        logits, _ = self._reader.opened().read(tokens, told, seen, features=given)
-        later = torch.arange(width, width + more, device=device).expand(len(told.counts), -1)
-        speaking = torch.cat([told.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+        assert accepted.features is not None
+        width, more, device = accepted.tokens.shape[1], max(0, limit - 1), self._draft.device
+        tokens, given = self._draft.with_masks(accepted.tokens, accepted.features, more)
+        seen = ancestors_behind(accepted.counts, width, more) if more else None
+        logits, _ = self._reader.opened().read(tokens, accepted, seen, features=given)
+        later = torch.arange(width, width + more, device=device).expand(len(accepted.counts), -1)
+        speaking = torch.cat([accepted.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
         logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
         log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
         step = functools.partial(at_depth, log_probs)
         config, sample = self._request.config, self._request.sample
-        return grow(told.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
+        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
 
-    def read(self, told: Told) -> None:
-        assert told.features is not None
-        self._reader.opened().read(told.tokens, told, features=told.features)
+    def read(self, accepted: AcceptedTokens) -> None:
+        assert accepted.features is not None
+        self._reader.opened().read(accepted.tokens, accepted, features=accepted.features)
 
     def make_room(self, columns: int) -> None:
-        cast(StaticReader, self._reader).keys.make_room(columns)
+        cast(StaticDraftKV, self._reader).keys.make_room(columns)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""

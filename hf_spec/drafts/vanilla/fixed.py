@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ...proposal import Proposal
-from ...scoring.factory import TOLERANCE
+from ...scoring.factory import BLOCK_TOLERANCE
 from ...scoring.names import CACHE
 from ...scoring.plain import (
     difference,
@@ -28,14 +28,14 @@ from ...scoring.plain import (
 )
 from ...scoring.trials import in_short, tried_once
 from ..base import AcceptedTokens, DraftContext
-from ..static import OpenKeys, StaticDrafter, StaticKeys, Told, why_not_static
+from ..static import OpenKeys, StaticDrafter, StaticKeys, why_not_static
 from ..trees import Ahead, grow
 from .words import Words
 
-PROBE = 8  # tokens for the test whether a model gives the same logits over fixed slots as over growing ones
+PROBE_TOKENS = 8  # tokens for the test whether a model gives the same logits over fixed slots as over growing ones
 
 
-class FixedReader:
+class StaticModelKV:
     """The static KV cache of a language model, filled with a prompt.
 
     ``tokens`` (batch, prompt) are those of the prompt; ``mask`` (batch, prompt) is 0 at padding.
@@ -54,9 +54,9 @@ class FixedReader:
             kind: getattr(layer, "sliding_window", None) for kind, layer in zip(kinds, cache.layers, strict=True)
         }
 
-    def run(self, keys: OpenKeys, tokens: Tensor, ancestors: Tensor | None, level: int | None = None) -> Tensor:
+    def run(self, keys: OpenKeys, tokens: Tensor, ancestors: Tensor | None, depth: int | None = None) -> Tensor:
         """Run the model on new nodes (batch, nodes) over the slots ``keys``: logits (batch, nodes, vocabulary)."""
-        given = tokens.shape[1], ancestors, level, self.config, self.model.dtype, self.windows
+        given = tokens.shape[1], ancestors, depth, self.config, self.model.dtype, self.windows
         positions, masks = keys.begin(*given)
         mask: Any = masks if len(masks) > 1 else next(iter(masks.values()))
         said = self.model(
@@ -83,16 +83,16 @@ def why_no_fixed_slots(model: PreTrainedModel) -> str | None:
 
 def _why_read_differently(model: PreTrainedModel) -> str | None:
     vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-    ids = (torch.arange(2 * PROBE, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
-    prompt, rest = ids[:, :PROBE], ids[:, PROBE:]
+    ids = (torch.arange(2 * PROBE_TOKENS, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
+    prompt, rest = ids[:, :PROBE_TOKENS], ids[:, PROBE_TOKENS:]
     mask = torch.ones_like(prompt)
     expected = plain_logits(model, prompt, mask, [rest])
     try:
-        reader = FixedReader(model, prompt, mask)
+        reader = StaticModelKV(model, prompt, mask)
         logits = reader.run(reader.keys.opened(), rest, None)
     except Exception as error:  # a model may fail anyhow on slots that are no cache of transformers
         return f"it takes no fixed slots ({in_short(error)})"
-    if not bool((difference(logits, expected) <= TOLERANCE.get(precision(model), 1e-3)).all()):
+    if not bool((difference(logits, expected) <= BLOCK_TOLERANCE.get(precision(model), 1e-3)).all()):
         return "it reads fixed slots differently"
     return None
 
@@ -104,7 +104,7 @@ class FixedVanillaDrafter(StaticDrafter):
         self._draft, self._request = model, request
         self._words = Words(model, request)
         tokens = self._words.readable(request.input_ids.to(self.device))
-        self._reader = FixedReader(model, tokens, request.attention_mask.to(self.device))
+        self._reader = StaticModelKV(model, tokens, request.attention_mask.to(self.device))
 
     @property
     def device(self) -> torch.device:
@@ -117,28 +117,28 @@ class FixedVanillaDrafter(StaticDrafter):
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens and draft."""
-        told = self.told(accepted.tokens, accepted.counts, None)
-        return self.guess(told, limit).to(accepted.tokens.device)
+        on_draft = accepted.to(self.device, self.dtype)
+        return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
-    def guess(self, told: Told, limit: int, ahead: Ahead | None = None) -> Proposal:
-        keys, logits = self._read(told)
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+        keys, logits = self._read(accepted)
         request, words = self._request, self._words
 
         def step(tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
             logits = self._reader.run(keys, words.readable(tokens, drafted=True), ancestors, depth - 1)
             return words.log_probs(logits, self.device)
 
-        behind = words.log_probs(told.last(logits)[:, 0], self.device)  # (batch, vocabulary), after the root
-        return grow(told.root, behind, step, request.config, limit, request.sample, ahead=ahead)
+        behind = words.log_probs(accepted.last(logits)[:, 0], self.device)  # (batch, vocabulary), after the root
+        return grow(accepted.root, behind, step, request.config, limit, request.sample, ahead=ahead)
 
-    def read(self, told: Told) -> None:
-        self._read(told)
+    def read(self, accepted: AcceptedTokens) -> None:
+        self._read(accepted)
 
-    def _read(self, told: Told) -> tuple[OpenKeys, Tensor]:
+    def _read(self, accepted: AcceptedTokens) -> tuple[OpenKeys, Tensor]:
         """Read accepted tokens; return the slots after them and the logits (batch, m, vocabulary)."""
         keys = self._reader.keys.opened()
-        logits = self._reader.run(keys, self._words.readable(told.tokens), None)
-        keys.commit(told.counts)
+        logits = self._reader.run(keys, self._words.readable(accepted.tokens), None)
+        keys.commit(accepted.counts)
         return keys, logits
 
     def make_room(self, columns: int) -> None:

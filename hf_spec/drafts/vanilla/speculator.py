@@ -21,8 +21,8 @@ from .words import Words, vocabulary_of
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
-# Of more tokens than this only the logits that are asked for are worked out.
-MANY = 16
+# Longer inputs compute only the logits that are asked for; in tokens.
+LAST_LOGITS_FROM = 16
 # How transformers itself serves a draft whose tokenizer is not the target's.
 OTHER_TOKENIZERS = "generate(..., assistant_model=draft, tokenizer=..., assistant_tokenizer=...)"
 
@@ -150,7 +150,7 @@ class VanillaDrafter(Drafter):
         return self._read_on(block, counts - matched, rest)
 
     def _read_on(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
-        if tokens.shape[1] > MANY:
+        if tokens.shape[1] > LAST_LOGITS_FROM:
             return self._read_much(tokens, counts, amounts)
         logits = self._runner.extend(tokens).logits
         self._runner.commit(tokens, amounts, in_place=True, on_device=counts)

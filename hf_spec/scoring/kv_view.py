@@ -1,4 +1,4 @@
-"""Masks and positions for a forward over new nodes, from the slots of a cache and the open forest after them."""
+"""Masks and positions for a forward over new nodes, from the slots of a cache and the draft region after them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..device_tensors import cached_arange
-from .buffers import AHEAD
-from .masks import Block, depths_with, showing
+from .buffers import COLUMNS_AHEAD
+from .masks import TreeMask, depths_with, showing
 
 
 @dataclass(frozen=True)
-class _Ahead:
+class _CachedPositions:
     """Cached positions (..., batch, n) of columns after the committed ones, counted from ``origin``.
 
     Where rows are equally long they begin at column ``begin``, and hold for later lengths too (``version`` is
@@ -37,8 +37,8 @@ class _Ahead:
         return is_same and self.begin <= begin and end <= self.begin + count
 
 
-class Slots:
-    """The committed slots of one model, the open forest after them, and the masks over both.
+class KVView:
+    """The committed slots of one model, the draft region after them, and the masks over both.
 
     ``cache`` replaces ``transformers_cache``. ``padding`` (batch, prompt) bool is False at left padding; ``None``
     without any. Nodes that are open already are a chain whose root is the last token of the prompt. No row gets more
@@ -50,14 +50,14 @@ class Slots:
     ) -> None:
         self.cache = cache
         self._transformers_cache: Any = transformers_cache
-        self.prompt: int = cache.rows.longest + min(cache.rows.open, 1)  # columns
+        self.prompt: int = cache.rows.longest + min(cache.rows.draft_nodes, 1)  # columns
         self._end = None if most_new is None else self.prompt + most_new
         if padding is not None:  # an adapter's virtual tokens or Git's images precede the columns of the mask
             before = max(0, self.prompt - padding.shape[1])
             padding = torch.nn.functional.pad(padding.to(self.device, torch.bool), (before, 0), value=True)
         self.padding = padding
-        self._plain_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
-        self._ahead: _Ahead | None = None  # see ``positions``
+        self._padding_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
+        self._cached_positions: _CachedPositions | None = None  # see ``positions``
         self._depths: tuple[Tensor, ...] | None = None  # (batch, nodes) each, of the open nodes if they are a tree
         self._shift: Tensor | None = None  # (batch, 1), how far ``align`` has shifted the rows to the right
 
@@ -69,20 +69,20 @@ class Slots:
 
     @contextlib.contextmanager
     def scoring(
-        self, count: int, ancestors: Tensor | None, config: PreTrainedConfig, level: int | None = None
-    ) -> Iterator[Block]:
-        """Add ``count`` new nodes per row to the forest, in one forward of the model with ``config``.
+        self, count: int, ancestors: Tensor | None, config: PreTrainedConfig, depth: int | None = None
+    ) -> Iterator[TreeMask]:
+        """Add ``count`` new nodes per row to the draft region, in one forward of the model with ``config``.
 
-        ``ancestors`` (batch, nodes, forest) bool: which nodes of the forest, the new ones last, lie on the path to
-        each new node, itself included. A node with no other ancestor follows the last committed token. ``level`` is
-        the number of other ancestors, if it is known and the same for all new nodes. Without ``ancestors`` the forest
-        is a chain, which the new nodes continue.
+        ``ancestors`` (batch, nodes, draft nodes) bool: which draft nodes, the new ones last, lie on the path to each
+        new node, itself included. A node with no other ancestor follows the last committed token. ``depth`` is the
+        number of other ancestors, if it is known and the same for all new nodes. Without ``ancestors`` the draft
+        region is a chain, which the new nodes continue.
 
         Errors: a ValueError if the model never asked for a mask.
         """
         rows = self.cache.rows
-        depths = None if ancestors is None else depths_with(self._depths, ancestors, level, rows.open)
-        block = self._block(count, depths, ancestors, level)
+        depths = None if ancestors is None else depths_with(self._depths, ancestors, depth, rows.draft_nodes)
+        block = self._tree_mask(count, depths, ancestors, depth)
         with showing(block, config._attn_implementation):
             yield block
         if not block.asked and self.cache.attends:
@@ -91,27 +91,27 @@ class Slots:
                 "so it cannot look at a tree or at rows of different lengths. Generate without `speculator`."
             )
         self._depths = depths
-        rows.open += count
+        rows.draft_nodes += count
 
-    def _block(
-        self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, level: int | None
-    ) -> Block:
+    def _tree_mask(
+        self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, depth: int | None
+    ) -> TreeMask:
         rows = self.cache.rows
-        return Block(
+        return TreeMask(
             rows.lengths,
-            rows.open,
+            rows.draft_nodes,
             count,
-            rows.longest + rows.open + count,
+            rows.longest + rows.draft_nodes + count,
             self.padding,
             depths,
             ancestors,
             self.cache.window,
-            level,
-            is_level=rows.is_level,
+            depth,
+            equal_lengths=rows.equal_lengths,
             end=self._end if self._shift is None else None,
         )
 
-    def positions(self, origin: Tensor, block: Block) -> Tensor:
+    def positions(self, origin: Tensor, block: TreeMask) -> Tensor:
         """Return the positions of the new nodes, (..., batch, nodes).
 
         That of column 0 is ``origin`` (..., batch or 1, 1), negative where the row is padded. Those of chains, and of
@@ -119,38 +119,38 @@ class Slots:
         for the present lengths.
         """
         rows = self.cache.rows
-        scattered = block.depths is not None and block.level is None
-        if scattered or (self._end is not None and block.width > self._end):
+        by_node = block.depths is not None and block.depth is None
+        if by_node or (self._end is not None and block.width > self._end):
             positions = origin + block.query
             if self._shift is None or self._end is None:
                 return positions
-            # Padding nodes beyond the maximum length share its last position, see `Block.columns_of_nodes`.
+            # Padding nodes beyond the maximum length share its last position, see `TreeMask.columns_of_nodes`.
             return torch.minimum(positions, origin + self._shift + (self._end - 1))
-        first, count = (rows.open, block.count) if block.level is None else (block.level, 1)
-        begin, version = (rows.longest, None) if rows.is_level else (0, rows.version)
-        ahead, end = self._ahead, first + count
-        if ahead is None or not ahead.holds(origin, version, len(rows.cpu_lengths), begin, begin + end):
-            ahead = self._ahead = _Ahead(origin, version, begin, origin + rows.columns(end))
-        begin -= ahead.begin
-        positions = ahead.positions[..., begin + first : begin + end]
+        first, count = (rows.draft_nodes, block.count) if block.depth is None else (block.depth, 1)
+        begin, version = (rows.longest, None) if rows.equal_lengths else (0, rows.version)
+        cached, end = self._cached_positions, first + count
+        if cached is None or not cached.holds(origin, version, len(rows.cpu_lengths), begin, begin + end):
+            cached = self._cached_positions = _CachedPositions(origin, version, begin, origin + rows.columns(end))
+        begin -= cached.begin
+        positions = cached.positions[..., begin + first : begin + end]
         return positions.expand(*positions.shape[:-1], block.count)
 
-    def mask(self, block: Block) -> Tensor | None:
+    def mask(self, block: TreeMask) -> Tensor | None:
         """Return the 2D mask (batch, columns) for models that read it: 0 at left padding, ``None`` without any.
 
         A purely recurrent model has read the padding with the prompt, and takes no mask afterwards.
         """
         if self.padding is None or not self.cache.attends:
             return None
-        if self._plain_mask is None or self._plain_mask.shape[1] < block.width:
-            missing = block.width + AHEAD - self.padding.shape[1]
-            self._plain_mask = torch.nn.functional.pad(self.padding.long(), (0, missing), value=1)
-        return self._plain_mask[:, : block.width]
+        if self._padding_mask is None or self._padding_mask.shape[1] < block.width:
+            missing = block.width + COLUMNS_AHEAD - self.padding.shape[1]
+            self._padding_mask = torch.nn.functional.pad(self.padding.long(), (0, missing), value=1)
+        return self._padding_mask[:, : block.width]
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Commit ``counts[b]`` nodes of ``path[b]`` (batch, m), and drop the rest of the forest.
+        """Commit ``counts[b]`` nodes of ``path[b]`` (batch, m), and drop the rest of the draft region.
 
         ``in_place``: no node moves, as in a chain. ``on_device`` (batch,) are the same counts, if known there.
         """
@@ -158,9 +158,9 @@ class Slots:
         self.cache.commit(path.to(self.device), counts, in_place, on_device)
         self._depths = None
 
-    def drop(self) -> None:
-        """Drop the open forest, and zero what its forward has written."""
-        self.cache.drop()
+    def rollback(self) -> None:
+        """Drop the draft region, and zero what its forward has written."""
+        self.cache.rollback()
         self._depths = None
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
@@ -168,16 +168,16 @@ class Slots:
         self.cache.keep_rows(rows.to(self.device), keep_finished)
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows.to(self.device))
-            self._plain_mask = None
+            self._padding_mask = None
         if self._shift is not None:
             self._shift = self._shift.index_select(0, rows.to(self.device))
 
-    def join(self, other: Slots) -> bool:
+    def join(self, other: KVView) -> bool:
         """Append the rows of ``other``, slots of the same model, and tell whether that was possible.
 
-        It is not where rows are padded, or where something is kept outside slots. Open forests are dropped.
+        It is not where rows are padded, or where something is kept outside slots. Draft regions are dropped.
         """
-        if not self.cache.joins or any(
+        if not self.cache.can_join or any(
             one.padding is not None and not bool(one.padding.all()) for one in (self, other)
         ):
             return False
@@ -201,7 +201,7 @@ class Slots:
         before = rows.lengths.new_ones((len(shift), 0), dtype=torch.bool) if self.padding is None else self.padding
         source = cached_arange(before.shape[1] + most, self.device) - shift  # (batch, columns)
         before = torch.nn.functional.pad(before, (0, most), value=True).gather(1, source.clamp(min=0))
-        self.padding, self._plain_mask = before & (source >= 0), None
+        self.padding, self._padding_mask = before & (source >= 0), None
         self._shift = shift if self._shift is None else self._shift + shift
         return shift
 
