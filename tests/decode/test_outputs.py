@@ -29,7 +29,7 @@ from hf_spec import (
 from hf_spec.proposal import NO_PARENT, PAD_NODE
 from hf_spec.scoring import buffers
 from hf_spec.scoring.buffers import SlotBuffer
-from hf_spec.scoring.hooks import looking
+from hf_spec.scoring.hooks import ours
 
 NEW = 18
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
@@ -118,7 +118,7 @@ def test_first_guesses_are_read_with_the_prompt(
     generate(inputs, name, speculator="ngram", **config)  # the self-check has forwards of its own
     for wrong in (1000, 1):
         forwards: list[Any] = []
-        hook = model.register_forward_hook(looking(lambda *_, seen=forwards: seen.append(None)))
+        hook = model.register_forward_hook(ours(lambda *_, seen=forwards: seen.append(None)))
         out = generate(inputs, name, speculator=Oracle(plain.sequences, wrong), **wanted, **config)
         hook.remove()
         assert torch.equal(out.sequences, plain.sequences)
@@ -406,14 +406,14 @@ def test_cache_grows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A huge limit reserves nothing, and buffers are copied seldom, but for small ones."""
     monkeypatch.setattr(buffers, "SMALL_BUFFER", 0)
     sizes: list[int] = []
-    make_room = SlotBuffer._make_room
+    make_room = SlotBuffer._grow
 
     def watch(buffer: SlotBuffer, *args: Any) -> Tensor:
         data = make_room(buffer, *args)
         sizes.append(data.shape[buffer.dim])
         return data
 
-    monkeypatch.setattr(SlotBuffer, "_make_room", watch)
+    monkeypatch.setattr(SlotBuffer, "_grow", watch)
     generate(prompts(2), speculator="ngram", max_new_tokens=10**6, max_time=0.1)
     assert sizes
     assert max(sizes) < 4 * buffers.SLOTS_ADDED
