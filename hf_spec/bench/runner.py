@@ -30,7 +30,7 @@ from ..drafts.vanilla.speculator import VanillaSpeculator
 from ..metrics import Counts
 from ..packing.packing import is_packed
 from ..progress import Progress
-from ..scoring.hooks import ours
+from ..scoring.hooks import mark_as_ours
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device, padded
 from ..scoring.rings import power_of_two
@@ -317,8 +317,8 @@ class ForwardClock:
             device = next(model.parameters()).device
             # Outside of a compiled model's graph, which would be recompiled for each clock and each number of calls.
             begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
-            self._hooks.append(model.register_forward_pre_hook(ours(partial(begin, device))))
-            self._hooks.append(model.register_forward_hook(ours(partial(end, device, number))))
+            self._hooks.append(model.register_forward_pre_hook(mark_as_ours(partial(begin, device))))
+            self._hooks.append(model.register_forward_hook(mark_as_ours(partial(end, device, number))))
         return self
 
     def __exit__(self, *_: object) -> None:

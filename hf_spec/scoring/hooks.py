@@ -50,13 +50,13 @@ def _in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
         # torch.compile cannot ask for the thread; compiled forwards with hooks take turns instead.
         return hook(*args) if torch.compiler.is_compiling() or threading.get_ident() == thread else None
 
-    return ours(guarded)
+    return mark_as_ours(guarded)
 
 
 Hook = TypeVar("Hook")
 
 
-def ours(hook: Hook) -> Hook:
+def mark_as_ours(hook: Hook) -> Hook:
     """Mark a hook of this package: it changes nothing that a caller could see."""
     hook._hf_spec_looks = True  # type: ignore[attr-defined]
     return hook

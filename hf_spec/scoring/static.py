@@ -369,7 +369,7 @@ class StaticKVView(KVView):
         """Return how many tokens after the prompt all rows have committed; ``None`` if no row is left."""
         return min(self.lengths) - self.prompt if self.seats else None
 
-    def _block(
+    def _tree_mask(
         self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, depth: int | None
     ) -> TreeMask:
         rows, cache = self.cache.rows, self.cache
@@ -384,13 +384,13 @@ class StaticKVView(KVView):
 
     def mask(self, block: TreeMask) -> Tensor:
         """Return the 2D mask (seats, slots of the longest ring) for models that read it: 0 at left padding."""
-        longest, mask = self.cache.longest_ring, self._plain_mask
+        longest, mask = self.cache.longest_ring, self._padding_mask
         if mask is None or mask.shape != (len(block.lengths), longest):
             padding = self.padding
             if padding is None:
                 padding = torch.ones((len(block.lengths), 1), dtype=torch.bool, device=self.device)
             mask = torch.nn.functional.pad(padding.long(), (0, longest - padding.shape[1]), value=1)
-            self._plain_mask = mask
+            self._padding_mask = mask
         return mask
 
     def commit(

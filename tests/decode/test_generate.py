@@ -32,7 +32,7 @@ import hf_spec
 from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.scoring.adapters import base_model
-from hf_spec.scoring.hooks import ours
+from hf_spec.scoring.hooks import mark_as_ours
 from hf_spec.scoring.names import CACHE
 from hf_spec.training import evaluation, new_draft
 from hf_spec.training.evaluation import measure
@@ -611,7 +611,7 @@ def test_turns_with_rows_that_ended_early(model: PreTrainedModel, wrong: int) ->
         cached(model, inputs, draft(), shape)  # with the self-check
         for speculator in (draft(), Oracle(text, wrong)):
             forwards: list[object] = []
-            hook = model.register_forward_hook(ours(lambda *_: forwards.append(1)))  # noqa: B023
+            hook = model.register_forward_hook(mark_as_ours(lambda *_: forwards.append(1)))  # noqa: B023
             out = cached(model, inputs, speculator, shape, **eos)
             hook.remove()
             assert len(forwards) <= 1 + out.speculation.steps + 1  # the prompt, and rows that ended in the last step

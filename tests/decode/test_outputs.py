@@ -29,7 +29,7 @@ from hf_spec import (
 from hf_spec.proposal import NO_PARENT, PAD_NODE
 from hf_spec.scoring import buffers
 from hf_spec.scoring.buffers import SlotBuffer
-from hf_spec.scoring.hooks import ours
+from hf_spec.scoring.hooks import mark_as_ours
 
 NEW = 18
 EVERYTHING = {"output_scores": True, "output_logits": True, "output_hidden_states": True}
@@ -118,7 +118,7 @@ def test_first_guesses_are_read_with_the_prompt(
     generate(inputs, name, speculator="ngram", **config)  # the self-check has forwards of its own
     for wrong in (1000, 1):
         forwards: list[Any] = []
-        hook = model.register_forward_hook(ours(lambda *_, seen=forwards: seen.append(None)))
+        hook = model.register_forward_hook(mark_as_ours(lambda *_, seen=forwards: seen.append(None)))
         out = generate(inputs, name, speculator=Oracle(plain.sequences, wrong), **wanted, **config)
         hook.remove()
         assert torch.equal(out.sequences, plain.sequences)

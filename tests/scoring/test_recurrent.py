@@ -29,7 +29,7 @@ from hf_spec.drafts.mtp.modeling import MTPDraftModel
 from hf_spec.scoring.architectures import cache_name
 from hf_spec.scoring.cache import TreeKVCache
 from hf_spec.scoring.factory import reads_blocks, runner_for
-from hf_spec.scoring.hooks import ours
+from hf_spec.scoring.hooks import mark_as_ours
 from hf_spec.scoring.plain import new_cache, plain_logits
 from hf_spec.scoring.recurrent import Branches, Live, PerTokenRunner, SnapshotRunner, States
 from hf_spec.scoring.runner import ModelRunner
@@ -314,7 +314,7 @@ def test_no_step_runs_an_extra_forward(name: str) -> None:
         speculator = Oracle(text, wrong)
         steps = speculative(model, 3, speculator, CHAIN).speculation.steps
         forwards: list[Any] = []
-        hook = model.register_forward_hook(ours(lambda *_, seen=forwards: seen.append(None)))
+        hook = model.register_forward_hook(mark_as_ours(lambda *_, seen=forwards: seen.append(None)))
         speculative(model, 3, speculator, CHAIN, return_dict_in_generate=False)
         hook.remove()
         assert len(forwards) == 1 + steps < 16
