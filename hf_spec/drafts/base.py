@@ -37,15 +37,15 @@ SUM_TOLERANCE = 1e-3  # of a distribution that a user's own drafter works out, i
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What one ``generate`` call tells a speculator before the first guess.
+    """What one ``generate`` call tells a speculator before the first draft token.
 
-    ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0; the prompt may be
+    ``input_ids`` (batch, prompt) are left-padded where ``attention_mask`` (batch, prompt) is 0. The prompt may be
     empty (``inputs_embeds``). ``features`` (batch, read, widths) are the target's hidden states at the layers the
-    speculator asked for; their last position is the prompt's, but the target may have read more than ``input_ids``
-    (embeddings) or less (a cache handed in). ``log_probs`` turns draft logits (..., vocabulary of the target) into the
-    log-probabilities that guesses are drawn or chosen from, with the user's temperature, top-k, top-p, ... applied
-    once; where only chains of best guesses are wanted, into any scores of that order. ``sample``: draw the guesses;
-    choose them otherwise. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
+    speculator asked for. Their last position is the prompt's. But the target may have read more than ``input_ids``
+    (embeddings) or less (a cache that was passed). ``log_probs`` turns draft logits (..., vocabulary of the target)
+    into the log-probabilities of draft tokens. The user's temperature, top-k, top-p, ... are applied once. Where only
+    chains of the best tokens are wanted, it may return any scores in that order. ``sample``: sample draft tokens;
+    otherwise take the best ones. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
     drafter that can tell how probably its draft tokens are accepted asks it how many to draft.
     """
 
@@ -181,8 +181,8 @@ class AcceptedTokens:
 class DraftOutput(ModelOutput):
     """Hold one step of a draft.
 
-    ``logits`` (batch, length, draft vocabulary); ``hidden_states`` (batch, length, hidden) are what the next step is
-    fed; the cache that was passed, grown by this step, has the name that transformers gives it.
+    ``logits`` are (batch, length, draft vocabulary). ``hidden_states`` (batch, length, hidden) are the input of the
+    next step. The cache that was passed, grown by this step, has the name that transformers gives it.
     """
 
     logits: Tensor | None = None
@@ -211,8 +211,11 @@ class Drafter(ABC):
         """Go on with ``rows`` (indices into the current batch) only: the others are finished."""
 
     def join(self, other: Drafter) -> bool:
-        """Take over the rows of ``other``, a drafter of the same speculator, behind one's own, and tell whether that
-        is possible: by default it is not, and each is asked by itself. All rows have something new when asked."""
+        """Take over the rows of ``other``, a drafter of the same speculator, after one's own.
+
+        Return whether that is possible. By default it is not, and each drafter is asked by itself. All rows have
+        something new when asked.
+        """
         return False
 
 

@@ -49,7 +49,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
 
     Args:
         aux_hidden_state_layer_ids: which ``hidden_states[i]`` of the target are read, in the order of the columns of
-            ``fc``; the number of layers means the last one *before* the final norm. ``None``: ``[2, n // 2, n - 3]``.
+            ``fc``. The number of layers means the last one *before* the final norm. ``None``: ``[2, n // 2, n - 3]``.
         block_size: slots of a block: the root and ``block_size - 1`` mask tokens.
         mask_token_id: the input token of slots that are to be predicted; it must never occur in text.
         sample_from_anchor: every slot predicts the token after its own, ``block_size`` in all. ``False``: slots

@@ -332,8 +332,8 @@ class DraftModel(PreTrainedModel, Speculator):
     ) -> Any:
         """Load like any model of transformers, but strictly.
 
-        Errors: a ValueError that lists tensors which are missing, left over, of the wrong shape or not finite, or an
-        unusable ``d2t``; an OSError for files that are missing or cut off.
+        Errors: a ValueError that lists tensors which are missing, left over, of the wrong shape or not finite. It also
+        names an unusable ``d2t``. An OSError for files that are missing or cut off.
         """
         _check_size(cls, pretrained_model_name_or_path, kwargs)
         wants_info = kwargs.pop("output_loading_info", False)

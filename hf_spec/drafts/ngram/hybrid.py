@@ -24,18 +24,19 @@ from .speculator import DEPTH, REMEMBERED, NgramSpeculator
 
 
 class HybridSpeculator(Speculator):
-    """Let a ``draft`` guess, and a ``memory`` wherever it knows better.
+    """Propose with a ``draft``, and with a ``memory`` wherever that promises more.
 
-    In chains each row takes the guesses that are expected to be accepted further: the memory's, by their chances, or
-    the draft's, by how far it came lately. A draft that no row wants is not asked. In trees the memory's likeliest
-    guesses join the draft's as branches, on top of ``num_tree_tokens``. Every draft token is verified as what it is,
-    sampled or copied: the text has the target's distribution.
+    In chains each sequence takes the draft tokens of which more are expected to be accepted. For the history that
+    follows from their probabilities, for the draft from its latest acceptance. A draft that no sequence wants is not
+    asked. In trees the most probable draft tokens of the history join the draft's as branches, in addition to
+    ``num_tree_tokens``. Every draft token is verified as what it is, sampled or copied. So the text has the target's
+    distribution.
 
     Args:
         draft: whatever ``generate`` takes as ``speculator``, but for ``"ngram"``.
         memory: a ``NgramSpeculator(remember=...)``; by default one of 100,000 tokens.
-        draft_tokens: how many tokens deep the draft guesses at most, by default as deep as it does alone. Only
-            ``num_speculative_tokens`` bounds the memory.
+        draft_tokens: the longest draft of ``draft``, by default the number it has alone. Only
+            ``num_speculative_tokens`` bounds the history.
 
     Raises:
         ValueError, TypeError: for values outside these.

@@ -36,8 +36,8 @@ class NgramSpeculator(Speculator):
     """Continue the text as it, or a corpus, went on after the same last tokens.
 
     The longest of the last ``max_ngram`` to ``min_ngram`` tokens that occurred before decides. A chain copies one
-    continuation; ``tree="dynamic"`` merges up to ``tree_topk`` different ones into a tree of ``num_tree_tokens`` draft
-    tokens at most, those of longer matches first. In a static tree, rank r at a node is its r-th child in that merged
+    continuation. ``tree="dynamic"`` merges up to ``tree_topk`` different ones, those of longer matches first. The tree
+    has at most ``num_tree_tokens`` draft tokens. In a static tree, rank r at a node is its r-th child in that merged
     tree. These draft tokens have no distribution: ``sample_draft`` and ``confidence_threshold`` do not apply.
 
     With ``remember`` it keeps a history: prompts and outputs of finished calls, of all sequences and threads. The
