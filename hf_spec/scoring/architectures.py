@@ -99,6 +99,8 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
         return f"{name} is not supported: {reason}"
     if batch > 1 and (reason := why_one_row(model)) is not None:
         return f"{name} is supported for one row at a time only: {reason}"
+    if isinstance(cache, StaticCache) and (reason := why_one_row(model)) is not None:  # plain reads empty slots, too
+        return f"{name} takes no static cache: {reason}"
     if (reason := why_no_masks(model.config.get_text_config(decoder=True)._attn_implementation)) is not None:
         return f"{name} {reason}"
     if keeps_own_states(model):

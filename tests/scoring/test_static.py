@@ -22,6 +22,7 @@ import torch
 import transformers
 from architectures import CORE, build, prompts
 from test_exactness import BATCHES, CHAIN, NEW_TOKENS, NO_TREES, TREE, flawed, noisy_copy
+from test_inputs import tiny
 from torch import Tensor, fx
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
@@ -110,6 +111,16 @@ def test_what_transformers_cannot_prefill_is_refused(name: str) -> None:
         generate(model, 1, cache_implementation="static")
     with pytest.raises(ValueError, match=r"own plain steps, which fail with text alone .* leave the cache dynamic"):
         guessing(model, 1, generate(model, 1), CHAIN)
+
+
+@pytest.mark.parametrize("name", ["gpt_neo", "imagegpt"])
+def test_masks_that_count_columns_are_refused(name: str) -> None:
+    """Plain `generate` lets these models attend to slots that are empty, and to as many as the cache has."""
+    model = build(name) if name == "gpt_neo" else tiny("ImageGPT", "ForCausalImageModeling")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]])} | {"cache_implementation": "static", "do_sample": False}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"takes no static cache: its causal mask .* leave the cache dynamic"):
+            model.generate(**inputs, max_new_tokens=4, speculator="ngram")  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
