@@ -9,11 +9,11 @@ from typing import Any, ClassVar, cast
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
+from .versions import CompositeConfig, SubConfigSpec
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +35,7 @@ MOST_WIDE, MOST_LAYERS = 1 << 27, 1000
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
-class SpeculatorConfig(PreTrainedConfig):
+class SpeculatorConfig(CompositeConfig):
     """Describe a draft on disk: ``model_type: "speculators"``, so that AutoModel, speculators and vLLM read it.
 
     ``from_dict`` (and so ``AutoConfig.from_pretrained``) gives the sub-config that ``speculators_model_type`` names.

@@ -24,11 +24,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.generation.continuous_batching.cache_allocators import (
-    SLIDING_ATTENTION,
-    FullAttentionCacheAllocator,
-    SlidingAttentionCacheAllocator,
-)
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor, OutputRouter
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import (
@@ -38,11 +33,11 @@ from transformers.generation.continuous_batching.requests import (
     RequestStatus,
 )
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
-from transformers.generation.continuous_batching.utils import stream_context
 
 from ..device_tensors import to_device
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
+from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
 from .drafting import Guess, proposal_of
 from .speculation import Emitted, Scored, Speculation
 
@@ -88,7 +83,7 @@ class SpeculativeManager(ContinuousBatchingManager):
             made = _become(_Processor, made)
             made.speculation = self.speculation
             made.scheduler = _become(_OURS[type(made.scheduler)], made.scheduler)
-            if (sliding := made.cache.cache_allocators.get(SLIDING_ATTENTION)) is not None:
+            if (sliding := made.cache.cache_allocators.get("sliding_attention")) is not None:
                 _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.most_guesses)
         self.speculation.keep({})
         return made

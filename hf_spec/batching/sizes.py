@@ -11,17 +11,13 @@ from typing import Any
 
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
-from transformers.generation.continuous_batching.utils import (
-    WorkloadHints,
-    find_head_dim,
-    find_num_key_value_heads,
-    get_device_and_memory_breakdown,
-)
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_psutil_available
 
 from ..scoring.plain import input_device
+from ..versions import find_head_dim, find_num_key_value_heads, get_device_and_memory_breakdown
 
 MOST_ON_CPU = 2 * 2**30  # bytes
 SHARE_ON_CPU, SHARE = 0.25, 0.5  # share of the free memory

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.configuration_utils import SubConfigSpec
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
@@ -31,6 +30,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from ..configuration import GEMMA, default_speculators_config, one_layer
 from ..scoring.cache import TreeKVCache
 from ..settings import is_int
+from ..versions import SubConfigSpec
 from .base import DraftContext, Drafter, DraftOutput
 from .block_drafting import BlockDrafter
 from .features import FeatureSpeculatorConfig, check_mask_token

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import StaticCache
 
+from ..versions import CHECKPOINTING
 from .cache import has_states, unsupported_layer
 from .masks import why_no_masks
 from .names import CACHES
@@ -84,7 +85,7 @@ def keeps_own_states(model: PreTrainedModel) -> bool:
 
 def drops_cache(model: PreTrainedModel) -> bool:
     """Tell whether ``model`` now runs without its cache, because of transformers' activation checkpointing."""
-    return model.training and model.is_activation_checkpointing
+    return model.training and bool(getattr(model, CHECKPOINTING))
 
 
 def why_one_row(model: PreTrainedModel) -> str | None:

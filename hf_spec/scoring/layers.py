@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -24,6 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..versions import DummyLayer
 from . import buffers
 from .buffers import SequenceLengths, SlotBuffer
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers.masking_utils import create_causal_mask
+from ..versions import CACHE as CACHE
 
-CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 CACHES = tuple(dict.fromkeys((CACHE, "past_key_values", "cache_params", "state")))
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     StaticCache,
     StaticIndexedLayer,
     StaticLayer,
@@ -27,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from ..device_tensors import cached_arange, to_device, to_list
+from ..versions import DummyLayer
 from .buffers import SequenceLengths
 from .kv_view import KVView
 from .masks import TreeMask

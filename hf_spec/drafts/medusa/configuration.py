@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
-from transformers.configuration_utils import SubConfigSpec
 
 from ...configuration import (
     MOST_LAYERS,
@@ -15,6 +14,7 @@ from ...configuration import (
     default_speculators_config,
 )
 from ...settings import is_int
+from ...versions import SubConfigSpec
 
 
 class MedusaSpeculatorConfig(SpeculatorConfig):

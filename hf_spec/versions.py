@@ -1,0 +1,123 @@
+"""What older versions of transformers lack or name otherwise, and what takes its place.
+
+No other module asks for a version. A feature that needs a newer one calls ``require`` when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import transformers
+from packaging.version import Version
+from transformers import CONFIG_MAPPING, PreTrainedConfig, cache_utils, configuration_utils
+from transformers.masking_utils import create_causal_mask
+
+INSTALLED = Version(transformers.__version__)
+CONTINUOUS_BATCHING = Version("5.21")  # the oldest whose engine has the parts that batching/ overrides
+
+# The name of the cache among the arguments of forwards: "cache" since 5.24.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+# The name of the property that tells whether a model runs its layers again in the backward pass: changed in 5.23.
+CHECKPOINTING = next(
+    name
+    for name in ("is_activation_checkpointing", "is_gradient_checkpointing")
+    if hasattr(transformers.PreTrainedModel, name)
+)
+
+
+def require(needed: Version, feature: str) -> None:
+    """Raise an ImportError that names both versions if transformers is older than ``feature`` needs."""
+    if Version(INSTALLED.base_version) < needed:
+        raise ImportError(
+            f"{feature} needs transformers {needed} or newer, and {INSTALLED} is installed; "
+            f'upgrade it: pip install "transformers>={needed}"'
+        )
+
+
+class _NoCache:
+    """A stand-in for ``DummyLayer`` (5.23), which is no layer of any cache of an older version."""
+
+    is_compileable = is_croppable = True
+    keys = values = None
+
+
+class _SubConfigSpec:
+    """A stand-in for ``SubConfigSpec`` (5.20): the class of a part of a config, and how to make one without fields."""
+
+    def __init__(self, config_class: Any, model_type: str, init_kwargs: dict[str, Any]) -> None:
+        self.config_class = config_class
+        self.model_type = model_type
+        self.init_kwargs = init_kwargs
+
+    def make(self, given: Any) -> Any:
+        """Return ``given`` as a config: one already, a dict of fields, or ``None`` for the default."""
+        if isinstance(given, PreTrainedConfig):
+            return given
+        fields = self.init_kwargs if given is None else given
+        name = fields.get("model_type", self.model_type)
+        if name not in CONFIG_MAPPING:
+            raise ValueError(f"Unrecognized model type for subconfig: {name}")
+        return CONFIG_MAPPING[name](**fields)
+
+
+class _CompositeConfig(PreTrainedConfig):
+    """A stand-in for ``PreTrainedConfig`` (5.20), which makes the parts in ``sub_configs_defaults``."""
+
+    sub_configs_defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
+        cls.sub_configs = {name: spec.config_class for name, spec in cls.sub_configs_defaults.items()}
+        cls.has_no_defaults_at_init = not cls.sub_configs  # heads alone need a vocabulary
+        super().__init_subclass__(*args, **kwargs)
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name, spec in self.sub_configs_defaults.items():
+            setattr(self, name, spec.make(getattr(self, name)))
+        super().__post_init__(**kwargs)
+
+
+def _engine_part(name: str) -> Any:
+    """Return what transformers' continuous batching has as ``name``, or a class of that name for ``require`` to guard.
+
+    Parts moved between its modules.
+    """
+    for module in ("utils", "requests", "cache", "cache_allocators"):
+        try:
+            found = importlib.import_module(f"transformers.generation.continuous_batching.{module}")
+        except ImportError:  # cache_allocators is new in 5.18
+            continue
+        if hasattr(found, name):
+            return getattr(found, name)
+    return type(name, (), {})
+
+
+if TYPE_CHECKING:  # the newest version is what types are checked with
+    from transformers.cache_utils import DummyLayer as DummyLayer
+    from transformers.configuration_utils import SubConfigSpec as SubConfigSpec
+    from transformers.generation.continuous_batching.cache_allocators import (
+        FullAttentionCacheAllocator as FullAttentionCacheAllocator,
+    )
+    from transformers.generation.continuous_batching.cache_allocators import (
+        SlidingAttentionCacheAllocator as SlidingAttentionCacheAllocator,
+    )
+    from transformers.generation.continuous_batching.utils import find_head_dim as find_head_dim
+    from transformers.generation.continuous_batching.utils import find_num_key_value_heads as find_num_key_value_heads
+    from transformers.generation.continuous_batching.utils import (
+        get_device_and_memory_breakdown as get_device_and_memory_breakdown,
+    )
+    from transformers.generation.continuous_batching.utils import stream_context as stream_context
+
+    CompositeConfig = PreTrainedConfig
+else:
+    DummyLayer = getattr(cache_utils, "DummyLayer", _NoCache)
+    SubConfigSpec = getattr(configuration_utils, "SubConfigSpec", _SubConfigSpec)
+    CompositeConfig = _CompositeConfig if SubConfigSpec is _SubConfigSpec else PreTrainedConfig
+    FullAttentionCacheAllocator = _engine_part("FullAttentionCacheAllocator")
+    SlidingAttentionCacheAllocator = _engine_part("SlidingAttentionCacheAllocator")
+    find_head_dim = _engine_part("find_head_dim")
+    find_num_key_value_heads = _engine_part("find_num_key_value_heads")
+    get_device_and_memory_breakdown = _engine_part("get_device_and_memory_breakdown")
+    stream_context = _engine_part("stream_context")
