@@ -1,6 +1,6 @@
 """What older versions of transformers lack or name otherwise, and what takes its place.
 
-No other module asks for a version. A feature that needs a newer one calls ``require`` when it is used.
+No other module asks for a version. A feature that needs a newer one says so (``older_than``) when it is used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ CHECKPOINTING = next(
 )
 
 
-def require(needed: Version, feature: str) -> None:
-    """Raise an ImportError that names both versions if transformers is older than ``feature`` needs."""
-    if Version(INSTALLED.base_version) < needed:
-        raise ImportError(
-            f"{feature} needs transformers {needed} or newer, and {INSTALLED} is installed; "
-            f'upgrade it: pip install "transformers>={needed}"'
-        )
+def older_than(needed: Version) -> str | None:
+    """Say which version of transformers is needed if the installed one is older; ``None`` if it is not."""
+    if Version(INSTALLED.base_version) >= needed:
+        return None
+    return f"it needs transformers {needed} or newer, and {INSTALLED} is installed; upgrade transformers"
+
+
+def indexer_positions(layer: Any) -> Any:
+    """Return the positions that a ``DynamicIndexedLayer`` keeps since 5.21, or ``None`` if it keeps none."""
+    return getattr(layer, "indexer_position_ids", None)
 
 
 class _NoCache:
@@ -80,7 +83,7 @@ class _CompositeConfig(PreTrainedConfig):
 
 
 def _engine_part(name: str) -> Any:
-    """Return what transformers' continuous batching has as ``name``, or a class of that name for ``require`` to guard.
+    """Return ``name`` of transformers' continuous batching, or a class without use, which ``older_than`` guards.
 
     Parts moved between its modules.
     """

@@ -14,6 +14,7 @@ from ..decode.refusals import Refusal
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
+from ..versions import CONTINUOUS_BATCHING, older_than
 
 # Fields of a ContinuousBatchingConfig that users may set, the value that they get, and why.
 SWITCHED_OFF: dict[str, tuple[Any, str]] = {
@@ -77,6 +78,8 @@ def refuse_dropped(generation_config: GenerationConfig) -> None:
 
 def why_not_batched(model: Any) -> str | None:
     """Say why continuous batching, plain or speculative, does not support ``model``; None if it does."""
+    if (reason := older_than(CONTINUOUS_BATCHING)) is not None:
+        return reason
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder or not hasattr(model, "init_continuous_batching"):
         return f"{name} is no decoder-only language model"

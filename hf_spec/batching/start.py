@@ -14,7 +14,6 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..decode.refusals import Refusal, refusing
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig
-from ..versions import CONTINUOUS_BATCHING, require
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
 from .sizes import has_room, sized
@@ -37,7 +36,6 @@ def make_manager(
     ``plain`` is transformers' own ``init_continuous_batching``. Errors: a Refusal where they do not go together; a
     ValueError from the draft.
     """
-    require(CONTINUOUS_BATCHING, "speculative continuous batching")
     settings = generation_config or model.generation_config
     if batching_config is None:  # transformers looks there, too
         batching_config = getattr(settings, "continuous_batching_config", None)

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..versions import DummyLayer
+from ..versions import DummyLayer, indexer_positions
 from . import buffers
 from .buffers import SequenceLengths, SlotBuffer
 
@@ -250,7 +250,7 @@ class IndexedSlotLayer(SlotLayer):
     def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
         """Take over the indexer's keys and positions too."""
         slots = super().adopt(layer, rows)
-        if (positions := layer.indexer_position_ids) is not None:
+        if (positions := indexer_positions(layer)) is not None:
             slots._positions = positions.expand(-1, len(rows.cpu_lengths), -1)
         return slots
 
@@ -281,7 +281,7 @@ class IndexedSlotLayer(SlotLayer):
     def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
         """Write keys, values, and the indexer's keys and positions to transformers' ``layer``."""
         super().release(layer, rows, lengths)
-        if (positions := layer.indexer_position_ids) is not None:
+        if (positions := indexer_positions(layer)) is not None:
             layer.indexer_position_ids = _continued(positions, max(lengths))
 
 
