@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, cache_utils, configur
 from transformers.masking_utils import create_causal_mask
 
 INSTALLED = Version(transformers.__version__)
-CONTINUOUS_BATCHING = Version("5.21")  # the oldest whose engine has the parts that batching/ overrides
+CONTINUOUS_BATCHING = Version("5.23")  # the oldest whose engine was run with what batching/ overrides
 
 # The name of the cache among the arguments of forwards: "cache" since 5.24.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
@@ -72,14 +72,15 @@ class _CompositeConfig(PreTrainedConfig):
     sub_configs_defaults: ClassVar[dict[str, Any]] = {}
 
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
-        cls.sub_configs = {name: spec.config_class for name, spec in cls.sub_configs_defaults.items()}
-        cls.has_no_defaults_at_init = not cls.sub_configs  # heads alone need a vocabulary
-        super().__init_subclass__(*args, **kwargs)
+        made: Any = cls
+        made.sub_configs = {name: spec.config_class for name, spec in cls.sub_configs_defaults.items()}
+        made.has_no_defaults_at_init = not made.sub_configs  # heads alone need a vocabulary
+        super().__init_subclass__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, spec in self.sub_configs_defaults.items():
             setattr(self, name, spec.make(getattr(self, name)))
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
 
 
 def _engine_part(name: str) -> Any:

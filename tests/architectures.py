@@ -30,6 +30,7 @@ from hf_spec.versions import INSTALLED
 
 GAIN = 2.0
 NEWEST = Version("5.24")  # where all architectures that tests name are
+NEEDED = {"qwen4_exp_text": Version("5.21")}  # the self-check refuses what older versions build
 
 # The size that a configuration attribute of this name gets wherever it occurs, unless it is off (None or 0).
 SIZES: dict[str, int] = {
@@ -261,8 +262,8 @@ def build(
     """
     auto: Any = AutoModelForImageTextToText if name.startswith("vl:") else AutoModelForCausalLM
     kind = name.removeprefix("vl:").partition(":")[0]
-    if kind not in CONFIG_MAPPING and INSTALLED < NEWEST:
-        pytest.skip(f"transformers {INSTALLED} has no {kind}")
+    if INSTALLED < NEEDED.get(kind, NEWEST if kind not in CONFIG_MAPPING else INSTALLED):
+        pytest.skip(f"transformers {INSTALLED} has no {kind} that can be scored")
     config_class = CONFIG_MAPPING[kind]
     seed += SEEDS.get(name, 0)
     config = shrink(config_class, vocab_size, **copy.deepcopy(OVERRIDES.get(name, {})) | overrides)
