@@ -74,7 +74,7 @@ class _CompositeConfig(PreTrainedConfig):
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
         made: Any = cls
         made.sub_configs = {name: spec.config_class for name, spec in cls.sub_configs_defaults.items()}
-        made.has_no_defaults_at_init = not made.sub_configs  # heads alone need a vocabulary
+        made.has_no_defaults_at_init = True  # a kind of draft need not have a valid default
         super().__init_subclass__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __post_init__(self, **kwargs: Any) -> None:
