@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -60,7 +61,7 @@ def arguments_of(model: nn.Module) -> Collection[str]:
 
 
 @functools.lru_cache(maxsize=64)
-def _arguments_of(kind: type) -> Collection[str]:
+def _arguments_of(kind: Any) -> Collection[str]:
     """Name the arguments of a class's forward, and of its base's where it passes on ``**kwargs`` without a cache."""
     names: list[str] = []
     for forward in (vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)):
