@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import fields
 from typing import Any, ClassVar, cast
 
 from huggingface_hub.errors import StrictDataclassError
@@ -12,6 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
+from .config_keys import PASSING, Known, keys_of_layers, known, unknown_keys, warn_of_unknown
 from .settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from .versions import CompositeConfig, SubConfigSpec
 
@@ -32,6 +34,10 @@ TARGET_SIZES = ("num_hidden_layers", "hidden_size")  # which drafts keep of thei
 
 # More than any draft has; what says more is damaged, or made to fill the memory.
 MOST_WIDE, MOST_LAYERS = 1 << 27, 1000
+SPECULATORS_KEYS = known("algorithm", "default_proposal_method") | {
+    "proposal_methods": [known("proposal_type", "speculative_tokens", "verifier_accept_k", "accept_tolerance")],
+    "verifier": known("name_or_path", "architectures", *TARGET_SIZES),
+}
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -83,17 +89,28 @@ class SpeculatorConfig(CompositeConfig):
         if cls is not SpeculatorConfig:
             # A file may not choose the attention: some names fetch kernels of the Hub and run them.
             config_dict = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS}
+            if path := kwargs.get("name_or_path"):
+                warn_of_unknown(path, unknown_keys(config_dict, cls.known_keys(config_dict)))
             try:
                 return super().from_dict(config_dict, **kwargs)
             except (ArithmeticError, TypeError, ValueError, StrictDataclassError) as error:
                 if (path := kwargs.get("name_or_path")) is None:
                     raise
                 raise ValueError(f"config.json of {path}: {error}") from error
-        known = cls.kinds()
+        kinds = cls.kinds()
         wanted = config_dict.get("speculators_model_type")
-        if wanted not in known:
-            raise ValueError(f"speculators_model_type is {wanted!r}, but hf_spec reads only {sorted(known)}")
-        return known[wanted].from_dict(config_dict, **kwargs)
+        if wanted not in kinds:
+            raise ValueError(f"speculators_model_type is {wanted!r}, but hf_spec reads only {sorted(kinds)}")
+        return kinds[wanted].from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def known_keys(cls, given: dict[str, Any]) -> Known:
+        """Return the known keys of ``given``, the JSON of a config of this class."""
+        own = {field.name for field in fields(cast(Any, cls))} | PASSING | {"speculators_version"}
+        layers = given.get("transformer_layer_config")
+        kind = layers.get("model_type", "llama") if isinstance(layers, dict) else "llama"
+        inside = {"transformer_layer_config": keys_of_layers(kind), "speculators_config": SPECULATORS_KEYS}
+        return known(*own) | inside
 
     @classmethod
     def kinds(cls) -> dict[str, type[SpeculatorConfig]]:
@@ -233,7 +250,7 @@ class SpeculatorConfig(CompositeConfig):
         for name in ("sliding_window", "max_position_embeddings"):
             if (value := getattr(layers, name, None)) is not None and not (is_int(value) and value >= 1):
                 raise ValueError(f"transformer_layer_config.{name} is {value!r}; set a whole number of at least 1")
-        _check_positive("transformer_layer_config.rms_norm_eps", getattr(layers, "rms_norm_eps", None))
+        check_positive("transformer_layer_config.rms_norm_eps", getattr(layers, "rms_norm_eps", None))
         heads, kv_heads = (getattr(layers, f"num_{kind}_heads", 1) for kind in ("attention", "key_value"))
         if is_int(heads) and is_int(kv_heads) and heads % kv_heads:
             raise ValueError(
@@ -270,7 +287,7 @@ class SpeculatorConfig(CompositeConfig):
                 f"transformer_layer_config.rope_parameters is {rope}; describe one rope for all layers, whose "
                 f"rope_type is 'default', {', '.join(map(repr, ROPE_INIT_FUNCTIONS))}"
             )
-        _check_positive("transformer_layer_config.rope_parameters: rope_theta", rope.get("rope_theta"))
+        check_positive("transformer_layer_config.rope_parameters: rope_theta", rope.get("rope_theta"))
         if not partial and kind != "default" and rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 f"transformer_layer_config.rope_parameters is {rope}, but {self.layers.model_type} layers rotate "
@@ -334,7 +351,8 @@ class SpeculatorConfig(CompositeConfig):
         )
 
 
-def _check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any) -> None:
+    """Raise a ValueError for a ``value`` of the field ``name`` that is neither None nor a positive number."""
     if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value!r}; set a positive number")
 

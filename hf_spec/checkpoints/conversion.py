@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..drafts.files import SPECULATORS, Checkpoint, Files
 from ..drafts.modeling import DraftModel
 from .auto import AutoDraftModel
 from .kinds import layouts
+from .trimming import trimmed
 
 logger = logging.get_logger(__name__)
 
@@ -31,6 +32,7 @@ def convert(
     to: str = "speculators",
     verifier: str | None = None,
     whole: bool = False,
+    vocabulary: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> None:
     """Write the draft at ``src``, of any known format, to the directory ``dst`` in another layout.
@@ -41,11 +43,13 @@ def convert(
     ``"dflash"``: z-lab's, for block drafts. ``"deepspec"``: DeepSpec's, for DSpark drafts.
 
     ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
-    the output layer of ``target`` into a draft that shares them, for engines that cannot share them. ``kwargs`` are
+    the output layer of ``target`` into a draft that shares them, for engines that cannot share them. ``vocabulary``
+    lists the tokens of the target that the draft may propose from now on (FR-Spec, arXiv 2502.14856). ``kwargs`` are
     those of ``AutoDraftModel.from_pretrained``, including ``target``.
 
-    Errors: those of loading. A ValueError if the layout cannot express the draft, or ``verifier`` is neither a Hub id
-    nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written completely or not at all.
+    Errors: those of loading. A ValueError if the layout cannot express the draft, it cannot be trimmed, or ``verifier``
+    is neither a Hub id nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written completely or not
+    at all.
     """
     _check_verifier(verifier)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
@@ -55,6 +59,8 @@ def convert(
         if kwargs.get("target") is None:
             raise ValueError("whole=True needs target=, the model whose embeddings and output layer are written in")
         draft.keep_borrowed()
+    if vocabulary is not None:
+        draft = trimmed(draft, vocabulary)
     export(draft, dst, to)
 
 

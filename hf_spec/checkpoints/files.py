@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file
 from ..drafts.files import Checkpoint, check_held, check_pickled
 from ..untrusted import check_ends, check_sound, printable
 from .kinds import formats
+from .neighbours import refuse_uno
 
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -27,6 +28,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+MASK_EMBEDDING = "mask_embedding.pt"
 # Why no model of a name was found, by the cause of transformers' error.
 NOWHERE: dict[type, str] = {
     HFValidationError: "it cannot be a name on the Hub",
@@ -50,6 +52,11 @@ def read_checkpoint(
     read if it contains none. ``only_names`` reads empty tensors, whose names are enough to detect the format.
     """
     config = _json(_find_config(path, hub))
+    if isinstance(config.get("dflash_config"), dict) and _find(path, MASK_EMBEDDING, hub) is not None:
+        raise OSError(
+            f"{path} has {MASK_EMBEDDING}, an embedding for mask tokens that is not the target's, and hf_spec does "
+            "not read it: serve the draft in vLLM, or take another one"
+        )
     for name in weight_files():
         if (file := _find(path, name, hub)) is None:
             continue
@@ -120,6 +127,7 @@ def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
         if (found := _find(path, CONFIG, hub)) is not None:
             return found
         if (adapter := _find(path, ADAPTER, hub)) is not None:
+            refuse_uno(os.fspath(path), _json(adapter))
             base = _json(adapter).get("base_model_name_or_path")
             raise OSError(f"{path} holds an adapter of PEFT and no draft: {merging(os.fspath(path), base)}")
         if not os.path.isdir(path):

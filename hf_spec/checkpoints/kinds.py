@@ -11,6 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from ..config_keys import warn_of_unknown
 from ..configuration import SpeculatorConfig
 from ..drafts.dflash.modeling import DFlashDraftModel
 from ..drafts.dspark.modeling import DSparkDraftModel
@@ -22,6 +23,7 @@ from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.peagle.modeling import PEagleDraftModel
 from ..untrusted import printable
+from .neighbours import refuse_neighbours
 
 # Errors that configs and tensors of no draft may cause while they are translated.
 UNFIT = (
@@ -60,7 +62,8 @@ def layouts() -> tuple[str, ...]:
 
 
 def find_format(checkpoint: Checkpoint) -> Format:
-    """Find the format of ``checkpoint``. Errors: a ValueError if it is unknown."""
+    """Find the format of ``checkpoint``. Errors: a ValueError if it is unknown, or refused by name."""
+    refuse_neighbours(checkpoint)
     config, names = checkpoint.config, checkpoint.tensors
     ours = is_speculators(config)  # our tensors may have the same names as those of other formats
     for one in formats():
@@ -91,6 +94,7 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
     found = find_format(checkpoint)
     try:
         _check_values(checkpoint)
+        warn_of_unknown(checkpoint.path, found.unknown(checkpoint.config, checkpoint.tensors))
         return found.read(copy.deepcopy(checkpoint.config), dict(checkpoint.tensors))
     except KeyError as error:
         raise ValueError(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..configuration import hub_name
 
+LOOKED_AT = "2026-11-26"  # when the table was last compared with what its sources say
 TABLE = Path(__file__).with_name("known_drafts.csv")
 # In a cache of the Hub a model is in models--ORG--NAME/snapshots/COMMIT.
 CACHED = "models--"
@@ -23,8 +24,8 @@ class KnownDraft:
     """A public draft: ``speculator=known.draft`` for the model ``target``.
 
     ``kind`` is the kind of draft, ``layout`` the format of its files. ``licence`` is None if its page names none; the
-    target's licence may apply too. Nobody of this project has run it. The output is the target's in any case, but its
-    acceptance has yet to be measured.
+    target's licence may apply too. ``is_read`` tells whether hf_spec reads such files. Nobody of this project has run
+    it. The output is the target's in any case, but its acceptance has yet to be measured.
     """
 
     target: str
@@ -32,6 +33,7 @@ class KnownDraft:
     kind: str
     layout: str
     licence: str | None
+    is_read: bool = True
 
 
 def known_drafts(target: PreTrainedModel | str | os.PathLike[str] | None = None) -> list[KnownDraft]:
@@ -56,7 +58,12 @@ def cached(draft: str) -> Path | None:
 @functools.cache
 def _table() -> tuple[KnownDraft, ...]:
     with TABLE.open(encoding="utf-8", newline="") as file:
-        return tuple(KnownDraft(**row | {"licence": row["licence"] or None}) for row in csv.DictReader(file))
+        return tuple(_entry(row) for row in csv.DictReader(file))
+
+
+def _entry(row: dict[str, str]) -> KnownDraft:
+    is_read = row.pop("read") == "yes"
+    return KnownDraft(**row | {"licence": row["licence"] or None}, is_read=is_read)
 
 
 def _name(path: str) -> str:

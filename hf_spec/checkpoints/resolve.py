@@ -29,6 +29,7 @@ from .auto import AutoDraftModel, load
 from .files import HUB_OPTIONS, gguf, read_checkpoint
 from .kinds import config_classes, find_format
 from .known import cached, known_drafts
+from .neighbours import ForeignDraftError
 
 # The least share of equal tokens without a warning: tokenizers of one family differ in a few added tokens.
 MOST_IN_COMMON = 0.9
@@ -117,6 +118,8 @@ def _meant(name: str) -> str:
 def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
     try:
         found = find_format(checkpoint)
+    except ForeignDraftError:
+        raise
     except ValueError:  # none of the formats of drafts
         return False
     if found.name != "mtp":
@@ -128,7 +131,7 @@ def _is_draft(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
 
 def _best_at_hand(target: PreTrainedModel) -> Speculator:
     """Find a speculator for ``target`` without a download, and log which it is."""
-    at_hand = (cached(known.draft) for known in known_drafts(target))
+    at_hand = (cached(known.draft) for known in known_drafts(target) if known.is_read)
     for place in itertools.chain(("mtp",), filter(None, at_hand)):
         # The cache may have only some of its files, or the draft may not fit the target.
         with contextlib.suppress(OSError, ValueError):

@@ -40,6 +40,11 @@ def add_convert(commands: Any) -> None:
     add("--to", type=layout_of, default=DEFAULT_LAYOUT, metavar="LAYOUT",
         help="such as speculators, or native for MTP layers; a wrong one is told with all (%(default)s)")  # fmt: skip
     add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
+    add("--vocabulary", metavar="N", help="cut the draft to its N most frequent tokens in --prompts and the target's "
+        "answers, or to those in a file, a JSON list of ids (FR-Spec)")  # fmt: skip
+    add("--target", metavar="MODEL", help="the target, which --prompts needs")
+    add("--prompts", metavar="FILE", help="JSON lines: every second prompt is counted, the others measure the draft "
+        "before and after")  # fmt: skip
     add("--whole", metavar="TARGET", help="the target, whose embeddings and output layer are written into the draft")
 
 
@@ -49,11 +54,17 @@ def _convert(args: argparse.Namespace) -> None:
     from ..checkpoints.inspection import inspect
 
     given: dict[str, Any] = {}
+    if args.vocabulary is None and (args.prompts or args.target):
+        raise ValueError("--prompts and --target are for --vocabulary N, which cuts the draft to N tokens")
+    if args.vocabulary is not None:
+        from .trimming import chosen_vocabulary
+
+        given["vocabulary"] = chosen_vocabulary(args.draft, args.vocabulary, args.target, args.prompts)
     if args.whole:
         from transformers import AutoModelForCausalLM
 
         with looking_for(args.whole, "the target"):
-            given = {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
+            given |= {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
     convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
     if args.to == "native":  # no longer a draft that can be loaded alone
         print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..config_keys import Known, flat_keys, known
 from ..configuration import GEMMA, default_speculators_config
 from ..settings import is_int
 from .blocks import BlockSpeculatorConfig
@@ -21,11 +22,23 @@ from .files import (
     flat_layers,
     is_speculators,
     needed,
+    speculators_keys,
 )
 from .files import shared_with_target as left_to_target
 
 Read = tuple[BlockSpeculatorConfig, dict[str, Tensor]]
 
+# Keys of flat configs that engines read and hf_spec does not, with the value that changes nothing.
+NOT_DONE = {
+    **{"attention_sink_bias": False, "attention_value_scale": 1.0, "is_neox_style": True, "use_swa": False},
+    **{"rope_is_neox_style": True, "use_aux_hidden_state": True, "draft_shift": 0},
+}
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal", "causal_head") | {
+    **known("num_target_layers", "target_hidden_size", "target_model_name_or_path", *SCALES, *NOT_DONE),
+    **known("swa_window_size"),  # means something with use_swa only
+    **known("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "num_anchors"),
+}
 # Engines have no default for these ids. Configs made by `for_target` hold them.
 NAME_LAYERS = "write aux_hidden_state_layer_ids into config.json: [2, n // 2, n - 3] of the target's n layers"
 
@@ -41,7 +54,7 @@ def speculators_format(kind: type[BlockSpeculatorConfig]) -> Format:
             raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
         return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], needed(tensors))
 
-    return Format("speculators", recognises, read)
+    return Format("speculators", recognises, read, keys=speculators_keys)
 
 
 def read_flat(
@@ -51,6 +64,7 @@ def read_flat(
     tensors = needed(tensors)
     layers = flat_layers(raw, tensors)
     layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # may be copied from the target
+    given |= _causality(raw, layers.layer_types) | {name: float(raw[name]) for name in SCALES if raw.get(name)}
     width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
     speculators_config = default_speculators_config(kind.speculators_model_type)
     speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")
@@ -64,6 +78,48 @@ def read_flat(
     speculators_config["proposal_methods"][0]["speculative_tokens"] = config.num_guesses
     config.speculators_config = speculators_config
     return config, tensors
+
+
+def looked_up(raw: dict[str, Any]) -> dict[str, Any]:
+    """Merge ``dflash_config`` into a flat config: its keys win over those at the top level, as z-lab reads them.
+
+    Errors: a ValueError for what hf_spec does not do.
+    """
+    merged = raw | {name: one for name, one in (raw.get("dflash_config") or {}).items() if one is not None}
+    for name, plain in NOT_DONE.items():
+        if merged.get(name) not in (None, plain):
+            raise ValueError(
+                f"{name} is {merged[name]!r}, and hf_spec reads block drafts without it only: serve the draft in "
+                "vLLM, or take another one"
+            )
+    if merged.get("target_hidden_size") not in (None, merged.get("hidden_size")):
+        raise ValueError(
+            f"target_hidden_size is {merged['target_hidden_size']!r}, but hidden_size {merged.get('hidden_size')!r}: "
+            "JetSpec's adapter between two widths has random weights; train a draft for this target"
+        )
+    return merged
+
+
+def _causality(raw: dict[str, Any], kinds: Sequence[str]) -> dict[str, bool]:
+    """Tell which slots of a block see which, by z-lab's rule and its readers'.
+
+    ``is_causal`` decides for every layer, otherwise NeMo's ``causal``, otherwise JetSpec's ``causal_head``. If the
+    file says nothing, sliding layers are causal and full ones are not.
+    """
+    said = {name: raw[name] for name in ("is_causal", "causal") if raw.get(name) is not None}
+    if raw.get("causal_head"):
+        said["causal_head"] = True
+    if len({bool(value) for value in said.values()}) > 1:
+        raise ValueError(f"{said} contradict each other: ask who made the draft whether its blocks are causal")
+    causal = next(iter(said.values()), None)
+    if causal is None:
+        return {"sliding_window_non_causal": "sliding_attention" not in kinds}
+    return {"block_causal": bool(causal), "sliding_window_non_causal": not causal}
+
+
+def flat_block_keys(config: dict[str, Any], names: Collection[str]) -> Known:
+    """Return the known keys of a flat config of a block draft, at the top level or inside ``dflash_config``."""
+    return flat_keys(config, names, {**FLAT_KEYS, "dflash_config": FLAT_KEYS})
 
 
 def outputs_of_layers(ids: Any) -> list[int]:
@@ -143,8 +199,15 @@ def engines(
     window = "sliding_attention" in config.layer_kinds and getattr(config.layers, "sliding_window", None)
     if window and not config.sliding_window_per_slot:
         found["vLLM"].append("ends windows at each slot, where the draft was trained to end them at the root")
+    if config.block_causal:
+        found["llama.cpp"].append("is not known to have causal blocks")
     if not nested:
         return found
+    if not (config.block_causal or config.sliding_window_non_causal) and "full_attention" in config.layer_kinds:
+        cure = "" if window else "; set it to true"
+        found["vLLM"].append(f"takes sliding_window_non_causal: false for causal blocks in full layers too{cure}")
+    if any(getattr(config, name) not in (None, 1.0) for name in SCALES):
+        found["vLLM"].append(f"reads scales and caps in another layout only; convert to {layout}")
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
     if not name or os.path.exists(name):
         found["vLLM"].append("needs --speculative-config: verifier.name_or_path is no Hub id")

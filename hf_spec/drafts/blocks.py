@@ -16,6 +16,7 @@ of a block depend on its mask tokens, so they are dropped after each step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -27,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from ..configuration import GEMMA, default_speculators_config, one_layer
+from ..configuration import GEMMA, check_positive, default_speculators_config, one_layer
 from ..scoring.cache import TreeKVCache
 from ..settings import is_int
 from ..versions import SubConfigSpec
@@ -41,7 +42,9 @@ from .static import drafter_for
 if TYPE_CHECKING:
     from ..unroll.feedback import Unrolled, UnrollInput
 
-BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot")
+BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot", "block_causal")
+# Fields that only hf_spec knows, written where they say something.
+UNLESS_DEFAULT = ("block_causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
 
 class BlockSpeculatorConfig(FeatureSpeculatorConfig):
@@ -59,6 +62,11 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         sliding_window_per_slot: a window ends at the slot that attends. ``False``: all slots of a block see the
             ``sliding_window`` positions before the root, as the speculators library trains. Only hf_spec knows this
             flag.
+        block_causal: in every layer, slots of a block see earlier slots only (JetSpec, arXiv 2606.18394). Such a block
+            may end anywhere: its first slots stay the same.
+        input_embedding_scale: the embeddings of root and mask tokens are multiplied by it.
+        output_multiplier: the logits are multiplied by it.
+        final_logit_softcapping: then they are capped, ``cap * tanh(logits / cap)``. ``None`` for no cap.
     """
 
     method: ClassVar[str] = "a block draft"
@@ -75,6 +83,10 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
     sample_from_anchor: bool = False
     sliding_window_non_causal: bool = False
     sliding_window_per_slot: bool = False
+    block_causal: bool = False
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
 
     @property
     def num_guesses(self) -> int:
@@ -108,6 +120,8 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         if shape.get("hidden_size", text.hidden_size) == text.hidden_size:  # share the target's embeddings and head
             whole = not (is_int(size := flags.get("draft_vocab_size")) and size < text.vocab_size)
             flags.setdefault("shared_with_target", ["embed_tokens"] + ["lm_head"] * whole)
+        if not flags.get("block_causal") and "sliding_attention" not in (shape.get("layer_types") or ()):
+            flags.setdefault("sliding_window_non_causal", True)  # vLLM takes False for causal blocks in every layer
         config = super().for_target(target, shape, **flags)
         if "speculators_config" not in flags:
             config._default_method()["speculative_tokens"] = config.num_guesses
@@ -118,6 +132,12 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         if self.speculators_config == default_speculators_config(self.speculators_model_type) and self.num_guesses:
             self._default_method()["speculative_tokens"] = self.num_guesses
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Write the fields that other readers do not know only where they say something."""
+        plain = {field.name: field.default for field in fields(self)}
+        config = super().to_diff_dict()
+        return {name: value for name, value in config.items() if name not in UNLESS_DEFAULT or value != plain[name]}
+
     def validate(self) -> None:
         if not (is_int(self.block_size) and self.block_size >= 1):
             raise ValueError(f"block_size is {self.block_size!r}; set a whole number of slots, the root's included")
@@ -127,6 +147,13 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
                 "block_size is 1, and the slot of the root guesses nothing; set at least 2, or sample_from_anchor=True"
             )
         check_mask_token(self.mask_token_id, self.layers.vocab_size)
+        if self.block_causal and self.sliding_window_non_causal:
+            raise ValueError(
+                "block_causal and sliding_window_non_causal are both True: slots see earlier slots only, or all of "
+                "them; set one to False"
+            )
+        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            check_positive(name, getattr(self, name))
 
     def _check_window(self, kinds: list[str]) -> None:
         """Allow sliding layers without a window: they are causal within the block, and see all of the context."""
@@ -191,6 +218,19 @@ class BlockDraftModel(DraftModel):
         hidden = self.norm(hidden)
         guessing = hidden.unflatten(1, (-1, len(slots)))[:, :, unused:].flatten(1, 2)
         return DraftOutput(self.logits(guessing), hidden, cache)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        embeds, scale = super().embed(input_ids), self.config.input_embedding_scale
+        return embeds if scale == 1 else embeds * scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, factor, cap = (
+            super().logits(hidden),
+            self.config.output_multiplier,
+            self.config.final_logit_softcapping,
+        )
+        logits = logits if factor == 1 else logits * factor
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     # -- context ------------------------------------------------------------------------------------------------------
 
@@ -273,13 +313,11 @@ class BlockDraftModel(DraftModel):
         slot = torch.arange(slots, device=column.device)[None, :, None]
         place = column - lengths[:, None, None]  # (batch, 1, columns); 0 is the root, negative is context
         seen = (place < slots).expand(-1, slots, -1)
-        if kind == "full_attention":
-            return seen
-        config = self.config
+        config, slides = self.config, kind != "full_attention"
         window: int | None = getattr(self.layer_config, "sliding_window", None)
-        if not config.sliding_window_non_causal:
+        if config.block_causal or (slides and not config.sliding_window_non_causal):
             seen = seen & (place <= slot)
-        if window is None:
+        if window is None or not slides:
             return seen
         if not config.sliding_window_per_slot:
             return seen & (place >= -window)

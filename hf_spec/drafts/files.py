@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from ..config_keys import Known, flat_keys, unknown_keys
 from ..configuration import GEMMA, SpeculatorConfig
 
 # The tensors from which the shape of Gemma 4's layers is read.
@@ -42,7 +43,8 @@ class Format:
     ``recognises(config, names)`` is given the config's JSON and the names of the tensors. ``read(config, tensors)``
     may change both; it returns the config and the weights of our model. ``owner`` is the project that made the format.
     ``weight_files`` are file names used for weights in this format only. ``inside_target`` are the prefixes of the
-    draft's tensors where it is stored in its target's checkpoint.
+    draft's tensors where it is stored in its target's checkpoint. ``keys(config, names)`` are the keys of the config
+    that its reader knows; by default those of a flat config's decoder layers.
     """
 
     name: str
@@ -51,6 +53,11 @@ class Format:
     owner: str | None = None
     weight_files: tuple[str, ...] = ()
     inside_target: tuple[str, ...] = ()
+    keys: Callable[[dict[str, Any], Collection[str]], Known] | None = None
+
+    def unknown(self, config: dict[str, Any], names: Collection[str]) -> list[str]:
+        """List the keys of a config that nobody knows who reads this format, see ``unknown_keys``."""
+        return unknown_keys(config, flat_keys(config, names, {}) if self.keys is None else self.keys(config, names))
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,15 @@ def read_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
     return SpeculatorConfig.from_dict(config), needed(tensors)
 
 
-SPECULATORS = Format("speculators", lambda config, names: is_speculators(config), read_speculators)
+def speculators_keys(config: dict[str, Any], names: Collection[str]) -> Known:
+    """Return the known keys of a config of the speculators library, by its kind."""
+    kind = config.get("speculators_model_type", "eagle3")  # as its first files, which name none
+    return SpeculatorConfig.kinds().get(kind, SpeculatorConfig).known_keys(config)
+
+
+SPECULATORS = Format(
+    "speculators", lambda config, names: is_speculators(config), read_speculators, keys=speculators_keys
+)
 
 
 def needed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -133,7 +133,7 @@ def test_windows_are_read_in_all_three_ways(reading: str, tmp_path: Path) -> Non
     case = "zl_dflash_qwen3"
     shutil.copytree(GOLDENS / case / "checkpoint", tmp_path / "draft")
     file = tmp_path / "draft" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | WINDOW))
+    file.write_text(json.dumps(json.loads(file.read_text()) | WINDOW | {"is_causal": False}))
     draft = AutoDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32, target=load_target(case))
     assert draft.config.sliding_window_per_slot and draft.config.sliding_window_non_causal
     for name, value in READS_WINDOWS[reading].items():

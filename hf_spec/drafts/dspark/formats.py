@@ -17,7 +17,17 @@ from typing import Any
 from torch import Tensor
 
 from ...configuration import GEMMA
-from ..block_files import Read, layer_outputs, outputs_of_layers, read_flat, speculators_format, write_flat
+from ..block_files import (
+    SCALES,
+    Read,
+    flat_block_keys,
+    layer_outputs,
+    looked_up,
+    outputs_of_layers,
+    read_flat,
+    speculators_format,
+    write_flat,
+)
 from ..files import Files, Format, is_speculators
 from .configuration import DSparkSpeculatorConfig
 
@@ -30,7 +40,7 @@ def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
 
 
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-    raw = (raw.get("dflash_config") or {}) | raw  # in files that were repackaged for engines
+    raw = looked_up(raw)  # engines' repackaged files have a dflash_config
     off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
     return read_flat(
         DSparkSpeculatorConfig,
@@ -49,6 +59,8 @@ def write_deepspec(draft: Any) -> Files:
     unsaid = [
         (not config.sample_from_anchor, "does not guess from the root's slot"),
         ("sliding_attention" in config.layer_kinds, "has sliding layers"),
+        (config.block_causal, "has causal blocks"),
+        (any(getattr(config, name) not in (None, 1.0) for name in SCALES), "scales or caps its numbers"),
         (bool(config.shared_with_target), "has no embeddings or no head of its own (--whole TARGET writes them in)"),
     ]
     heads = {name: getattr(config, name) for name in HEADS}
@@ -57,4 +69,7 @@ def write_deepspec(draft: Any) -> Files:
     return write_flat(draft, unsaid, architectures=[kind], **ids, **heads)
 
 
-FORMATS = (speculators_format(DSparkSpeculatorConfig), Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec"))
+FORMATS = (
+    speculators_format(DSparkSpeculatorConfig),
+    Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec", keys=flat_block_keys),
+)

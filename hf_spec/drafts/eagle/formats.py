@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...config_keys import flat_keys, known
 from ..files import Checkpoint, Format, flat_layers, needed, shared_with_target
 from .configuration import EagleSpeculatorConfig
 
@@ -28,6 +29,7 @@ FORMATS = (
         lambda config, names: {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= {*names},
         _read,
         owner="SafeAILab",
+        keys=lambda config, names: flat_keys(config, names, known("bias", "eagle_fc_bias")),
     ),
 )
 

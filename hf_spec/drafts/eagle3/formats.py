@@ -20,11 +20,26 @@ from typing import Any
 
 from torch import Tensor
 
+from ...config_keys import Known, flat_keys, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, flat_layers, is_speculators, needed
+from ..files import Files, Format, flat_layers, is_speculators, needed, speculators_keys
 from ..fusing_files import Read, aux_layer_ids, completed, read_speculators
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = known("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm", "draft_vocab_size", IDS)
+# Keys of flat configs beyond those of the layers. ModelOpt's other flags are known with one value each.
+FLAT_KEYS: Known = FLAGS | {
+    **known("bias", "num_aux_hidden_states", "target_hidden_size", SERVED_FLAGS),
+    **known("draft_num_hidden_layers", "num_target_layers", "step_loss_decay", "target_layer_ids"),  # DeepSpec's
+    **known("target_model_name_or_path", "ttt_length"),
+    "eagle_config": FLAGS
+    | {
+        **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm"), True),
+        **{"next_layer_regular": True, "parallel_draft_step": 1, "use_mtp_layernorm": False},
+    },
+}
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
@@ -92,12 +107,16 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
     return completed(Eagle3SpeculatorConfig, given, layers.vocab_size, tensors)
 
 
+def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
+    return flat_keys(config, names, FLAT_KEYS)
+
+
 FORMATS = (
-    Format("speculators", _is_ours, _read_speculators),
-    Format("specforge", _is_specforge, _read_specforge),
-    Format("eagle3", _is_safeailab, _read_flat, owner="SafeAILab"),
-    Format("deepspec", _is_deepspec, _read_deepspec, owner="DeepSpec"),
-    Format("modelopt", _is_modelopt, _read_flat),
+    Format("speculators", _is_ours, _read_speculators, keys=speculators_keys),
+    Format("specforge", _is_specforge, _read_specforge, keys=_keys),
+    Format("eagle3", _is_safeailab, _read_flat, owner="SafeAILab", keys=_keys),
+    Format("deepspec", _is_deepspec, _read_deepspec, owner="DeepSpec", keys=_keys),
+    Format("modelopt", _is_modelopt, _read_flat, keys=_keys),
 )
 
 

@@ -17,12 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config_keys import Known, keys_of_layers, known
 from ...configuration import default_speculators_config
 from ..files import Format
 from .configuration import MedusaSpeculatorConfig
 
 # Head, layer and tensor.
 NAME = re.compile(r"(?:medusa_heads?\.)?((\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight))")
+# The number and shape of heads are taken from the tensors.
+KEYS = known(
+    "base_model_name_or_path", "medusa_num_heads", "medusa_num_layers", "version", "hidden_size", "vocab_size"
+) | {
+    **known("num_heads", "num_hidden_layers", "max_paths", "max_seq_len", "truncated_vocab_size"),  # vLLM's
+    **known("medusa_fc_bias", "original_lm_head", "topk"),
+}
 VLLM_NAME = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 
 
@@ -84,6 +92,11 @@ def _read_vllm(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MedusaSpe
     return _read(raw, tensors)
 
 
+def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
+    """Return the known keys of heads and, since they may be in their target's checkpoint, of its config."""
+    return {**keys_of_layers(str(config.get("model_type"))), **KEYS}
+
+
 FORMATS = (
     Format(
         "medusa",
@@ -92,8 +105,9 @@ FORMATS = (
         owner="FasterDecoding",
         weight_files=("medusa_lm_head.safetensors", "medusa_lm_head.pt"),
         inside_target=("medusa_head.",),
+        keys=_keys,
     ),
-    Format("medusa-vllm", _is_vllm, _read_vllm),
+    Format("medusa-vllm", _is_vllm, _read_vllm, keys=_keys),
 )
 
 

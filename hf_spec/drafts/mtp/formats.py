@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...config_keys import Known, keys_of_layers, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, in_speculators, needed, shared_with_target
+from ..files import Files, Format, in_speculators, needed, shared_with_target, speculators_keys
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 # Prefixes of tensor names: in the target's checkpoint -> in our files, which use those of speculators.
@@ -34,6 +36,10 @@ NATIVE_NAMES = {
 NATIVE_FLAGS: dict[str, dict[str, Any]] = {
     "qwen": dict(zip(MTP_FLAGS, (True, True, False), strict=True)),
     "mimo": dict(zip(MTP_FLAGS, (False, False, True), strict=True)),
+}
+NATIVE_KEYS = known("mtp_num_hidden_layers", "num_mtp_layers", "num_nextn_predict_layers", "quantization_config") | {
+    **known("full_attention_interval", "mamba_ssm_dtype", "partial_rotary_factor"),
+    **{"attn_output_gate": True, "mtp_use_dedicated_embeddings": False},  # other values would be another layer
 }
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -74,13 +80,28 @@ def _read_native(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpec
     return config, tensors
 
 
+def _native_keys(config: dict[str, Any], names: Collection[str]) -> Known:
+    """Return the known keys of a target's config, which may have one of its text decoder inside."""
+    kind = str(config.get("model_type"))
+    own = {**keys_of_layers("qwen2" if kind == "mimo" else kind), **NATIVE_KEYS}
+    text = config.get("text_config")
+    inside = keys_of_layers(str(text.get("model_type"))) if isinstance(text, dict) else {}
+    return own | {"text_config": {**inside, **NATIVE_KEYS}}
+
+
 FORMATS = (
-    Format("speculators", lambda config, names: config.get("speculators_model_type") == "mtp", _read_speculators),
+    Format(
+        "speculators",
+        lambda config, names: config.get("speculators_model_type") == "mtp",
+        _read_speculators,
+        keys=speculators_keys,
+    ),
     Format(
         "mtp",
         lambda config, names: "mtp.fc.weight" in names or "model.mtp_layers.0.input_proj.weight" in names,
         _read_native,
         inside_target=("mtp.", "model.mtp_layers."),
+        keys=_native_keys,
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import Checkpoint, Format, applying
+from ..files import Checkpoint, Format, applying, speculators_keys
 from ..fusing_files import Read, read_speculators
 from .configuration import PEagleSpeculatorConfig
 
@@ -21,7 +21,7 @@ def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     return read_speculators(PEagleSpeculatorConfig, raw, tensors)
 
 
-FORMATS = (Format("speculators", _is_ours, _read),)
+FORMATS = (Format("speculators", _is_ours, _read, keys=speculators_keys),)
 
 
 def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> dict[str, list[str]]:
