@@ -24,6 +24,7 @@ SAFEAILAB = sorted(path.name for path in GOLDENS.glob("eagle?_orig_*"))
 MEDUSA = sorted(path.name for path in GOLDENS.glob("medusa*"))
 DFLASH = ("ds_dflash_qwen3", "sp_dflash_draft_qwen3", "sp_dflash_qwen3", "zl_dflash_qwen3")
 DSPARK = ("ds_dspark_qwen3", "sp_dspark_qwen3", "sp_dspark_qwen3_gated_sliding")
+DFLASH2 = ("sp_dflash2_qwen3", "zl_dflash2_muse", "zl_dflash2_qwen3")
 JETSPEC = ("jet_nemo_qwen3", "jet_qwen3")  # DFlash with causal blocks
 PEAGLE = ("sp_peagle_draft_llama", "sp_peagle_llama")
 OTHERS = ("medusa", "mtp", "sp_mtp", "ds_", "sp_d", "sp_p", "zl_", "jet_")  # with tests of their own

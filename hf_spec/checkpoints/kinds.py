@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from ..config_keys import warn_of_unknown
 from ..configuration import SpeculatorConfig
 from ..drafts.dflash.modeling import DFlashDraftModel
+from ..drafts.dflash2.modeling import DFlash2DraftModel
 from ..drafts.dspark.modeling import DSparkDraftModel
 from ..drafts.eagle.modeling import EagleDraftModel
 from ..drafts.eagle3.modeling import Eagle3DraftModel
@@ -31,6 +32,7 @@ UNFIT = (
     StrictDataclassError,
 )
 DRAFT_MODELS: tuple[type[DraftModel], ...] = (
+    DFlash2DraftModel,
     Eagle3DraftModel,
     DFlashDraftModel,
     DSparkDraftModel,
@@ -58,7 +60,7 @@ def formats() -> list[Format]:
 
 def layouts() -> tuple[str, ...]:
     """List the layouts in which drafts can be written, ours first."""
-    return (SPECULATORS.name, *(name for kind in DRAFT_MODELS for name in kind.layouts))
+    return tuple(dict.fromkeys((SPECULATORS.name, *(name for kind in DRAFT_MODELS for name in kind.layouts))))
 
 
 def find_format(checkpoint: Checkpoint) -> Format:
@@ -82,7 +84,7 @@ def find_format(checkpoint: Checkpoint) -> Format:
         )
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
-        f"MTP layers of Qwen and MiMo, DFlash, DSpark, P-EAGLE): its tensors are {sorted(names)[:4]}..."
+        f"MTP layers of Qwen and MiMo, DFlash, DFlash2, DSpark, P-EAGLE): its tensors are {sorted(names)[:4]}..."
     )
 
 

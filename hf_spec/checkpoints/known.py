@@ -62,8 +62,8 @@ def _table() -> tuple[KnownDraft, ...]:
 
 
 def _entry(row: dict[str, str]) -> KnownDraft:
-    is_read = row.pop("read") == "yes"
-    return KnownDraft(**row | {"licence": row["licence"] or None}, is_read=is_read)
+    licence, is_read = row.pop("licence") or None, row.pop("read") == "yes"
+    return KnownDraft(**row, licence=licence, is_read=is_read)
 
 
 def _name(path: str) -> str:

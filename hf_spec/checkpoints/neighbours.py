@@ -37,12 +37,6 @@ NEIGHBOURS = (
         "efficient_lm_head",
         "its licence makes the source available and forbids competing offerings by rewriting or porting it",
     ),
-    Neighbour(
-        "DFlash2",
-        "dflash2|selector_rank|selector_top_k",
-        r"candidate_selector\.|(attention|mlp)_conv\.",
-        "its convolutions and its selector are not implemented here",
-    ),
     Neighbour("Domino", "domino|pure_draft_prefix_len", r"prefix_gru\.", HEAD),
     Neighbour("XPress", "xpress", r"refiner_head\.", HEAD),
     Neighbour("LiLiCorr", "lilicorr", "lilicorr", HEAD),

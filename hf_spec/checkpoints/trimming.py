@@ -41,13 +41,14 @@ def trimmed(draft: DraftModel, ids: Sequence[int] | Tensor) -> Any:
         raise ValueError(f"the vocabulary lists all {whole} tokens, so that nothing is trimmed; list fewer")
     smaller = copy.deepcopy(config)
     smaller.draft_vocab_size = len(kept)
-    made: DraftModel = type(draft)(smaller).to(draft.device, draft.dtype)
+    model: Any = type(draft)
+    made = model(smaller).to(draft.device, draft.dtype).eval()
     ends = {f"{name}.weight" for name, module in draft.named_modules() if _ends_in_vocabulary(draft, module)}
     own = draft.state_dict()
     weights = {name: one[kept.to(one.device)] if name in ends else one for name, one in own.items()}
     made.load_state_dict(weights | {name: one for name, one in made.state_dict().items() if name in ("d2t", "t2d")})
     made.set_vocabulary(kept)
-    return made.eval()
+    return made
 
 
 def _ends_in_vocabulary(draft: DraftModel, module: nn.Module) -> bool:

@@ -68,7 +68,8 @@ def _answers(
     model: Any, tokenizer: Any, draft: Any, prompts: Sequence[Prompt]
 ) -> tuple[list[list[int]], SpeculationStats]:
     """Answer ``prompts`` greedily, with drafts of one length; return prompts with answers, and the statistics."""
-    texts, stats = [], []
+    texts: list[list[int]] = []
+    stats: list[SpeculationStats] = []
     for prompt in prompts:
         ids = torch.tensor([prompt.render([], tokenizer)], device=input_device(model))
         out = cast("SpeculativeModel", model).generate(
@@ -81,7 +82,7 @@ def _answers(
             return_dict_in_generate=True,
         )
         texts.append(out.sequences[0].tolist())
-        stats.append(out.speculation)
+        stats.append(cast(SpeculationStats, out.speculation))
     return texts, SpeculationStats.merge(stats)
 
 

@@ -166,6 +166,25 @@ def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> F
     return Files(draft.state_dict(), config=raw | more)
 
 
+def write_zlab(draft: Any, architecture: str, **own: Any) -> Files:
+    """Write the layout of z-lab, whose readers share the target's embeddings and head; ``own`` are further keys."""
+    config: BlockSpeculatorConfig = draft.config
+    slides = "sliding_attention" in config.layer_kinds
+    unsaid = [
+        (config.sample_from_anchor, "guesses from the root's slot"),
+        (slides and not config.sliding_window_per_slot, "ends its windows at the root"),
+        (set(config.shared_with_target or ()) != {"embed_tokens", "lm_head"}, "has embeddings or a head of its own"),
+    ]
+    given: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
+    given |= own | {name: value for name in SCALES if (value := getattr(config, name)) not in (None, 1.0)}
+    more: dict[str, Any] = {}
+    if config.block_causal:
+        given |= {"causal": True, "causal_head": True}  # for vLLM, and for JetSpec's own code
+    if config.block_causal or config.sliding_window_non_causal or not slides:
+        more = {"is_causal": config.block_causal}  # otherwise sliding layers are causal alone, which no key says
+    return write_flat(draft, unsaid, architectures=[architecture], dflash_config=given, **more)
+
+
 def _flat_shape(layers: Any) -> dict[str, Any]:
     """Return the fields of the decoder layers; for Gemma 4's full attention, the shape under both of its names."""
     raw: dict[str, Any] = layers.to_diff_dict()

@@ -34,6 +34,8 @@ FILES = {
     "eagle3 modelopt": "ds_eagle3_qwen3",  # without the ids of layers
     "dflash speculators": "sp_dflash_qwen3",
     "dflash dflash": "zl_dflash_qwen3",
+    "dflash2 speculators": "sp_dflash2_qwen3",
+    "dflash2 dflash": "zl_dflash2_qwen3",
     "dspark speculators": "sp_dspark_qwen3",
     "dspark deepspec": "ds_dspark_qwen3",
     "peagle speculators": "sp_peagle_llama",
@@ -146,7 +148,6 @@ NEIGHBOURS: dict[str, tuple[dict[str, Any], str]] = {  # what the config says, o
     "LiLiCorr": ({"dflash_config": {"lilicorr_num_layers": 2}}, "lilicorr.layers.0.weight"),
     "FlashMap": ({"architectures": ["FlashMapDraftModel"]}, "flashmap.weight"),
     "Orthrus": ({"model_type": "orthrus"}, "model.layers.0.self_attn.q_proj_diff.weight"),
-    "DFlash2": ({"dflash_config": {"selector_rank": 4}}, "layers.0.attention_conv.base_kernel"),
 }
 
 

@@ -18,23 +18,23 @@ from typing import Any
 from torch import Tensor
 
 from ..block_files import (
-    SCALES,
     Read,
     flat_block_keys,
-    layer_outputs,
     looked_up,
     outputs_of_layers,
     read_flat,
     speculators_format,
-    write_flat,
+    write_zlab,
 )
 from ..files import Files, Format, is_speculators
 from .configuration import DFlashSpeculatorConfig
 
 
 def _is_zlab(config: dict[str, Any], names: Collection[str]) -> bool:
-    heads = any(name.startswith("markov_head.") for name in names)  # then it is a DSpark draft
-    return isinstance(config.get("dflash_config"), dict) and not heads and not is_speculators(config)
+    others = any(name.startswith(("markov_head.", "candidate_selector.")) for name in names)  # of DSpark and DFlash2
+    selects = "selector_rank" in (config.get("dflash_config") or config)
+    is_flat = isinstance(config.get("dflash_config"), dict) and not is_speculators(config)
+    return is_flat and not others and not selects
 
 
 def _read_zlab(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
@@ -49,23 +49,9 @@ def _read_zlab(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     )
 
 
-def write_zlab(draft: Any) -> Files:
-    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp, which share the target's embeddings and head."""
-    config: DFlashSpeculatorConfig = draft.config
-    slides = "sliding_attention" in config.layer_kinds
-    unsaid = [
-        (config.sample_from_anchor, "guesses from the root's slot"),
-        (slides and not config.sliding_window_per_slot, "ends its windows at the root"),
-        (set(config.shared_with_target or ()) != {"embed_tokens", "lm_head"}, "has embeddings or a head of its own"),
-    ]
-    given: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
-    given |= {name: value for name in SCALES if (value := getattr(config, name)) not in (None, 1.0)}
-    more: dict[str, Any] = {}
-    if config.block_causal:
-        given |= {"causal": True, "causal_head": True}  # for vLLM, and for JetSpec's own code
-    if config.block_causal or config.sliding_window_non_causal or not slides:
-        more = {"is_causal": config.block_causal}  # otherwise sliding layers are causal alone, which no key says
-    return write_flat(draft, unsaid, architectures=["DFlashDraftModel"], dflash_config=given, **more)
+def write_dflash(draft: Any) -> Files:
+    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp."""
+    return write_zlab(draft, "DFlashDraftModel")
 
 
 FORMATS = (

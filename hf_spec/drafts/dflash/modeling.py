@@ -8,7 +8,7 @@ from ..block_files import engines
 from ..blocks import BlockDraftModel
 from ..files import Checkpoint
 from .configuration import DFlashSpeculatorConfig
-from .formats import FORMATS, write_zlab
+from .formats import FORMATS, write_dflash
 
 
 class DFlashDraftModel(BlockDraftModel):
@@ -16,7 +16,7 @@ class DFlashDraftModel(BlockDraftModel):
 
     config_class = DFlashSpeculatorConfig
     formats = FORMATS
-    layouts = {"dflash": write_zlab}  # noqa: RUF012
+    layouts = {"dflash": write_dflash}  # noqa: RUF012
     vllm_method = "dflash"
 
     def __init__(self, config: DFlashSpeculatorConfig) -> None:

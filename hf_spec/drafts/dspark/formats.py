@@ -35,8 +35,9 @@ HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidenc
 
 
 def _is_deepspec(config: dict[str, Any], names: Collection[str]) -> bool:
-    heads = "target_layer_ids" in config or any(name.startswith("markov_head.") for name in names)
-    return "block_size" in config and "hidden_norm.weight" in names and heads and not is_speculators(config)
+    given = config | (config.get("dflash_config") or {})
+    heads = "target_layer_ids" in given or any(name.startswith("markov_head.") for name in names)
+    return "block_size" in given and "hidden_norm.weight" in names and heads and not is_speculators(config)
 
 
 def _read_deepspec(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
