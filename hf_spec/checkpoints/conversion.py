@@ -47,9 +47,9 @@ def convert(
     lists the tokens of the target that the draft may propose from now on (FR-Spec, arXiv 2502.14856). ``kwargs`` are
     those of ``AutoDraftModel.from_pretrained``, including ``target``.
 
-    Errors: those of loading. A ValueError if the layout cannot express the draft, it cannot be trimmed, or ``verifier``
-    is neither a Hub id nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written completely or not
-    at all.
+    Errors: those of loading. A ValueError if the layout cannot express the draft, it cannot be trimmed, or
+    ``verifier`` is neither a Hub id nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written
+    completely or not at all.
     """
     _check_verifier(verifier)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)

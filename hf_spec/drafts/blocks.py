@@ -335,9 +335,20 @@ class BlockDraftModel(DraftModel):
 
         roots, hidden, counted = unroll_blocks(self, given, recompute)
         states = self.trained_states(hidden, given.input_ids, roots)
-        trained = [parameter for layer in self.trained_heads for parameter in layer.parameters()]
         laid = by_position(states, roots, counted, given.input_ids.shape[1])
-        return Unrolled(laid, lambda step, states: self.trained_logits(states), trained, [], self.trained_confidence)
+        return Unrolled(
+            laid,
+            lambda step, states: self.trained_logits(states),
+            self.trained_parameters,
+            [],
+            self.trained_confidence,
+            self.trained_selector,
+        )
+
+    @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return the draft's own parameters between trained states and losses."""
+        return [parameter for layer in self.trained_heads for parameter in layer.parameters()]
 
     @property
     def trained_heads(self) -> list[nn.Module]:
@@ -358,6 +369,11 @@ class BlockDraftModel(DraftModel):
     @property
     def trained_confidence(self) -> Callable[[Tensor], Tensor] | None:
         """Return the function from trained states to the confidence's logit (...); None if there is no such head."""
+        return None
+
+    @property
+    def trained_selector(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """Return the function ``selector`` of ``Unrolled``; None if there is no selector."""
         return None
 
     # -- drafting -----------------------------------------------------------------------------------------------------

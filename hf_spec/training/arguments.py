@@ -16,7 +16,14 @@ from .sharding import splits_matrices
 
 # Arguments that must be numbers (NUMBERS) or integers (WHOLE), and the bounds of their values.
 NUMBERS = (
-    *("step_decay", "chain_smoothing", "feature_loss_weight", "confidence_weight", "eval_temperature"),
+    *(
+        "step_decay",
+        "chain_smoothing",
+        "feature_loss_weight",
+        "confidence_weight",
+        "selector_weight",
+        "eval_temperature",
+    ),
     "muon_learning_rate",
 )
 WHOLE = (
@@ -26,7 +33,7 @@ WHOLE = (
 LEAST = {
     **dict.fromkeys(("unroll_steps", "num_anchors", "logit_rows"), 1),
     **dict.fromkeys(("eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"), 1),
-    **dict.fromkeys(("eval_prompts", "confidence_weight", "feature_loss_weight"), 0),
+    **dict.fromkeys(("eval_prompts", "confidence_weight", "selector_weight", "feature_loss_weight"), 0),
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), 0),
 }
 ABOVE_0 = ("step_decay", "muon_learning_rate", "eval_temperature")
@@ -51,6 +58,7 @@ class DraftTrainingArguments(TrainingArguments):
         num_anchors: blocks drafted in each example (DFlash). They start after answer tokens that are sampled again
             each time.
         confidence_weight: weight of the cross-entropy that trains a draft's confidence head (DSpark).
+        selector_weight: weight of the cross-entropy that trains a draft's selector of pairs (DFlash2).
         outside_vocabulary: what happens where the target's best token is not in the draft vocabulary. ``"drop"``
             removes the position from the loss and counts it as wrong. ``"keep"`` compares within the draft
             vocabulary, as the speculators library does.
@@ -79,6 +87,7 @@ class DraftTrainingArguments(TrainingArguments):
     normalizer: str = "token"
     num_anchors: int = 512
     confidence_weight: float = 1.0
+    selector_weight: float = 1.0
     outside_vocabulary: str = "drop"
     feature_loss_weight: float = 0.0
     muon_learning_rate: float | None = None

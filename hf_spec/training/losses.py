@@ -212,6 +212,9 @@ class ChunkedLoss:
 
     ``confidence(states)`` is trained by binary cross-entropy, weighted by ``confidence_weight``, to predict the
     acceptance rate of a sampled draft token. ``smoothing``: see ``chain_weights``.
+
+    ``selector(states, logits, labels)`` is that of ``Unrolled``. It is trained by cross-entropy among its candidates,
+    weighted by ``selector_weight``, to choose the token that the objective wants.
     """
 
     draft_head: Callable[[int, Tensor], Tensor]
@@ -223,6 +226,8 @@ class ChunkedLoss:
     confidence: Callable[[Tensor], Tensor] | None = None
     confidence_weight: float = 1.0
     smoothing: float | None = None
+    selector: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    selector_weight: float = 1.0
 
     def compute(
         self,
@@ -297,7 +302,8 @@ class ChunkedLoss:
         The metrics are ``correct``, ``overlap`` and ``sure`` of ``StepMetrics``.
         ``states`` (n, hidden) are the input of the draft's head, ``weights`` (n,) those of the predictions.
         """
-        log_q = self.draft_head(step, states).float().log_softmax(-1)  # (n, draft vocabulary)
+        logits = self.draft_head(step, states).float()  # (n, draft vocabulary)
+        log_q = logits.log_softmax(-1)
         terms = objective_terms(self.objective)
         divergence = sum(weight * self._divergence(name, log_q, target) for name, weight in terms.items())
         loss = (divergence * weights * target.inside).sum()
@@ -311,6 +317,10 @@ class ChunkedLoss:
             said = self.confidence(states).float()
             wrong = functional.binary_cross_entropy_with_logits(said, overlap.clamp(0, 1), reduction="none")
             loss = loss + self.confidence_weight * (wrong * weights).sum()
+        if self.selector is not None:
+            scores, place = self.selector(states, logits, wanted)
+            missed = functional.cross_entropy(scores.float(), place, reduction="none")
+            loss = loss + self.selector_weight * (missed * weights * target.inside).sum()
         return loss, correct, overlap, sure
 
     def _divergence(self, objective: str, log_q: Tensor, target: TargetDistribution) -> Tensor:

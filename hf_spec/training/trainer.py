@@ -225,6 +225,8 @@ class DraftTrainer(Trainer):
             made.confidence,
             args.confidence_weight,
             args.chain_smoothing,
+            made.selector,
+            args.selector_weight,
         )
         loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained, text.input_ids)
         if args.feature_loss_weight:

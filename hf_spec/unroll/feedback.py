@@ -52,7 +52,8 @@ class Unrolled:
     ``head(step, states)`` turns the ``states`` (batch, length - 1, hidden) of a step into logits; ``trained`` are the
     head's parameters. ``guesses`` (batch, length - 1, target hidden) are predictions of the target's last hidden
     state, if the draft makes any. ``confidence(states)`` (...) is the logit of the predicted acceptance probability,
-    if the draft has such a head.
+    if the draft has such a head. ``selector(states, logits, labels)`` gives the scores (n, candidates) of a draft that
+    chooses among its best tokens, and the place (n,) of the ``labels`` among them.
     """
 
     states: list[Tensor]
@@ -60,6 +61,7 @@ class Unrolled:
     trained: list[nn.Parameter]
     guesses: list[Tensor]
     confidence: Callable[[Tensor], Tensor] | None = None
+    selector: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def unroll_with_feedback(draft: Any, given: UnrollInput, steps: int, recompute: bool) -> Unrolled:

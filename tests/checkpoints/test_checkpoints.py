@@ -94,7 +94,7 @@ def vllm_objections(config: dict[str, Any], names: set[str]) -> list[str]:
     found = []
     if config.get("model_type") not in (None, "speculators"):
         found.append("model_type")
-    if config.get("speculators_model_type") not in ("eagle3", "peagle", "dflash", "dflash2", "dspark"):
+    if config.get("speculators_model_type") not in ("eagle3", "peagle", "dflash", "dflash9", "dspark"):
         found.append("speculators_model_type")
     speculators = config["speculators_config"]
     if not isinstance(speculators["proposal_methods"][0]["speculative_tokens"], int):
@@ -477,8 +477,8 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none of the drafts that hf_spec knows by its tensors"):
         AutoDraftModel.from_pretrained(tmp_path / "llama")
     path = copy_of(PLAIN, tmp_path / "draft")
-    edit_config(path, speculators_model_type="dflash2")
-    with pytest.raises(ValueError, match="'dflash2'"):
+    edit_config(path, speculators_model_type="dflash9")
+    with pytest.raises(ValueError, match="'dflash9'"):
         AutoDraftModel.from_pretrained(path)
     edit_config(path, speculators_model_type="eagle3", transformer_layer_config=None)
     with pytest.raises(ValueError, match="no transformer_layer_config"):

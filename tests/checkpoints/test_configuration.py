@@ -134,8 +134,8 @@ def test_every_flag_is_written(tmp_path: Path) -> None:
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'dflash2'.*'eagle', 'eagle3'"):
-        SpeculatorConfig.from_dict({"speculators_model_type": "dflash2"})
+    with pytest.raises(ValueError, match=r"'dflash9'.*'eagle', 'eagle3'"):
+        SpeculatorConfig.from_dict({"speculators_model_type": "dflash9"})
 
 
 def test_caches_and_masks_find_the_decoder_layers() -> None:

@@ -13,6 +13,7 @@ from golden import CLOSE, DFLASH2, GOLDENS, load_draft, load_target, outputs, ti
 from safetensors.torch import load_file, save_file
 from test_block_drafts import Logits, accepted_lengths, drafter_of, news
 from test_block_exactness import FLAGS, LAYERS, WINDOW
+from test_block_training import examples, trainer
 from test_distribution_end_to_end import VANILLA, distribution, model, sample, small_buffers  # noqa: F401
 from test_exactness import CHAIN, TREE, Way, plain, speculative
 from test_verification import TOO_FAR, deviation
@@ -26,6 +27,8 @@ from hf_spec.checkpoints.inspection import inspect
 from hf_spec.drafts.base import DraftContext
 from hf_spec.drafts.dflash2.configuration import DFlash2SpeculatorConfig
 from hf_spec.drafts.dflash2.modeling import DFlash2DraftModel, SelectorGrowth
+from hf_spec.training.losses import ChunkedLoss
+from hf_spec.unroll.feedback import UnrollInput
 
 SMALL = {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
 
@@ -234,6 +237,70 @@ def test_wrong_shapes_are_refused(flags: dict[str, Any], message: str) -> None:
         DFlash2SpeculatorConfig.for_target(tiny_target().config, mask_token_id=3, **SMALL | flags)
 
 
-def test_training_is_refused() -> None:
-    with pytest.raises(ValueError, match="not trained here"):
-        draft_for(tiny_target()).unroll(None, 3)
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["zl_dflash2_muse", "zl_dflash2_qwen3"])
+@torch.no_grad()
+def test_training_sees_what_drafting_sees(case: str) -> None:
+    io, draft = outputs(case), load_draft(case)
+    ids, anchors = io["block_ids"][None], io["block_anchors"]
+    marked = torch.zeros_like(ids, dtype=torch.bool)
+    marked[:, anchors[anchors > 0]] = True
+    made = draft.unroll(UnrollInput(ids, None, io["block_features"][None], marked), draft.config.num_guesses)
+    assert made.selector is not None
+    for place, anchor in enumerate(anchors.tolist()):
+        for step, states in enumerate(made.states if anchor else ()):
+            here = states[0, anchor - 1][None]
+            logits = made.head(step, here)
+            torch.testing.assert_close(logits[0], io["block_logits"][place, 1 + step], **CLOSE)
+            candidates = io["block_candidates"][place, step]
+            scores, which = made.selector(here, logits, candidates[2:3])
+            torch.testing.assert_close(scores[0], io["block_teacher_scores"][place, step], **CLOSE)
+            assert int(which) == 2
+
+
+@pytest.mark.parametrize(("name", "objective", "smoothing"), [("kl", "kl", None), ("dpace", "ce", 0.5)])
+def test_losses_and_gradients_are_those_of_speculators(name: str, objective: str, smoothing: float | None) -> None:
+    case = "sp_dflash2_qwen3"
+    io, draft, target = outputs(case), load_draft(case), load_target(case)
+    ids, anchors, guesses = io["input_ids"][None], io["block_anchors"], draft.config.num_guesses
+    marked = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, anchors, True)
+    documents = io["document_ids"][None] if "document_ids" in io else None
+    made = draft.unroll(UnrollInput(ids, documents, io["aux_hidden_states"][None], marked), guesses)
+    decay = torch.exp(-torch.arange(guesses) / 4.0) if smoothing is None else torch.ones(guesses)
+    mask = io["block_loss_mask"][:, -guesses:]
+    weights = torch.zeros(guesses, 1, ids.shape[1] - 1)
+    weights[:, 0, anchors - 1] = (mask * decay / (mask.sum() + 1e-5)).T
+
+    def head(hidden: Tensor) -> Tensor:
+        return target.get_output_embeddings()(target.get_decoder().norm(hidden))
+
+    def total(**more: Any) -> Tensor:
+        loss = ChunkedLoss(made.head, head, objective=objective, chunk=5, smoothing=smoothing, **more)
+        return loss.compute(made.states, io["last_hidden_states"][None], weights, made.trained, ids)[0]
+
+    torch.testing.assert_close(total(), io[f"loss/{name}/unary"], atol=3e-5, rtol=1e-5)
+    whole = total(selector=made.selector)
+    torch.testing.assert_close(whole, io[f"loss/{name}/total"], atol=3e-5, rtol=1e-5)
+    if f"gradnorm/{name}/fc.weight" in io:
+        whole.backward()
+        for one, weight in draft.named_parameters():
+            if (norm := io.get(f"gradnorm/{name}/{one}")) is not None:
+                torch.testing.assert_close(weight.grad.norm(), norm, atol=1e-5, rtol=2e-4, msg=one)
+
+
+def test_overfitting_one_batch_drives_acceptance_to_one(tmp_path: Path) -> None:
+    target = build("llama", vocab_size=96, tie_word_embeddings=False)
+    torch.manual_seed(1)
+    config = DFlash2SpeculatorConfig.for_target(
+        target.config, {"num_hidden_layers": 1, "head_dim": 8}, block_size=4, **FLAGS | SMALL
+    )
+    draft, rows = DFlash2DraftModel(config), examples(target)
+    one = trainer(draft, target, tmp_path, rows, objective="kl", max_steps=120)
+    before = one.evaluate()
+    one.train()
+    after = one.evaluate()
+    assert before["eval_expected_length"] < 2 and after["eval_loss"] < before["eval_loss"]
+    assert min(after[f"eval_acceptance_{k}"] for k in (1, 2, 3)) > 0.95
+    assert float(draft.candidate_selector.successor_codebook.abs().max()) > 0  # which was zero

@@ -17,7 +17,7 @@ from test_exactness import BATCHES, CHAIN, TREE, Way, plain, prompts, speculativ
 from torch import Tensor
 from torch.nn import functional
 
-from hf_spec import SpeculationConfig
+from hf_spec import SpeculationConfig, demo
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
 from hf_spec.checkpoints.inspection import inspect
@@ -26,6 +26,7 @@ from hf_spec.drafts.block_drafting import BlockDrafter
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
 from hf_spec.training.losses import ChunkedLoss
+from hf_spec.training.recipe import read_recipe, training_arguments
 from hf_spec.unroll.feedback import UnrollInput
 
 SMALL = {"atol": 2e-5, "rtol": 1e-5}
@@ -223,6 +224,17 @@ def test_losses_and_gradients_are_those_of_its_recipe(case: str) -> None:
     for name, weight in draft.named_parameters():
         norm = weight.grad.norm()
         torch.testing.assert_close(norm, io[f"gradnorm/{name}"], atol=1e-5, rtol=2e-4, msg=name)
+
+
+def test_the_example_is_a_recipe(tmp_path: Path) -> None:
+    recipe = read_recipe(Path(__file__).parents[2] / "examples" / "train_jetspec.yaml", target=str(demo.path()))
+    given = dict(recipe["draft"])
+    kind, layers = given.pop("kind"), given.pop("layers")
+    config = DFlashSpeculatorConfig.for_target(load_target(JETSPEC[0]).config, layers | LAYERS, **given)
+    assert (kind, config.block_causal, config.num_guesses) == ("dflash", True, 15)
+    trainer = recipe["trainer"] | {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    args = training_arguments(trainer, [])
+    assert (args.objective, args.step_decay, args.normalizer) == ("kl", 1.0, "guess")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

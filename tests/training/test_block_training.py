@@ -240,7 +240,8 @@ def new_draft(kind: str, target: Any, **more: Any) -> Any:
     if kind == "peagle":
         own = {"mask_token_id": 0, "eagle_aux_hidden_state_layer_ids": [2, 4]}
         return PEagleDraftModel(PEagleSpeculatorConfig.for_target(target.config, {"model_type": "qwen3"}, **own))
-    if kind == "dflash":
+    if kind in ("dflash", "jetspec"):
+        more |= {"block_causal": kind == "jetspec"}
         config = DFlashSpeculatorConfig.for_target(target.config, LAYERS | WINDOW, block_size=5, **flags | more)
         return DFlashDraftModel(config)
     own = {"markov_rank": 8, "markov_head_type": kind, "sample_from_anchor": kind != "rnn"}
@@ -248,7 +249,7 @@ def new_draft(kind: str, target: Any, **more: Any) -> Any:
     return DSparkDraftModel(config)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("kind", ["dflash", "jetspec", "vanilla", "gated", "rnn"])
 @torch.no_grad()
 def test_a_block_in_training_is_that_of_drafting(kind: str) -> None:
     target = tiny_target()
@@ -342,6 +343,7 @@ def trainer(draft: Any, target: Any, path: Any, rows: Any, **settings: Any) -> D
     ("kind", "settings"),
     [
         ("dflash", {"objective": "nll"}),
+        ("jetspec", {"objective": "kl", "step_decay": 1.0}),
         ("vanilla", {"objective": "ce + 0.2 tv", "num_anchors": 10}),
         ("rnn", {"objective": "nll + 0.2 tv", "activation_checkpointing": True}),
         ("peagle", {"objective": "ce", "normalizer": "token", "step_decay": 1.0, "unroll_steps": 5}),

@@ -11,7 +11,8 @@ selector scores pairs of neighbouring tokens among the best candidates of their 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,6 @@ from ..files import Checkpoint
 from ..static import drafter_for
 from .configuration import DFlash2SpeculatorConfig
 from .formats import FORMATS, write_flat_dflash2
-
-if TYPE_CHECKING:
-    from ...unroll.feedback import Unrolled, UnrollInput
 
 
 class BlockConvolution(nn.Module):
@@ -117,12 +115,37 @@ class DFlash2DraftModel(BlockDraftModel):
             init.normal_(module.predecessor_codebook, std=0.02)
             init.zeros_(module.successor_codebook)
 
-    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
-        """Refuse: the selector's loss is not implemented."""
-        raise ValueError(
-            "DFlash2 drafts are read and written, but not trained here: train a DFlash or DSpark draft, or this one "
-            "with the speculators library"
-        )
+    def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
+        """Return each slot's hidden state, and after it what the selector makes of that and the true token before."""
+        drafting = super().trained_states(hidden, input_ids, roots)  # (batch, blocks, draft tokens, hidden)
+        place = roots[..., None] + torch.arange(drafting.shape[2], device=roots.device)
+        before = input_ids.gather(1, place.flatten(1).clamp(max=input_ids.shape[1] - 1)).view_as(place)
+        selector = self.candidate_selector
+        pairs = selector.predecessor_codebook[before] * selector.hidden_projection(drafting)
+        return torch.cat([drafting, pairs], dim=-1)
+
+    def trained_logits(self, states: Tensor) -> Tensor:
+        return self.logits(states[..., : self.layer_config.hidden_size])
+
+    @property
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return [*super().trained_parameters, self.candidate_selector.successor_codebook]
+
+    @property
+    def trained_selector(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+        return self._select
+
+    def _select(self, states: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the candidates of n slots, (n, k), and find the ``labels`` (n,) among them.
+
+        A label that is missing replaces the last candidate, as in the speculators library.
+        """
+        candidates = logits.detach().topk(self.config.selector_top_k).indices
+        missing = (candidates != labels[:, None]).all(-1)
+        candidates[:, -1] = torch.where(missing, labels, candidates[:, -1])
+        pairs = states[:, None, self.layer_config.hidden_size :]  # (n, 1, rank)
+        found = (pairs * self.candidate_selector.successor_codebook[candidates]).sum(-1)
+        return logits.gather(1, candidates) + found, (candidates == labels[:, None]).long().argmax(-1)
 
     def drafter(self, request: DraftContext) -> Drafter:
         self.bind(request.target)
