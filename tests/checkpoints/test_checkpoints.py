@@ -94,7 +94,7 @@ def vllm_objections(config: dict[str, Any], names: set[str]) -> list[str]:
     found = []
     if config.get("model_type") not in (None, "speculators"):
         found.append("model_type")
-    if config.get("speculators_model_type") not in ("eagle3", "peagle", "dflash", "dflash9", "dspark"):
+    if config.get("speculators_model_type") not in ("eagle3", "peagle", "dflash", "dflash2", "dspark"):
         found.append("speculators_model_type")
     speculators = config["speculators_config"]
     if not isinstance(speculators["proposal_methods"][0]["speculative_tokens"], int):

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from hf_spec import demo
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.files import read_checkpoint
-from hf_spec.checkpoints.kinds import KINDS, find_format, translate
+from hf_spec.checkpoints.kinds import DRAFT_MODELS, find_format, translate
 from hf_spec.checkpoints.neighbours import ForeignDraftError
 from hf_spec.checkpoints.resolve import load_draft
 from hf_spec.config_keys import unknown_keys
@@ -71,9 +71,9 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]
 
 
 def test_every_layout_has_a_file_here() -> None:
-    known = {(kind.config_class.speculators_model_type, one.name) for kind in KINDS for one in kind.formats}
+    known = {(kind.config_class.speculators_model_type, one.name) for kind in DRAFT_MODELS for one in kind.formats}
     assert known == {(layout.split()[0], layout.split()[1]) for layout in FILES}
-    assert all(one.keys is not None for kind in KINDS for one in (*kind.formats, SPECULATORS))
+    assert all(one.keys is not None for kind in DRAFT_MODELS for one in (*kind.formats, SPECULATORS))
 
 
 @pytest.mark.parametrize("layout", FILES)
