@@ -45,13 +45,15 @@ def load_models(
 
 
 def pack_models(args: argparse.Namespace, target: PreTrainedModel, *speculators: Speculator) -> None:
-    """Pack the weights of a target on a CPU, and those of its drafts, unless --no-pack is given, and say so.
+    """Pack the weights of a target on a CPU, and those of its drafts, unless --no-pack is given; say what was packed.
 
     Models that will be compiled stay plain: torch.compile reads no packed weights.
     """
     if args.no_pack or getattr(args, "compiled", False) or input_device(target).type != "cpu":
         return
-    print(f"hf-spec: {pack(target, *speculators)} (--no-pack: leave all plain)", file=sys.stderr)
+    packing = pack(target, *speculators)
+    if packing.packed:  # a processor that gains nothing is no news
+        print(f"hf-spec: {packing} (--no-pack: leave all plain)", file=sys.stderr)
 
 
 def outline_of(target: str) -> PreTrainedModel:

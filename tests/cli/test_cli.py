@@ -619,6 +619,7 @@ def test_progress_bars_are_for_terminals(models, prompts):
         "--no-baselines",
         "--warmup",
         "0",
+        "--no-pack",
     ]
     running = process("sys.exit(main())", *argv, stdout=subprocess.PIPE)
     assert running.communicate(timeout=120)[1] == ""

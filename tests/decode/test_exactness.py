@@ -196,7 +196,7 @@ def positions_shifted(patch: pytest.MonkeyPatch) -> None:
 
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
     def visible(block: TreeMask) -> Tensor:
-        used = torch.arange(block.width) < block.lengths[:, None] + block.open + block.count
+        used = torch.arange(block.width) < block.lengths[:, None] + block.draft_nodes + block.count
         seen = used[:, None].repeat(1, block.count, 1)
         if block.padding is not None:
             seen[:, :, : block.padding.shape[1]] &= block.padding[:, None]
