@@ -13,6 +13,7 @@ import pytest
 import torch
 from architectures import LLAMA4, build, prompts
 from golden import CLOSE, GOLDENS, outputs, tiny_target
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -29,6 +30,7 @@ from hf_spec.drafts.mtp.target import TargetMtp
 from hf_spec.drafts.vanilla.speculator import VanillaSpeculator
 from hf_spec.scoring.runner import ModelRunner
 from hf_spec.training import new_draft
+from hf_spec.versions import older_than
 
 SPECULATORS, QWEN = "sp_mtp_qwen3", "mtp_qwen3_next_native"
 
@@ -142,6 +144,7 @@ def test_the_last_state_of_every_token_of_the_prompt_is_read(name: str) -> None:
         assert torch.equal(target.generate(**prompt, max_new_tokens=12, speculator=draft), plain)
 
 
+@pytest.mark.skipif(older_than(Version("5.23")) is not None, reason="it reads DeepSeek-V3's layers by other names")
 @torch.no_grad()
 def test_several_layers_read_what_they_would_read_anew_after_every_rejection() -> None:
     case = GOLDENS / "mtp_deepseek_v3_small" / "checkpoint"
