@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from .batching.hooks import HOOKS as BATCHING
 from .batching.hooks import signature_with_keywords
-from .batching.start import refuse_beside_engine
+from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import as_speculator
 from .decode.draft_length import Situation, draft_length_policy
@@ -237,7 +237,7 @@ def _speculate(
     stream = _Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
     try:
         _refuse_other_ways(model, kwargs)
-        refuse_beside_engine(model)
+        refuse_while_engine_decodes(model)
         found, tokenizer = as_speculator(speculator, model), kwargs.pop("tokenizer", None)
         if config is None:
             config = configured(model, kwargs)

@@ -38,7 +38,7 @@ from ..device_tensors import to_device
 from ..metrics import SpeculationStats
 from ..proposal import Proposal
 from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
-from .drafting import Guess, proposal_of
+from .drafting import RequestProposal, join_proposals
 from .speculation import Emitted, Scored, Speculation
 
 T = TypeVar("T")
@@ -54,13 +54,13 @@ class RequestOutput(GenerationOutput):
 class SpeculativeManager(ContinuousBatchingManager):
     """transformers' manager of continuous batching with speculative decoding, which ``speculation`` does.
 
-    ``made_for`` is the generation config of the call that it was made for. ``is_chosen``: the call did not set the
-    size of the cache.
+    ``made_for`` is the generation config of the call that made it. ``is_default_size``: that call did not set the size
+    of the cache.
     """
 
     speculation: Speculation
     made_for: dict[str, Any]
-    is_chosen: bool
+    is_default_size: bool
 
     @classmethod
     def take_over(
@@ -68,23 +68,23 @@ class SpeculativeManager(ContinuousBatchingManager):
         manager: ContinuousBatchingManager,
         speculation: Speculation,
         settings: GenerationConfig,
-        is_chosen: bool = False,
+        is_default_size: bool = False,
     ) -> SpeculativeManager:
         """Turn a manager that transformers made with ``settings`` and did not start into a speculative one."""
-        ours = _become(cls, manager)
-        ours.speculation, ours.made_for, ours.is_chosen = speculation, settings.to_dict(), is_chosen
-        ours.output_router = _become(_Router, manager.output_router)
+        ours = _as_subclass(cls, manager)
+        ours.speculation, ours.made_for, ours.is_default_size = speculation, settings.to_dict(), is_default_size
+        ours.output_router = _as_subclass(_Router, manager.output_router)
         ours.output_router.speculation = speculation
         return ours
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         made = super()._create_batch_processor()
         if not isinstance(made, _Processor):
-            made = _become(_Processor, made)
+            made = _as_subclass(_Processor, made)
             made.speculation = self.speculation
-            made.scheduler = _become(_OURS[type(made.scheduler)], made.scheduler)
+            made.scheduler = _as_subclass(_SUBCLASSES[type(made.scheduler)], made.scheduler)
             if (sliding := made.cache.cache_allocators.get("sliding_attention")) is not None:
-                _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.most_guesses)
+                _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.max_draft_tokens)
         self.speculation.keep({})
         return made
 
@@ -119,13 +119,13 @@ class _Router(OutputRouter):
 
 
 class _Scheduling(Scheduler):
-    """A scheduler that drops draft tokens without space: they must be in one batch with their request's last token."""
+    """A scheduler that drops draft tokens that do not fit: a batch must hold them and their request's last token."""
 
     def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
         tokens: list[int] = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
         decodes = state.status == RequestStatus.DECODING and len(tokens) > 1
         if decodes and not self.cache.can_store_request_tokens(state, len(tokens), dry_run=True):
-            state.tokens_to_process = tokens = tokens[:1]  # other requests need the blocks more than draft tokens
+            state.tokens_to_process = tokens = tokens[:1]  # the blocks serve other requests better
         return tokens
 
     def _schedule_request(
@@ -149,7 +149,7 @@ class _PrefillFirstScheduler(_Scheduling, PrefillFirstScheduler):
     pass
 
 
-_OURS: dict[type[Scheduler], type[Scheduler]] = {
+_SUBCLASSES: dict[type[Scheduler], type[Scheduler]] = {
     FIFOScheduler: _FIFOScheduler,
     PrefillFirstScheduler: _PrefillFirstScheduler,
 }
@@ -167,7 +167,7 @@ class _Ring(SlidingAttentionCacheAllocator):
     @classmethod
     def take_over(cls, allocator: SlidingAttentionCacheAllocator, spare: int) -> None:
         """Give the rings of an allocator that has no requests yet ``spare`` more slots."""
-        ours = _become(cls, allocator)
+        ours = _as_subclass(cls, allocator)
         ours.window, ours.sliding_window = ours.sliding_window, ours.sliding_window + spare
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
@@ -180,11 +180,11 @@ class _Ring(SlidingAttentionCacheAllocator):
 
 
 class _Processor(ContinuousBatchProcessor):
-    """A batch processor that verifies the draft tokens of all requests in the batch, and drafts new ones."""
+    """A batch processor that verifies the draft tokens of all requests in a batch and drafts new ones."""
 
     speculation: Speculation
     _scored: list[Scored]
-    _emitted: list[Emitted] | None  # None if a draft token has spoilt the scores
+    _emitted: list[Emitted] | None  # None if a draft token has made scores NaN or infinite
 
     @property
     def _io(self) -> ContinuousBatchingIOs:
@@ -201,20 +201,20 @@ class _Processor(ContinuousBatchProcessor):
         with stream_context(io.compute_stream):
             features = self._verify(model)
             if self._emitted is None:
-                self._take_back_guesses()
+                self._remove_draft_tokens()
                 features = self._verify(model)
             emitted = cast(list[Emitted], self._emitted)
-            self._keep_features_of_prompts(features)
+            self._store_prompt_features(features)
             read = [_at(features, place, new.path) for place, new in zip(self._places, emitted, strict=True)]
-            alone = len(emitted) == len(io.requests_in_batch)
-            self.speculation.became_text(self._scored, emitted, read, alone)
-            self._move_keys(emitted)
-            self._hand_over(emitted)
+            no_prompts = len(emitted) == len(io.requests_in_batch)
+            self.speculation.record_step(self._scored, emitted, read, no_prompts)
+            self._move_accepted_keys(emitted)
+            self._write_last_tokens(emitted)
 
     def _verify(self, model: nn.Module) -> Tensor | None:
         """Score and verify what each request of the batch proposed; return the features of all packed tokens."""
         futures, speculation = self._io.requests_in_batch, self.speculation
-        self._scored = [self._what_is_scored(future) for future in futures if future.has_new_token]
+        self._scored = [self._scored_part(future) for future in futures if future.has_new_token]
         rows = [one.row for one in self._scored]
         with speculation.timed("target", rows):
             logits, features = self._forward(model)
@@ -222,16 +222,16 @@ class _Processor(ContinuousBatchProcessor):
             self._emitted = speculation.verify(self._scored, logits, self._warp, self.return_logprobs)
         return features
 
-    def _take_back_guesses(self) -> None:
-        """Prepare the batch again without draft tokens, one of which has spoilt the scores of all packed tokens."""
+    def _remove_draft_tokens(self) -> None:
+        """Prepare the batch again without draft tokens, one of which has made the scores of others NaN."""
         io = self._io
         packed = io.input_ids[: io.num_q_tokens].tolist()
         for future in io.requests_in_batch:
             tokens, packed = packed[: future.query_length], packed[future.query_length :]
             row = self.speculation.row(future.state.request_id, future.state)
             future.state.position_offset -= future.query_length
-            future.state.tokens_to_process = tokens if row.guess is None else tokens[:1]
-            future.query_length, row.guess = len(future.state.tokens_to_process), None
+            future.state.tokens_to_process = tokens if row.proposal is None else tokens[:1]
+            future.query_length, row.proposal = len(future.state.tokens_to_process), None
         count = sum(future.query_length for future in io.requests_in_batch)
         io.prepare_batch_tensors(io.requests_in_batch, self.logit_processor, False, count, io.max_kv_read, False)
 
@@ -241,21 +241,21 @@ class _Processor(ContinuousBatchProcessor):
         futures = self._io.requests_in_batch
         ends = itertools.accumulate(future.query_length for future in futures)
         scoring = [end for future, end in zip(futures, ends, strict=True) if future.has_new_token]
-        return [range(end - len(one.guess.tokens), end) for end, one in zip(scoring, self._scored, strict=True)]
+        return [range(end - len(one.proposal.tokens), end) for end, one in zip(scoring, self._scored, strict=True)]
 
-    def _what_is_scored(self, future: FutureRequestState) -> Scored:
+    def _scored_part(self, future: FutureRequestState) -> Scored:
         """Return the part of a request's proposal that the scheduler has put into the batch."""
         state = future.state
         row = self.speculation.row(state.request_id, state)
-        guess = ROOT if row.guess is None else row.guess.first(future.query_length)
-        return Scored(row, guess, _room(state), state._eos_token_ids)
+        proposal = ROOT if row.proposal is None else row.proposal.truncate(future.query_length)
+        return Scored(row, proposal, _remaining(state), state._eos_token_ids)
 
     def _forward(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return logits (rows, nodes, vocabulary), the shorter rows padded with their last node, and the features
         of all packed tokens, (1, tokens, widths)."""
         io, features, places = self._io, self.speculation.features, self._places
         kwargs: Any = io.get_model_kwargs()
-        self._lay_out_trees(kwargs)
+        self._mask_trees(kwargs)
         index = to_device([place for row in places for place in row] or [0], self.model_device)
         kwargs["logits_indices"] = index
         if self.model_runner.supports_logits_to_keep(model):
@@ -271,9 +271,9 @@ class _Processor(ContinuousBatchProcessor):
             logits = logits[to_device(filled, logits.device)]
         return logits.view(-1, width, logits.shape[-1]), features.joined(outputs, caught)
 
-    def _lay_out_trees(self, kwargs: Any) -> None:
-        """Give the nodes of trees the positions of their depth, and mask out other branches."""
-        trees = {one.row.name: one.guess for one in self._scored if not one.guess.is_chain}
+    def _mask_trees(self, kwargs: Any) -> None:
+        """Give nodes of trees the positions of their depth, and hide other branches from them."""
+        trees = {one.row.name: one.proposal for one in self._scored if not one.proposal.is_chain}
         for allocator in self.cache.cache_allocators.values() if trees else ():
             masks = kwargs["attention_mask"]
             mask = masks[allocator.layer_type] if isinstance(masks, dict) else masks  # (1, 1, tokens, keys)
@@ -283,17 +283,17 @@ class _Processor(ContinuousBatchProcessor):
                 past = state.position_offset - count
                 keys = allocator.get_seqlen_k(past, count)
                 if (tree := trees.get(state.request_id)) is not None:
-                    proposal = proposal_of([tree], mask.device)
+                    proposal = join_proposals([tree], mask.device)
                     window = allocator.window if isinstance(allocator, _Ring) else None
                     block = mask[0, 0, query : query + count, key : key + keys]
                     block.fill_(torch.finfo(mask.dtype).min).masked_fill_(_seen(proposal, keys - count, window), 0)
                     kwargs["position_ids"][0, query : query + count] = past + proposal.depth[0]
                 query, key = query + count, key + keys
 
-    def _move_keys(self, emitted: list[Emitted]) -> None:
+    def _move_accepted_keys(self, emitted: list[Emitted]) -> None:
         """Move the keys and values of accepted paths to where those of emitted tokens belong."""
         moves = [
-            (one.row, len(one.guess.tokens), new.path)
+            (one.row, len(one.proposal.tokens), new.path)
             for one, new in zip(self._scored, emitted, strict=True)
             if new.path[-1] >= len(new.path)  # else the path's keys are in place already
         ]
@@ -310,7 +310,7 @@ class _Processor(ContinuousBatchProcessor):
                 for states in views:  # keys, values
                     states.index_copy_(0, target, states.index_select(0, source))
 
-    def _keep_features_of_prompts(self, features: Tensor | None) -> None:
+    def _store_prompt_features(self, features: Tensor | None) -> None:
         """Keep the features of prompts, which may be read in several parts, until a drafter needs them."""
         end = 0
         for future in self._io.requests_in_batch:
@@ -326,7 +326,7 @@ class _Processor(ContinuousBatchProcessor):
         if not processors.do_processing:
             return logits
         greedy = [state.logit_processor_kwargs.get("top_k") == 1 for state in states]
-        if any(greedy):  # the first of equally good tokens, as plain decoding takes it, and nothing is sorted
+        if any(greedy):  # argmax takes the first of equally good tokens, as plain decoding does, and sorts nothing
             best = torch.full_like(logits, -torch.inf).scatter_(-1, logits.argmax(-1, keepdim=True), 0.0)
             others = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
             if others:
@@ -340,7 +340,7 @@ class _Processor(ContinuousBatchProcessor):
         no_ids = torch.empty((len(flat), 0), dtype=torch.long, device=logits.device)
         return processors(cast(torch.LongTensor, no_ids), flat, each).view(logits.shape)
 
-    def _hand_over(self, emitted: list[Emitted]) -> None:
+    def _write_last_tokens(self, emitted: list[Emitted]) -> None:
         """Put the last token of each request where transformers expects the only one."""
         output_ids = self._io.output_ids
         last = [new.tokens[-1] for new in emitted]
@@ -353,22 +353,22 @@ class _Processor(ContinuousBatchProcessor):
     def update_batch(self) -> None:
         futures = [future for future in self._io.requests_in_batch if future.has_new_token]
         for future, one, new in zip(futures, self._scored, self._emitted or [], strict=True):
-            self._make_text(future, one, new)
+            self._emit(future, one, new)
         super().update_batch()
         self._pass_features_to_forks()
         active = self.scheduler.active_requests
-        going_on = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
-        self.speculation.propose(going_on, [_room(row.request) for row in going_on], self._warp)
-        for row in going_on:
-            if row.guess is not None:
-                row.request.tokens_to_process = list(row.guess.tokens)
+        continuing = [one.row for one in self._scored if active.get(one.row.name) is one.row.request]
+        self.speculation.propose(continuing, [_remaining(row.request) for row in continuing], self._warp)
+        for row in continuing:
+            if row.proposal is not None:
+                row.request.tokens_to_process = list(row.proposal.tokens)
 
-    def _make_text(self, future: FutureRequestState, scored: Scored, emitted: Emitted) -> None:
+    def _emit(self, future: FutureRequestState, scored: Scored, emitted: Emitted) -> None:
         """Give a request all new tokens but the last, which transformers adds itself, and roll back rejected ones."""
         state, kept = future.state, len(emitted.tokens)
-        if (guesses := len(scored.guess.tokens) - 1) > 0:
-            # The scheduler has counted all scored nodes as text; only ``kept`` of them are.
-            state.position_offset -= guesses + 1
+        if (drafted := len(scored.proposal.tokens) - 1) > 0:
+            # The scheduler has counted all scored nodes as tokens of the request; only ``kept`` of them are emitted.
+            state.position_offset -= drafted + 1
             future.complete_blocks = self.cache.count_new_complete_blocks(state, kept)
             state.position_offset += kept
         likelihoods: Sequence[float | None] = emitted.log_probs or [None] * kept
@@ -376,18 +376,18 @@ class _Processor(ContinuousBatchProcessor):
             state.update_and_check_completion(token, likelihood)
 
     def _pass_features_to_forks(self) -> None:
-        """Let further answers to the same prompt start from the features that were read for the first one."""
+        """Copy the features of a prompt to further answers to it."""
         for name, state in self.scheduler.active_requests.items():
             parent, fork, _ = name.rpartition("__child#")
             if fork and state.generated_len() == 0:
                 self.speculation.fork(parent, name, state)
 
 
-ROOT = Guess([0], [-1], is_chain=True)  # of a request without draft tokens; its token is not used
+ROOT = RequestProposal([0], [-1], is_chain=True)  # for a request without draft tokens; its token id is not used
 
 
 def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
-    """Tell which of ``history`` earlier keys and of the nodes' keys each node of a tree sees: (nodes, keys) bool."""
+    """Return which of ``history`` earlier keys and of the nodes' keys each node of a tree sees: (nodes, keys) bool."""
     nodes, depth = proposal.ancestors[0], proposal.depth[0]
     before = torch.ones((len(depth), history), dtype=torch.bool, device=depth.device)
     seen = torch.cat([before, nodes], dim=1)
@@ -397,8 +397,8 @@ def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
     return seen
 
 
-def _room(state: RequestState) -> int:
-    """Count the draft tokens that can be emitted, if one more token follows the last one."""
+def _remaining(state: RequestState) -> int:
+    """Return how many draft tokens may be emitted: the length limit leaves space for one more token after them."""
     return max(0, state._new_tokens_limit - state.generated_len() - 1)
 
 
@@ -411,7 +411,7 @@ def _at(features: Tensor | None, places: range, path: Sequence[int]) -> Tensor |
     return features[0, to_device([places[node] for node in path], features.device)]
 
 
-def _become(ours: type[T], made: Any) -> T:
+def _as_subclass(ours: type[T], made: Any) -> T:
     """Change the class of an object that transformers made to ``ours``, a subclass of its own class."""
     assert issubclass(ours, type(made))
     made.__class__ = ours

@@ -24,27 +24,27 @@ from .start import forget_manager, kept_manager, make_manager, note_engine
 KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
 DOCUMENTATION = """
 
-        With hf_spec, continuous batching knows three more keywords. Each text has the same distribution with them as
-        without, whatever the other requests are.
+        With hf_spec, continuous batching takes three more keywords. They do not change the distribution of any text,
+        whatever the other requests are.
 
         speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
-            What guesses: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft. `False` turns off
-            what `hf_spec.set_speculator` or a generation config asks for.
+            What drafts: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft. `False` turns off
+            what `hf_spec.set_speculator` or a generation config sets.
         speculation_config (`hf_spec.SpeculationConfig`, *optional*):
-            How to guess and how to verify; by default as the draft says, and as many tokens as pays.
+            How to draft and how to verify. By default the draft decides, and the draft length adapts.
         num_speculative_tokens (`int` or `"auto"`, *optional*):
-            Length of a chain of guesses in every step. Left out, it is chosen from step to step by what pays, and may
-            be 0; when sampling after a seed was set, no clock is read for it. `"auto"`: it is read then, too.
+            Draft length of every step. Left out, it adapts to acceptance and step times, and may be 0. When sampling
+            after a seed was set, it depends on no times. `"auto"`: it depends on them then, too.
 
-        Each result is then a `hf_spec.RequestOutput`, which has `speculation`, a `hf_spec.SpeculationStats`.
+        Each result is then a `hf_spec.RequestOutput`, whose `speculation` is a `hf_spec.SpeculationStats`.
 """
 
 logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a call says about guessing."""
+class SpeculationKeywords:
+    """The keywords of a call that concern speculation."""
 
     speculator: Any = None
     config: SpeculationConfig | None = None
@@ -52,12 +52,12 @@ class Asked:
 
     @property
     def has_settings(self) -> bool:
-        """Tell whether it says how to guess."""
+        """Tell whether the call sets how to draft or verify."""
         return self.config is not None or self.num_speculative_tokens is not None
 
 
-# What the call said in which a manager is made: transformers passes no keywords on.
-_asked: ContextVar[Asked | None] = ContextVar("hf_spec_asked", default=None)
+# The keywords of the call in which a manager is made: transformers does not pass unknown keywords on.
+_asked: ContextVar[SpeculationKeywords | None] = ContextVar("hf_spec_asked", default=None)
 
 
 def with_keywords(plain: Any) -> Any:
@@ -79,7 +79,7 @@ def with_keywords(plain: Any) -> Any:
 
 
 def with_keywords_when_entered(plain: Any) -> Any:
-    """Let ``continuous_batching_context_manager`` take a speculator: its manager is made when it is entered."""
+    """Let ``continuous_batching_context_manager`` take a speculator. It makes its manager when it is entered."""
 
     @functools.wraps(plain)
     @contextlib.contextmanager
@@ -100,7 +100,7 @@ def with_keywords_when_entered(plain: Any) -> Any:
 
 
 def with_speculator(plain: Any) -> Any:
-    """Let ``init_continuous_batching``, where every manager is made, make one that guesses."""
+    """Let ``init_continuous_batching``, which makes every manager, make a speculative one."""
 
     @functools.wraps(plain)
     def init_continuous_batching(
@@ -114,7 +114,7 @@ def with_speculator(plain: Any) -> Any:
         num_speculative_tokens: int | str | None = None,
     ) -> Any:
         with _asking(speculator, speculation_config, num_speculative_tokens):
-            asked = _asked.get() or Asked()
+            asked = _asked.get() or SpeculationKeywords()
         given = (generation_config, continuous_batching_config, workload_hints)
         found, config = _resolve(self, asked, generation_config)
         manager = None
@@ -147,18 +147,20 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 @contextlib.contextmanager
 def _asking(speculator: Any, config: SpeculationConfig | None, num_speculative_tokens: Any) -> Iterator[None]:
-    """Keep what a call says until its manager is made; a call that says nothing leaves what the outer one said."""
+    """Keep the keywords of a call until its manager is made; without any, those of the outer call stay."""
     check_settings(config)
-    asked = Asked(speculator, config, num_speculative_tokens)
-    token = _asked.set(_asked.get() if asked == Asked() else asked)
+    asked = SpeculationKeywords(speculator, config, num_speculative_tokens)
+    token = _asked.set(_asked.get() if asked == SpeculationKeywords() else asked)
     try:
         yield
     finally:
         _asked.reset(token)
 
 
-def _resolve(model: Any, asked: Asked, generation_config: Any) -> tuple[Speculator | None, SpeculationConfig | None]:
-    """Return what guesses, and the settings that were asked for; a ValueError if there are settings alone."""
+def _resolve(
+    model: Any, asked: SpeculationKeywords, generation_config: Any
+) -> tuple[Speculator | None, SpeculationConfig | None]:
+    """Return the speculator and the settings of a call; a ValueError for settings without a speculator."""
     config, number, found = asked.config, asked.num_speculative_tokens, None
     if asked.speculator is None:
         found, stored = default_speculator(model, generation_config)

@@ -1,4 +1,4 @@
-"""What speculative continuous batching does not support: refused before anything runs, or switched off by name."""
+"""What speculative continuous batching does not support: options that are refused, or switched off with a warning."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
 from ..versions import CONTINUOUS_BATCHING, older_than
 
-# Fields of a ContinuousBatchingConfig that users may set, the value that they get, and why.
+# Fields of a ContinuousBatchingConfig that users may set, the value that speculation sets, and why.
 SWITCHED_OFF: dict[str, tuple[Any, str]] = {
-    "use_async_batching": (False, "the next batch is known only when the guesses of this one are verified"),
-    "use_cuda_graph": ((False, False), "a captured graph leaves no room for verification"),
+    "use_async_batching": (False, "the next batch depends on which draft tokens of this one are accepted"),
+    "use_cuda_graph": ((False, False), "a captured graph cannot contain verification"),
     "varlen_compile_config": (None, "verification follows the forward in the engine's step"),
     "decode_compile_config": (None, "verification follows the forward in the engine's step"),
     "default_compile_level": (0, "verification follows the forward in the engine's step"),
     "max_blocks_per_request": (0, "the fast path of decoding reads one token per request"),
-    "cpu_offload_space": (0.0, "a request that is put aside would come back with its guesses as text"),
+    "cpu_offload_space": (0.0, "an offloaded request would come back with its draft tokens as text"),
 }
 
 # Model types that transformers' engine decodes wrongly: their keys and values have several widths, or their attention
 # bypasses transformers' interface. Found by comparing plain ``generate_batch`` with ``generate`` on tiny models of all
 # architectures. Models with latent keys (MLA) are wrong, too.
-MISREAD = frozenset(
+UNSUPPORTED_MODEL_TYPES = frozenset(
     """diffllama doge gemma4 gemma4_text gemma4_unified gemma4_unified_text hrm_text jetmoe mimo_v2_flash moshi
     nemotron paligemma""".split()
 )
@@ -45,15 +45,15 @@ def refuse_batch(model: Any, generation_config: GenerationConfig, config: Specul
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if config.tree is not None and is_flash_attention_requested(requested_attention_implementation=implementation):
         raise _refusal(
-            f"tree={config.tree!r}: {implementation} takes no mask, which other branches are hidden by; load the "
-            "model with attn_implementation='sdpa', or use a chain (tree=None)"
+            f"tree={config.tree!r}: {implementation} takes no mask, and a tree needs one to hide other branches; load "
+            "the model with attn_implementation='sdpa', or use a chain (tree=None)"
         )
     if (generation_config.num_beams or 1) > 1:
         raise _refusal(f"num_beams={generation_config.num_beams}: the engine decodes one text per request; use 1")
     for processor in processors_of(model, generation_config):
         if type(processor) not in STATELESS:
             raise _refusal(
-                f"{type(processor).__name__} has to see the text of each request, which the engine does not show it; "
+                f"{type(processor).__name__} needs the text of each request, which the engine does not pass on; "
                 "unset its option in the generation config, or use generate(..., speculator=...)"
             )
 
@@ -88,10 +88,10 @@ def why_not_batched(model: Any) -> str | None:
     except ValueError as error:
         return f"transformers' continuous batching does not take {name}: {error}"
     text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None) or {config.model_type, text.model_type} & MISREAD:
-        return f"transformers' continuous batching misreads {name}, with guesses or without"
+    if getattr(text, "kv_lora_rank", None) or {config.model_type, text.model_type} & UNSUPPORTED_MODEL_TYPES:
+        return f"transformers' continuous batching decodes {name} wrongly, with a speculator or without"
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
-        return f"{name} does not attend through transformers' attention interface alone, where the paged cache stands"
+        return f"{name} does not use transformers' attention interface alone, which the paged cache needs"
     return None
 
 

@@ -1,6 +1,6 @@
 """Default size of an engine's paged cache: what the requests need, and no more.
 
-transformers' own default takes most of the machine's memory, whatever other programs use, and fills it.
+transformers' own default allocates most of the machine's memory, whatever other programs use.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def is_known(hints: WorkloadHints | None) -> bool:
     return hints is not None and hints.max_prompt_length > 0 and hints.max_generated_length > 0
 
 
-def has_room(kept: ContinuousBatchingConfig, wanted: ContinuousBatchingConfig, hints: WorkloadHints | None) -> bool:
+def has_space(kept: ContinuousBatchingConfig, wanted: ContinuousBatchingConfig, hints: WorkloadHints | None) -> bool:
     """Tell whether an engine of size ``kept`` holds any single request, and half of the ``wanted`` tokens at once."""
-    room = (kept.num_blocks or 0) * kept.page_size
+    tokens = (kept.num_blocks or 0) * kept.page_size
     longest = hints.max_prompt_length + hints.max_generated_length if hints is not None and is_known(hints) else 0
-    return room >= longest and 2 * room >= (wanted.num_blocks or 0) * wanted.page_size
+    return tokens >= longest and 2 * tokens >= (wanted.num_blocks or 0) * wanted.page_size
 
 
 def _longest(model: Any, hints: WorkloadHints | None) -> float:
@@ -98,9 +98,9 @@ def _choose_blocks(model: Any, config: ContinuousBatchingConfig, longest: float,
     if is_bounded:  # with more requests at once, the engine would have to evict some that have begun
         rows = max(1, min(rows, int((config.num_blocks - spare) * (1 - margin) / each)))
         config.max_requests_per_batch = config.max_requests_per_batch or rows
-    room = config.num_blocks * config.page_size
+    tokens = config.num_blocks * config.page_size
     text = (
-        f"The paged cache holds {room} tokens ({config.num_blocks * bytes_per_block / 1e9:.2f} GB with its masks)"
+        f"The paged cache holds {tokens} tokens ({config.num_blocks * bytes_per_block / 1e9:.2f} GB with its masks)"
         f"{f', {rows} requests of up to {longest} tokens at once' if known else ''}. Set num_blocks or "
         "max_memory_percent of a ContinuousBatchingConfig for another size."
     )

@@ -1,4 +1,4 @@
-"""What guesses for one engine, and what it knows of each request; nothing here depends on how the engine works."""
+"""Drafting, verification and statistics for the requests of one engine, independent of how the engine works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..proposal import Proposal, tree_from_paths
 from ..scoring.features import Features
 from ..settings import SpeculationConfig
 from ..verify.verifier import StepResult, Verifier, WarpedScores
-from .drafting import Drafters, Guess, Row, proposal_of
+from .drafting import Drafters, RequestProposal, Row, join_proposals
 
 # The processed scores (rows, ..., vocabulary) of raw logits of the same shape, by the settings of each request.
 Warp = Callable[[Sequence[Any], Tensor], Tensor]
@@ -31,22 +31,22 @@ Warp = Callable[[Sequence[Any], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Scored:
-    """One request of a forward: ``room`` more guesses can become text, and ``last_tokens`` end it.
+    """One request of a forward, and the part of its proposal that was scored: the root alone in a plain step.
 
-    ``guess`` is what of its guess was scored, the root alone where there was none.
+    At most ``remaining`` draft tokens may be emitted. ``last_tokens`` end the request.
     """
 
     row: Row
-    guess: Guess
-    room: int
+    proposal: RequestProposal
+    remaining: int
     last_tokens: frozenset[int] | set[int]
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """What became text of one request: ``tokens``, which follow the nodes of ``path``, and how probable each was.
+    """The ``tokens`` that a step emits for one request, each after a node of ``path``, and their log-probabilities.
 
-    ``accepted`` of them were guesses.
+    ``accepted`` of them are draft tokens.
     """
 
     tokens: list[int]
@@ -56,10 +56,10 @@ class Emitted:
 
 
 class _DraftLogProbs:
-    """Log-probabilities of draft logits under the settings of the rows whose drafter is asked just now.
+    """A function from draft logits to log-probabilities under the settings of the rows that are being drafted for.
 
-    Drafters keep it for as long as they live. So it knows neither the engine nor what holds the drafters: a cycle
-    would keep the paged cache until Python looks for cycles.
+    Drafters keep it as long as they live. So it refers neither to the engine nor to ``Drafters``: a reference cycle
+    would keep the paged cache until Python collects cycles.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _DraftLogProbs:
 
     @contextlib.contextmanager
     def asked(self, rows: Sequence[Row], warp: Warp) -> Iterator[None]:
-        """Apply the settings of ``rows`` inside."""
+        """Apply the settings of ``rows`` inside the context."""
         self._scores = functools.partial(warp, [row.request for row in rows])
         try:
             yield
@@ -76,16 +76,16 @@ class _DraftLogProbs:
 
     def __call__(self, logits: Tensor) -> Tensor:
         scores = logits.float()
-        if self._scores is not None:  # else a drafter reads what it has put off, to be joined, and drafts in vain
+        if self._scores is not None:  # else a drafter reads its backlog before it is joined, and its draft is not used
             scores = self._scores(scores)
         return scores.log_softmax(-1)
 
 
 class Speculation:
-    """Guess, verify and count for the requests of one engine, one step for all that are in its batch.
+    """Drafting, verification and statistics for the requests of one engine, one step for all in its batch.
 
-    ``counts`` sums up over all requests, also those that are gone; ``draft_slots`` counts the requests that a drafter
-    keeps something of. ``config`` follows from what the user ``asked`` for; ``sample``: the engine draws its tokens.
+    ``counts`` sums over all requests, also finished ones. ``config`` follows from what the user ``asked`` for.
+    ``sample`` tells whether the engine samples its tokens.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Speculation:
         self._rows: dict[str, Row] = {}
         self._drafters = Drafters(model.device)
         self._draft_log_probs = _DraftLogProbs()
-        # How many rows were last asked to guess, when, and whether drafts had to catch up.
-        self._asked_for: tuple[int, float, bool] | None = None
+        # Of the last drafting: the number of rows, its start in seconds, and whether a drafter had a backlog.
+        self._last_plan: tuple[int, float, bool] | None = None
 
     @property
-    def most_guesses(self) -> int:
-        """Return how many guesses a request has at most."""
+    def max_draft_tokens(self) -> int:
+        """Return the largest number of draft tokens of a request."""
         tree = self.config.tree
         if tree is None:
             return self.policy.longest
@@ -122,7 +122,7 @@ class Speculation:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def row(self, name: str, request: Any) -> Row:
-        """Return what is known of a request; one that starts anew keeps nothing but its statistics."""
+        """Return the state of a request; a restarted one keeps only its statistics."""
         row = self._rows.get(name)
         if row is None or row.request is not request:
             row = Row(name, request, SpeculationStats(1) if row is None else row.stats)
@@ -130,22 +130,22 @@ class Speculation:
         return row
 
     def fork(self, parent: str, name: str, request: Any) -> None:
-        """Let a request that begins as a copy of another know what was read of their prompt."""
+        """Copy the features of the prompt from ``parent`` to a request that begins as its copy."""
         if name not in self._rows and parent in self._rows:
             self.row(name, request).features = list(self._rows[parent].features)
 
     def keep(self, requests: dict[str, Any]) -> None:
-        """Forget all but these ``requests``, by name."""
+        """Drop the state of all requests but these, by name."""
         self._rows = {name: row for name, row in self._rows.items() if requests.get(name) is row.request}
         self._drafters.keep(set(self._rows.values()))
 
     @property
     def draft_slots(self) -> int:
-        """Count the requests that a drafter keeps something of."""
+        """Return the number of requests that a drafter holds state for."""
         return len(self._drafters.rows)
 
     def stats_of(self, name: str, finished: bool) -> SpeculationStats | None:
-        """Return the statistics of a request that is not forgotten yet; its clock stops where it is ``finished``."""
+        """Return the statistics of a request that still has state; its time stops when it is ``finished``."""
         row = self._rows.get(name)
         if row is None:
             return None
@@ -156,7 +156,7 @@ class Speculation:
 
     @contextlib.contextmanager
     def timed(self, part: Part, rows: Sequence[Row]) -> Iterator[None]:
-        """Book the time spent inside on a ``part`` of the step that ``rows`` take together."""
+        """Add the time spent inside to a ``part`` of the step that ``rows`` share."""
         start = time.perf_counter()
         yield
         seconds = time.perf_counter() - start
@@ -168,18 +168,19 @@ class Speculation:
     def verify(self, scored: Sequence[Scored], logits: Tensor, warp: Warp, log_probs: bool) -> list[Emitted] | None:
         """Emit at least one token of each request, from its ``logits`` (rows, nodes, vocabulary).
 
-        ``None``: a draft token may have spoilt them. One whose forward overflows does, for attention gives it no
-        weight, but 0 * nan is nan.
+        Return ``None`` if a draft token may have made the logits of others NaN. That happens if its own forward
+        overflows: attention gives it the weight 0, but 0 * nan is nan.
         """
         emitted: list[Emitted | None] = [None] * len(scored)
-        sampled = [one.guess.q is not None for one in scored]
+        sampled = [one.proposal.q is not None for one in scored]
         kinds = sorted(set(sampled))
-        if len(kinds) > 1 and not bool((logits.amax(-1) < torch.inf).all()):  # those of one kind spoil the others, too
+        # All requests are packed into one forward, so one kind can make the logits of the other kind NaN.
+        if len(kinds) > 1 and not bool((logits.amax(-1) < torch.inf).all()):
             return None
         for kind in kinds:  # sampled draft tokens are verified by another rule than deterministic ones
             index = [i for i, is_sampled in enumerate(sampled) if is_sampled == kind]
             some = [scored[i] for i in index]
-            proposal = proposal_of([one.guess for one in some], logits.device)
+            proposal = join_proposals([one.proposal for one in some], logits.device)
             nodes = proposal.tokens.shape[1]
             own = logits[:, :nodes] if len(index) == len(scored) else logits[index, :nodes]
             scores = WarpedScores(own, functools.partial(warp, [one.row.request for one in some]))
@@ -193,65 +194,66 @@ class Speculation:
                 emitted[i] = Emitted(result.emitted[number], path, accepted, likelihood and likelihood[:count])
         return [new for new in emitted if new is not None]
 
-    # -- tell and ask -------------------------------------------------------------------------------------------------
+    # -- observe and draft --------------------------------------------------------------------------------------------
 
-    def became_text(
-        self, scored: Sequence[Scored], emitted: Sequence[Emitted], features: Sequence[Tensor | None], alone: bool
+    def record_step(
+        self, scored: Sequence[Scored], emitted: Sequence[Emitted], features: Sequence[Tensor | None], no_prompts: bool
     ) -> None:
-        """Note what was ``emitted``; ``features`` (tokens, widths) stand at the nodes before each token.
+        """Record what was ``emitted``; ``features`` (tokens, widths) are those of the node before each token.
 
-        ``alone``: no prompt was read beside these requests, so that the clock says what the step takes.
+        ``no_prompts``: the forward read no prompt, so its time is that of a decoding step.
         """
         counted = []
         for one, new, states in zip(scored, emitted, features, strict=True):
             row = one.row
-            row.tell(new.tokens, states)
+            row.add_unread(new.tokens, states)
             if not row.stats.time_to_first_token:
                 row.stats.prefilled(new.tokens)
                 continue
-            guesses, depth = one.guess.size, one.guess.depth
-            row.stats.step([0], [guesses], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
-            reached = [1] * new.accepted + [0] * (depth - new.accepted)
-            self.counts.add(Counts(1, guesses, new.accepted, len(new.tokens), [1] * depth, reached))
-            counted.append((one.guess.depth, new.accepted))
-        usual = alone and len(counted) == len(scored)
-        self._timed(usual, [depth for depth, _ in counted], [accepted for _, accepted in counted])
+            proposed, depth = one.proposal.size, one.proposal.depth
+            row.stats.step([0], [proposed], [new.accepted], [len(new.tokens)], [depth], [new.tokens])
+            accepted_at = [1] * new.accepted + [0] * (depth - new.accepted)
+            self.counts.add(Counts(1, proposed, new.accepted, len(new.tokens), [1] * depth, accepted_at))
+            counted.append((one.proposal.depth, new.accepted))
+        is_timed = no_prompts and len(counted) == len(scored)
+        self._observe(is_timed, [depth for depth, _ in counted], [accepted for _, accepted in counted])
 
-    def _timed(self, usual: bool, offered: list[int], reached: list[int]) -> None:
-        """Tell the policy what was accepted and, if it was a ``usual`` step of the rows that drafted, its seconds."""
-        asked, self._asked_for = self._asked_for, None
-        if not offered:
+    def _observe(self, is_timed: bool, proposed: list[int], accepted: list[int]) -> None:
+        """Report a step to the policy; its seconds only if ``is_timed`` and the same rows drafted, without backlog."""
+        last, self._last_plan = self._last_plan, None
+        if not proposed:
             return
-        seconds = late = None
-        if usual and asked is not None and asked[0] == len(offered):
-            seconds, late = time.perf_counter() - asked[1], asked[2]
-        self.policy.observe(StepObservation(max(offered), None if late else seconds, offered, reached))
+        seconds = None
+        if is_timed and last is not None:
+            rows, start, had_backlog = last
+            seconds = time.perf_counter() - start if rows == len(proposed) and not had_backlog else None
+        self.policy.observe(StepObservation(max(proposed), seconds, proposed, accepted))
 
-    def propose(self, rows: Sequence[Row], rooms: Sequence[int], warp: Warp) -> None:
-        """Let requests guess that go on; in each, ``rooms`` more guesses can become text.
+    def propose(self, rows: Sequence[Row], remaining: Sequence[int], warp: Warp) -> None:
+        """Draft for requests that continue; of each, at most ``remaining`` draft tokens may be emitted.
 
-        ``warp`` is not kept: it belongs to the engine, which keeps this object.
+        ``warp`` is not stored: it belongs to the engine, which refers to this object.
         """
         if not rows:
             return
-        start, late = time.perf_counter(), False
+        start, had_backlog = time.perf_counter(), False
         with self.timed("propose", rows):
             longest = min(self.policy.longest, MAX_LENGTH)
             estimate = self.policy.acceptance.estimate(self._source, len(rows), longest)
             self.policy.plan(len(rows), [estimate])
-            limit = min(self.policy.planned, max(rooms))
+            limit = min(self.policy.planned, max(remaining))
             for row in rows:
-                row.guess = None
+                row.proposal = None
             if limit > 0:
-                ask = functools.partial(self._ask, dict(zip(rows, rooms, strict=True)), warp)
-                late = self._drafters.propose(rows, limit, self._start, ask)
+                ask = functools.partial(self._ask, dict(zip(rows, remaining, strict=True)), warp)
+                had_backlog = self._drafters.propose(rows, limit, self._start, ask)
                 for row in rows:
-                    row.guess = row.guess and row.guess.first(1 + self.most_guesses)
-        self._asked_for = len(rows), start, late
+                    row.proposal = row.proposal and row.proposal.truncate(1 + self.max_draft_tokens)
+        self._last_plan = len(rows), start, had_backlog
 
     def _ask(
         self,
-        rooms: dict[Row, int],
+        remaining: dict[Row, int],
         warp: Warp,
         drafter: Drafter,
         rows: list[Row],
@@ -260,10 +262,10 @@ class Speculation:
     ) -> Proposal:
         with self._draft_log_probs.asked(rows, warp):
             proposal = self._ranks.broadcast_proposal(ask(drafter, accepted, limit))
-        return proposal.truncate_rows([rooms.get(row, 0) for row in rows])
+        return proposal.truncate_rows([remaining.get(row, 0) for row in rows])
 
     def _start(self, row: Row) -> Drafter:
-        """Start the drafter of one request behind the tokens of its prompt."""
+        """Start the drafter of one request, which begins after its prompt."""
         prompt = torch.tensor([row.request.initial_tokens], device=self.model.device)  # (1, prompt)
         features = torch.cat(row.features, dim=1) if row.features else None
         sample = self._verifier.takes_samples and self.config.sample_draft
@@ -274,10 +276,10 @@ class Speculation:
 
 
 def _cut(scored: Sequence[Scored], emitted: Sequence[Sequence[int]]) -> list[int]:
-    """Count the tokens of each request up to the first that ends it, or that there is no room for."""
+    """Return how many tokens of each request are emitted: up to the first that ends it, or to its length limit."""
     kept = []
     for one, tokens in zip(scored, emitted, strict=True):
-        within = tokens[: one.room + 1]
+        within = tokens[: one.remaining + 1]
         kept.append(next((i for i, token in enumerate(within, 1) if token in one.last_tokens), len(within)))
     return kept
 

@@ -147,7 +147,7 @@ def test_no_more_is_drafted_than_can_become_text(tree: Any) -> None:
 
 def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, int, bool]] = []  # reads part of a prompt, rows that go on, is taken for a usual step
-    step, timed = _Processor._generation_step, Speculation._timed
+    step, timed = _Processor._generation_step, Speculation._observe
     reads: list[bool] = []
 
     def stepped(self: _Processor, model: Any) -> None:
@@ -160,11 +160,11 @@ def test_steps_that_read_prompts_do_not_say_how_long_steps_take(monkeypatch: pyt
         timed(self, usual, offered, *args)
 
     monkeypatch.setattr(_Processor, "_generation_step", stepped)
-    monkeypatch.setattr(Speculation, "_timed", noted)
+    monkeypatch.setattr(Speculation, "_observe", noted)
     prompts = [*PROMPTS[:3], *([[*range(10, 90)]] * 2)]  # the long ones are read in several parts, beside others
     serve(target(), prompts, 4, speculator="ngram", speculation_config=CHAIN)
-    assert any(reading and going_on for reading, going_on, _ in seen)
-    assert all(usual != reading for reading, going_on, usual in seen if going_on)
+    assert any(reading and continuing for reading, continuing, _ in seen)
+    assert all(usual != reading for reading, continuing, usual in seen if continuing)
 
 
 def row_of(prompt: list[int], *told: list[int]) -> Row:
@@ -173,7 +173,7 @@ def row_of(prompt: list[int], *told: list[int]) -> Row:
 
     row = Row(str(prompt), Asked(), SpeculationStats(1))
     for tokens in told:
-        row.tell(tokens, None)
+        row.add_unread(tokens, None)
     return row
 
 
@@ -192,18 +192,18 @@ def test_drafters_that_catch_up_are_late() -> None:
 
     one, other = row_of([10, 11, 12, 10], [11]), row_of([20, 21, 20], [21])
     assert drafters.propose([one], 3, start, asked), "it is new"
-    assert one.guess is not None and one.guess.tokens == [11, 12, 10, 11]
-    one.tell([12], None)
+    assert one.proposal is not None and one.proposal.tokens == [11, 12, 10, 11]
+    one.add_unread([12], None)
     assert not drafters.propose([one], 3, start, asked)
-    one.tell([10], None)
+    one.add_unread([10], None)
     assert drafters.propose([one, other], 2, start, asked), "the other is new"
-    assert other.guess is not None and other.guess.tokens[:2] == [21, 20]
+    assert other.proposal is not None and other.proposal.tokens[:2] == [21, 20]
     for row, steps in ((one, ([11], [12])), (other, ([20],))):
         for tokens in steps:
-            row.tell(tokens, None)
+            row.add_unread(tokens, None)
     assert drafters.propose([one, other], 3, start, asked), "one has two steps to read"
     assert limits == [(3, 1), (3, 1), (2, 2), (3, 2)] and (one.steps, one.unread) == (0, [])
-    one.tell([10], None)
+    one.add_unread([10], None)
     assert not drafters.propose([one], 3, start, asked) and len(limits) == 4, "the other one was not in the batch"
 
 

@@ -30,7 +30,7 @@ from hf_spec import (
     SpeculationConfig,
     SpeculationStats,
 )
-from hf_spec.batching.drafting import guesses_of, proposal_of
+from hf_spec.batching.drafting import join_proposals, split_proposal
 from hf_spec.batching.engine import SpeculativeManager
 from hf_spec.drafts.ngram.hybrid import with_chains
 from hf_spec.drafts.ngram.remembered import Remembered
@@ -451,9 +451,9 @@ def test_chosen_guesses_stay_chosen_among_requests() -> None:
     root, drawn = torch.tensor([8, 9]), torch.tensor([[1, 2], [3, 4]])
     q = torch.rand(2, 2, 10).softmax(-1)
     proposal = with_chains(Proposal.chain(root, drawn, q=q), [(5, 6, 7), None])
-    again = proposal_of(guesses_of(proposal), root.device)
+    again = join_proposals(split_proposal(proposal), root.device)
     assert proposal.chosen is not None and again.chosen is not None and proposal.q is not None and again.q is not None
     assert torch.equal(again.chosen & again.present, proposal.chosen & proposal.present)
     assert torch.equal(again.q, proposal.q)
-    cut = proposal_of([guess.first(2) for guess in guesses_of(proposal)], root.device)
+    cut = join_proposals([one.truncate(2) for one in split_proposal(proposal)], root.device)
     assert cut.chosen is not None and cut.chosen.tolist() == [[True, True], [False, False]]

@@ -135,7 +135,7 @@ def test_trees(layers: str, kind: str, shape: str) -> None:
     assert manager.speculation.draft_slots == 0
 
 
-@pytest.mark.parametrize("method", ["_lay_out_trees", "_move_keys"])
+@pytest.mark.parametrize("method", ["_mask_trees", "_move_accepted_keys"])
 def test_trees_need_their_own_places(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without masks and positions, or without moving what was accepted, the text is another."""
     monkeypatch.setattr(_Processor, method, lambda *args: None)

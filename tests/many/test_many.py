@@ -298,8 +298,8 @@ def test_the_engine_samples_from_the_targets_distribution() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor has to see the text"),
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor has to see the text"),
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor needs the text"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor needs the text"),
         ({"stop_strings": ["a"], "tokenizer": tokenizer()}, "stop_strings: the engine ends requests"),
         ({"logits_processor": LogitsProcessorList([Shifting()])}, "it takes no logits_processor"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "it takes no prefix_allowed_tokens_fn"),
