@@ -51,10 +51,10 @@ def _section(report: BenchReport, methods: list[str]) -> str:
         "",
         f"By `hf-spec bench` of hf_spec {made['hf_spec']} ({made['dtype']}, {made['device']}), {sampling}, up to "
         f"{settings['max_new_tokens']} new tokens, batches of {settings['batch_size']}. τ: tokens per forward of the "
-        "target. Accepted: per cent of the guesses, at all and at each position. x plain: tokens per second, plain "
+        "target. Accepted: per cent of the draft tokens, overall and by position. x plain: tokens per second, plain "
         "`generate` in the same run being 1.",
         "",
-        f"| prompts | rows | guesses | {' | '.join(SHOWN)} |",
+        f"| prompts | rows | draft | {' | '.join(SHOWN)} |",
         f"|{'---|' * (3 + len(SHOWN))}",
     ]
     for category, figures in report.figures.items():

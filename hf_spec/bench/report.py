@@ -92,16 +92,16 @@ class BenchReport:
         return "\n".join(_aligned(line, widths) for line in zip(*kept, strict=True))
 
     def note(self) -> str:
-        """Explain below the tables why greedy texts differ from those of plain ``generate``; "" if none does."""
+        """Return an explanation of greedy texts that differ from those of plain ``generate``; "" if none does."""
         if not any(one.differing_rows for one in self.overall.values()):
             return ""
         dtype = self.environment["dtype"]
         if dtype == "float32":
-            return "differ: greedy text is not that of plain generate, which float32 should not let happen: report it."
+            return "differ: greedy text is not that of plain generate; in float32 this is a mistake: please report it."
         return (
-            f"differ: rows whose greedy text is not that of plain generate. In {dtype} a block of guesses and single "
-            "steps\nround differently, so that two tokens which are nearly equally likely may change places; from "
-            "there on the texts\ndiffer. Neither is the better one. In float32 (--dtype float32) they are the same."
+            f"differ: rows whose greedy text is not that of plain generate. In {dtype} a block of draft tokens and "
+            "single steps\nround differently, so that two tokens which are nearly equally likely may change places; "
+            "from there on the texts\ndiffer. Neither is the better one. In float32 (--dtype float32) they agree."
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -127,7 +127,7 @@ class BenchReport:
             if shares := one.acceptance_by_position:
                 accepted.plot(range(1, len(shares) + 1), shares, marker="o", label=name, color=colours[name])
         accepted.xaxis.get_major_locator().set_params(integer=True)
-        accepted.set(xlabel="position of the guess", ylabel="accepted", ylim=(0, 1.02))
+        accepted.set(xlabel="position of the draft token", ylabel="accepted", ylim=(0, 1.02))
         picture.tight_layout()
         if accepted.lines:
             accepted.legend(loc="upper left", bbox_to_anchor=(1.02, 1))  # outside the axes, so that it covers no line

@@ -24,16 +24,16 @@ DRAWS = 1000  # bootstrap samples of the rounds
 class Method:
     """A decoding method, of this package or of transformers: its name and its ``options`` for ``generate``.
 
-    ``draft`` is the model whose forwards count together with the target's. ``theirs`` is the chain length of
-    transformers' own methods. ``rival`` is the name of assisted generation with the same draft. ``compiled`` is plain
-    ``generate`` over a static cache.
+    ``draft`` is the model whose forwards count together with the target's. ``chain_length`` is that of
+    transformers' own methods. ``assisted_name`` is the name of assisted generation with the same draft. ``compiled``
+    is plain ``generate`` over a static cache.
     """
 
     name: str
     options: dict[str, Any]
     draft: nn.Module | None = None
-    theirs: int | None = None
-    rival: str | None = None
+    chain_length: int | None = None
+    assisted_name: str | None = None
     compiled: bool = False
 
 
@@ -105,8 +105,8 @@ def _refuse_others(path: Path, header: bytes, made_from: dict[str, Any]) -> None
         differing = ["its first line"]
     if differing:
         raise ValueError(
-            f"the rounds in {path} were measured otherwise ({', '.join(differing)}): repeat the call that began it, "
-            "or name another file"
+            f"the rounds in {path} were measured with other settings ({', '.join(differing)}): repeat the call that "
+            "began it, or name another file"
         )
 
 
@@ -136,7 +136,9 @@ def figures_of(method: Method, rounds: Sequence[Round], greedy: bool) -> Figures
     texts = [(run.rows, found[PLAIN].rows) for run, found in zip(runs, rounds, strict=True)]
     differs = [one != plain for ours, plains in texts for one, plain in zip(ours, plains, strict=True)]
     to_plain, to_plain_median = _ratios(method.name, PLAIN, rounds)
-    to_assisted, to_assisted_median = _ratios(method.name, method.rival, rounds) if method.rival else (None, None)
+    to_assisted, to_assisted_median = (
+        _ratios(method.name, method.assisted_name, rounds) if method.assisted_name else (None, None)
+    )
     tau = _length(method, runs)
     return Figures(
         rows=len(differs),
@@ -152,10 +154,10 @@ def figures_of(method: Method, rounds: Sequence[Round], greedy: bool) -> Figures
         acceptance_by_position=counts.acceptance_by_position if counts else None,
         outside_forwards=1 - sum(run.forward_seconds for run in runs) / seconds,
         differing_rows=sum(differs) if greedy else None,
-        ratio_to_plain_spread=_spread(rounds, lambda drawn: _total(method.name, drawn) / _total(PLAIN, drawn)),
+        ratio_to_plain_spread=_spread(rounds, lambda sample: _total(method.name, sample) / _total(PLAIN, sample)),
         mean_accepted_length_spread=None
         if tau is None
-        else _spread(runs, lambda drawn: _length(method, drawn) or 0.0),
+        else _spread(runs, lambda sample: _length(method, sample) or 0.0),
     )
 
 
@@ -169,7 +171,7 @@ def _merged(runs: Sequence[Run]) -> Counts | None:
 
 def _length(method: Method, runs: Sequence[Run]) -> float | None:
     """Return τ; for transformers' own methods every target forward, the first included, is a step."""
-    if method.theirs is not None:
+    if method.chain_length is not None:
         return sum(run.tokens for run in runs) / sum(run.target_forwards for run in runs)
     counts = _merged(runs)
     return counts.mean_accepted_length if counts else None
@@ -189,5 +191,5 @@ def _ratios(name: str, other: str, rounds: Sequence[Round]) -> tuple[float, floa
 def _spread(found: Sequence[Any], figure: Callable[[Sequence[Any]], float]) -> tuple[float, float]:
     """Return the 90 % interval of ``figure`` over bootstrap samples of ``found``."""
     rng = random.Random(0)
-    drawn = sorted(figure(rng.choices(found, k=len(found))) for _ in range(DRAWS if len(found) > 1 else 1))
-    return drawn[len(drawn) // 20], drawn[-1 - len(drawn) // 20]
+    samples = sorted(figure(rng.choices(found, k=len(found))) for _ in range(DRAWS if len(found) > 1 else 1))
+    return samples[len(samples) // 20], samples[-1 - len(samples) // 20]

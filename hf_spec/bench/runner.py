@@ -65,7 +65,7 @@ class BenchSettings:
         max_new_tokens: per turn. batch_size: prompts decoded together, of one category.
         temperature: 0 decodes greedily.
         repeats: timed runs per prompt and method, of which the median counts. warmup: runs before the first of them.
-        baselines: measure transformers' assisted generation with every vanilla draft and its prompt lookup, too. Both
+        baselines: measure transformers' assisted generation with every draft model, and its prompt lookup, too. Both
             support batches of one prompt only.
         compiled: measure plain ``generate`` over a static cache with the model compiled, too, on a CPU as well.
         seed: set before each run.
@@ -109,7 +109,9 @@ def run_bench(
     """
     settings = settings or BenchSettings()
     if any(prompt.category == OVERALL for prompt in prompts):
-        raise ValueError(f"a category is called {OVERALL!r}, as the figures over all of them are: name it otherwise")
+        raise ValueError(
+            f"a category is called {OVERALL!r}, which names the results over all of them: give it another name"
+        )
     methods = _methods(target, contenders, settings)
     said = asdict(settings) | {"contenders": {one.name: one.config and asdict(one.config) for one in contenders}}
     environment = _environment(target)
@@ -143,19 +145,19 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
     for one in contenders:
         speculator = as_speculator(one.speculator, target)
         speculator.check(target)
-        config, rival = speculator.settings(one.config), None
+        config, assisted_name = speculator.settings(one.config), None
         length = config.num_speculative_tokens
         lengths.append(length := length if isinstance(length, int) else DEFAULT_NUM_SPECULATIVE_TOKENS)
         weights = network_of(speculator)
         if isinstance(speculator, VanillaSpeculator):  # the only kind that transformers supports, too
-            theirs = Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
-            rival = assisted.setdefault((id(weights), length), theirs).name
+            baseline = Method(f"{ASSISTED}: {one.name}", {**OFF, "assistant_model": weights}, weights, length)
+            assisted_name = assisted.setdefault((id(weights), length), baseline).name
         options = {"speculator": speculator, "speculation_config": config}
-        ours.append(Method(one.name, options, weights, rival=rival))
+        ours.append(Method(one.name, options, weights, assisted_name=assisted_name))
     plain = [Method(PLAIN, OFF), *([Method(COMPILED, OFF, compiled=True)] if settings.compiled else ())]
     methods = [*plain, *_baselines(assisted.values(), lengths), *ours]
     if not settings.baselines or settings.batch_size > 1:
-        methods = [*plain, *(replace(method, rival=None) for method in ours)]
+        methods = [*plain, *(replace(method, assisted_name=None) for method in ours)]
     if len({method.name for method in methods}) < len(methods):
         raise ValueError(f"methods need different names, got {[method.name for method in methods]}")
     return methods
@@ -164,7 +166,7 @@ def _methods(target: PreTrainedModel, contenders: Sequence[Contender], settings:
 def _baselines(assisted: Iterable[Method], lengths: list[int]) -> list[Method]:
     """List transformers' own methods: prompt lookup as long as the longest chain, and assisted generation."""
     longest = max(lengths, default=DEFAULT_NUM_SPECULATIVE_TOKENS)
-    return [Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, theirs=longest), *assisted]
+    return [Method(LOOKUP, {**OFF, "prompt_lookup_num_tokens": longest}, chain_length=longest), *assisted]
 
 
 def _batches(prompts: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -222,7 +224,8 @@ class _Bench:
     def _round(self, inputs: dict[str, Tensor]) -> Round:
         """Run every method ``repeats`` times, in a rotating order, and keep the median run of each."""
         if not self._warm:
-            # The end of a prompt only, so that a draft with a memory does not learn the answer before it is measured.
+            # The end of a prompt only, so that n-grams with a history do not learn the answer before they are
+            # measured.
             few = {name: tensor[:, -WARM:] for name, tensor in inputs.items()}
             for method in [one for one in self.methods if not one.compiled] * self.settings.warmup:
                 self._run(method, few)
@@ -284,12 +287,12 @@ class _Bench:
 @contextlib.contextmanager
 def _constant_length(method: Method) -> Iterator[None]:
     """Let an assistant draft chains of the same length as ours, whatever its confidence."""
-    if method.theirs is None or not isinstance(method.draft, PreTrainedModel):
+    if method.chain_length is None or not isinstance(method.draft, PreTrainedModel):
         yield
         return
     own = method.draft.generation_config
     config = method.draft.generation_config = copy.deepcopy(own)
-    config.num_assistant_tokens = method.theirs
+    config.num_assistant_tokens = method.chain_length
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0
     try:

@@ -81,7 +81,7 @@ def rank_accuracies(
         generate(**inputs, **options, speculator=probe, speculation_config=config)
     if not probe.tried:
         raise ValueError(
-            f"{type(probe.inner).__name__} does not rank its guesses, so that no static tree can be searched for; "
+            f"{type(probe.inner).__name__} does not rank draft tokens, so no static tree can be searched for; "
             "use a draft with weights"
         )
     return [[right / tried for right in row] for tried, row in zip(probe.tried, probe.right, strict=True)]
@@ -130,7 +130,7 @@ class _ProbeDrafter(Drafter):
     def __init__(self, probe: _Probe, request: DraftContext) -> None:
         self._probe = probe
         self._known = request.input_ids.shape[1]  # tokens of the text that the draft was given
-        self._ahead: list[int] = []  # the following tokens of the text, as many as are to be drafted
+        self._next_tokens: list[int] = []  # the following tokens of the text, as many as are to be drafted
         self._depth = 0  # of the next draft token
         self._counts = True  # False after a rank that no tree holds, and where the text is not the target's
         self._log_probs = request.log_probs
@@ -142,9 +142,9 @@ class _ProbeDrafter(Drafter):
         led = torch.full(log_probs.shape, -torch.inf, device=log_probs.device)
         # One distribution per depth: autoregressive drafts give one at a time, Medusa heads all at once.
         for own, one in zip(log_probs.flatten(0, -2), led.flatten(0, -2), strict=True):
-            if self._depth == len(self._ahead):
+            if self._depth == len(self._next_tokens):
                 break
-            token = self._ahead[self._depth]
+            token = self._next_tokens[self._depth]
             self._count(own, token)
             one[token] = 0.0  # a view: sets what is returned
             self._depth += 1
@@ -153,8 +153,8 @@ class _ProbeDrafter(Drafter):
     def _count(self, own: Tensor, token: int) -> None:
         """Count the rank of ``token`` in the draft's own log-probabilities (vocabulary,)."""
         if self._counts:
-            can_be_guessed = own[token] > -torch.inf
-            rank = int((own > own[token]).sum()) if can_be_guessed else self._probe.ranks
+            is_in_vocabulary = own[token] > -torch.inf
+            rank = int((own > own[token]).sum()) if is_in_vocabulary else self._probe.ranks
             self._probe.count(self._depth, rank)
             self._counts = rank < self._probe.ranks
 
@@ -162,7 +162,7 @@ class _ProbeDrafter(Drafter):
         """Let the draft run but propose nothing, so that the text advances by one token and every position counts."""
         self._known += int(accepted.counts[0])
         known, text = self._known, self._probe.text
-        self._ahead = text[known : known + limit]
+        self._next_tokens = text[known : known + limit]
         self._depth, self._counts = 0, text[known - 1 : known] == accepted.root.tolist()  # half precision may differ
         self._drafter.propose(accepted, limit)
         return Proposal.nothing(accepted.root)

@@ -85,7 +85,7 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
     files = None if to == SPECULATORS.name else _in_layout(draft, to)
     if files is None and (found := draft.engines(draft.config, *_as_saved(draft)).get("speculators")):
         logger.warning_once(f"the speculators library {'; '.join(found)}")
-    with written_whole(path) as partial:
+    with written_at_once(path) as partial:
         if files is None:
             draft.save_pretrained(partial)
         else:
@@ -93,7 +93,7 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_at_once(path: Path) -> Iterator[Path]:
     """Yield a temporary directory, renamed to ``path`` when all is written. Errors: an OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))

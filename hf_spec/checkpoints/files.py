@@ -46,7 +46,7 @@ def weight_files() -> tuple[str, ...]:
 def read_checkpoint(
     path: str | os.PathLike[str], inside_target: bool = False, only_names: bool = False, **hub: Any
 ) -> Checkpoint:
-    """Read config and tensors of a local directory or Hub id. Errors: OSError that names the file and the cure.
+    """Read config and tensors of a local directory or Hub id. Errors: an OSError that names the file and a remedy.
 
     If the checkpoint is a target's and contains a draft, only the draft is read. With ``inside_target``, nothing is
     read if it contains none. ``only_names`` reads empty tensors, whose names are enough to detect the format.
@@ -78,7 +78,9 @@ def _shards(file: str) -> dict[str, str]:
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise OSError(f"{file} should map names of tensors to files under weight_map; copy or download it again")
     if away := [shard for shard in places.values() if Path(shard).name != shard or shard in ("", ".", "..")]:
-        raise OSError(f"{file} names {away[0]!r}, but shards are files beside their index; copy or download it again")
+        raise OSError(
+            f"{file} names {away[0]!r}, but shards are in the directory of their index; copy or download it again"
+        )
     return places
 
 
@@ -106,8 +108,8 @@ def looking_for(path: str | os.PathLike[str], role: str = "") -> Iterator[None]:
     """Let errors name the model at ``path``: a FileNotFoundError if there is none, an OSError for damaged weights."""
     what = f"{role} {os.fspath(path)!r}".lstrip()
     if os.path.isfile(path):
-        if cure := gguf(path):
-            raise FileNotFoundError(f"{what}: {cure}")
+        if hint := gguf(path):
+            raise FileNotFoundError(f"{what}: {hint}")
         raise FileNotFoundError(f"{what} is a file; pass the directory of a model, or its name on the Hub, ORG/MODEL")
     try:
         yield

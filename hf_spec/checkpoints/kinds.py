@@ -79,7 +79,7 @@ def find_format(checkpoint: Checkpoint) -> Format:
     if own := re.search(r"\w+ForCausalLM\b", str(config.get("architectures"))):
         raise ValueError(
             f"{checkpoint.path} is a language model by its config ({own[0]}), and none of the drafts that hf_spec "
-            f"knows by its tensors ({printable(', '.join(sorted(names)[:2]))}...). A language model guesses as it is "
+            f"knows by its tensors ({printable(', '.join(sorted(names)[:2]))}...). A language model drafts as it is "
             "for larger ones of its tokenizer: pass it as speculator; there is nothing to convert"
         )
     raise ValueError(
@@ -113,7 +113,7 @@ def _check_values(checkpoint: Checkpoint) -> None:
         if tensor.is_complex() or tensor.is_floating_point() == is_table:
             raise ValueError(
                 f"{printable(name)} holds values of type {tensor.dtype}; "
-                f"{'tokens are whole' if is_table else 'weights are real'} numbers; copy or convert the weights again"
+                f"{'tokens are integers' if is_table else 'weights are real'}; copy or convert the weights again"
             )
     for name in ("dtype", "torch_dtype"):
         dtype = checkpoint.config.get(name)
@@ -136,7 +136,7 @@ class NoLanguageModel:
     def from_pretrained(cls, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise a ValueError that says how to load the draft at ``path``."""
         raise ValueError(
-            f"{path} is a draft: it guesses for a language model and is none by itself. Load it with "
+            f"{path} is a draft: it drafts for a language model and is none by itself. Load it with "
             "AutoModel.from_pretrained and pass it to the language model: target.generate(..., speculator=draft)"
         )
 

@@ -88,5 +88,5 @@ def share_a_name(path: str, target: str) -> bool:
 
 
 def _same(name: str, target: str) -> bool:
-    whole, wanted = target.lower(), name.lower()
-    return wanted == whole or ("/" not in wanted and wanted == whole.split("/")[1])
+    full, wanted = target.lower(), name.lower()
+    return wanted == full or ("/" not in wanted and wanted == full.split("/")[1])

@@ -36,7 +36,7 @@ MOST_IN_COMMON = 0.9
 
 logger = logging.get_logger(__name__)
 
-# What "auto" found for a target: it is looked for once, and an n-gram memory of earlier calls is kept.
+# What "auto" found for a target. It is searched once, so that n-grams keep their history of earlier calls.
 _found: WeakKeyDictionary[PreTrainedModel, Speculator] = WeakKeyDictionary()
 # Names that were read from files for a target, to warn users who do so in a loop.
 _read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
@@ -70,14 +70,18 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return _found[target]
     if isinstance(speculator, str | os.PathLike):
         _warn_of_reading(os.fspath(speculator), target)
-        return as_speculator(load_draft(speculator, target, **_beside(target)), target)
+        return as_speculator(load_draft(speculator, target, **_placement(target)), target)
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
         "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'auto', a path or Hub id of one, "
         f"or a hf_spec.Speculator, got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a "
         "language model with AutoModelForCausalLM.from_pretrained."
-        + (" An encoder-decoder model assists its like: generate(..., assistant_model=...)." if _encodes(base) else "")
+        + (
+            " An encoder-decoder model can assist another: generate(..., assistant_model=...)."
+            if _encodes(base)
+            else ""
+        )
     )
 
 
@@ -100,14 +104,14 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
         hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         checkpoint = read_checkpoint(path, only_names=True, **hub)
     except (OSError, ValueError) as error:
-        why = f"{_meant(os.fspath(path))}: {gguf(path) or error}"
+        why = f"{_suggestion(os.fspath(path))}: {gguf(path) or error}"
         raise ValueError(f"no draft can be read at {os.fspath(path)!r}{why}") from error
     if _is_draft(checkpoint, target):
         return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
     return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 
-def _meant(name: str) -> str:
+def _suggestion(name: str) -> str:
     """Suggest what the user meant by a ``name`` that does not exist; "" without an idea."""
     if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", "auto"), 1):
         return f" (did you mean {near[0]!r}?)"
@@ -151,13 +155,13 @@ def _own_layers(target: PreTrainedModel) -> Speculator:
         with contextlib.suppress(OSError):  # the name may not be a path or Hub id
             found = read_checkpoint(path, inside_target=True)
     if found is None or not found.tensors or find_format(found).name != "mtp":
-        here = " The directory 'mtp' beside you is './mtp'." if Path("mtp").is_dir() else ""
+        here = " For the directory 'mtp' here, write './mtp'." if Path("mtp").is_dir() else ""
         raise ValueError(
             f"{type(target).__name__} has no multi-token-prediction layers: its config sets no num_mtp_layers, and "
             f"{path or 'a model made in memory'!r} holds no mtp.* tensors. Use another speculator, for example "
             f"'ngram'.{here}"
         )
-    draft: MTPDraftModel = load(found, **_beside(target))
+    draft: MTPDraftModel = load(found, **_placement(target))
     draft.bind(target)
     return draft
 
@@ -173,7 +177,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
         if (share := common_tokens(own, wanted)) < MOST_IN_COMMON and _serves(speculator, target):
             logger.warning_once(
                 f"only {share:.0%} of the tokens of the draft {own} and the target {wanted} are the same: their "
-                "tokenizers differ, so that hardly a guess will be right. The text is the target's all the same. "
+                "tokenizers differ, so hardly a draft token will be accepted. The text is still the target's. "
                 f"Drafts of other tokenizers are served by transformers' own {OTHER_TOKENIZERS}"
             )
 
@@ -184,7 +188,7 @@ def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:
     is_left = isinstance(draft, PreTrainedModel) and draft.device.type == "cpu" and device.type not in ("cpu", "meta")
     if is_left and _serves(speculator, target):
         logger.warning_once(
-            f"the draft {type(draft).__name__} computes on the CPU and the target on {device}: guesses will be slow. "
+            f"the draft {type(draft).__name__} computes on the CPU and the target on {device}: drafting will be slow. "
             f'Move it, draft.to("{device}"), or load it with device_map={{"": target.device}} and dtype=target.dtype'
         )
 
@@ -221,8 +225,8 @@ def common_tokens(draft: str, target: str) -> float:
         own, wanted = ({id: token for token, id in _vocabulary(file).items()} for file in files)
     except Exception as error:  # tokenizers raises no more specific class
         logger.warning(
-            f"a tokenizer.json of {draft} or {target} cannot be read ({printable(error)}), so that nobody compares "
-            "what the draft's tokens mean with what the target's do"
+            f"a tokenizer.json of {draft} or {target} cannot be read ({printable(error)}), so the tokens of draft "
+            "and target are not compared"
         )
         return 1.0
     both = own.keys() & wanted.keys()
@@ -233,5 +237,5 @@ def _vocabulary(file: Path) -> dict[str, int]:
     return Tokenizer.from_file(str(file)).get_vocab()
 
 
-def _beside(target: PreTrainedModel) -> dict[str, Any]:
+def _placement(target: PreTrainedModel) -> dict[str, Any]:
     return {"dtype": target.dtype, "device_map": {"": input_device(target)}}

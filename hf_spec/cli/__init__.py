@@ -22,7 +22,7 @@ from .doctor import add_doctor
 from .drafts import add_convert, add_inspect
 from .generate import add_generate
 from .serve import add_serve
-from .telling import as_typed, telling
+from .messages import as_typed, showing_messages
 from .training import add_prepare, add_train
 
 COMMANDS = (
@@ -74,14 +74,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(args: argparse.Namespace) -> int:
     if not sys.stderr.isatty():
-        _draw_no_progress_bars()
+        _disable_progress_bars()
     import_module("..public", __name__)  # installs the keyword of generate
     try:
         if getattr(args, "threads", None):
             import torch
 
             torch.set_num_threads(args.threads)
-        with telling(args):
+        with showing_messages(args):
             status = int(args.run(args) or 0)
         if "WORLD_SIZE" in os.environ:  # a launcher has started several processes
             from ..processes import part
@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace) -> int:
         return 1
 
 
-def _draw_no_progress_bars() -> None:
+def _disable_progress_bars() -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
     from transformers.utils import logging
 

@@ -21,8 +21,8 @@ from .common import (
     configured,
     draft_of,
     existing,
-    goes_on,
     picture,
+    resume_hint,
     seed_of,
     temperature_of,
     tree_of,
@@ -46,7 +46,7 @@ PROMPTS_HELP = (
 def add_bench(commands: Any) -> None:
     """Declare ``hf-spec bench``."""
     add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation",
-                  resumes=goes_on("rounds"))  # fmt: skip
+                  resumes=resume_hint("rounds"))  # fmt: skip
     add("model", help="target: directory or Hub id")
     add("--draft", type=draft_of, nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories "
         "or Hub ids, or memory+DRAFT for both together (ngram)")  # fmt: skip
@@ -54,26 +54,26 @@ def add_bench(commands: Any) -> None:
     add("--limit", "--prompts-per-category", type=at_least(1), metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
     add("--search-tree", type=at_least(1), nargs="*", metavar="N", help="find and measure static trees of so many "
-        f"guesses instead ({' '.join(map(str, BUDGETS))})")  # fmt: skip
+        f"draft tokens instead ({' '.join(map(str, BUDGETS))})")  # fmt: skip
     add("--save-tree", type=writable, metavar="FILE", help="write the fastest tree found, for --tree FILE.json")
     add("--max-new-tokens", type=at_least(2), default=128, metavar="N", help="per turn (%(default)s)")
     add("--batch-size", type=at_least(1), default=1, metavar="N",
         help="prompts of a category decoded together (%(default)s)")  # fmt: skip
     add("--temperature", type=temperature_of, default=0.0, metavar="T", help="0 decodes greedily (%(default)s)")
-    add("--warmup", type=at_least(0), default=1, metavar="N", help="runs of every method that do not count "
+    add("--warmup", type=at_least(0), default=1, metavar="N", help="untimed runs of every method first "
         "(%(default)s)")  # fmt: skip
-    add("--repeats", type=at_least(1), default=1, metavar="N", help="runs of which the middle one counts "
+    add("--repeats", type=at_least(1), default=1, metavar="N", help="timed runs, of which the median counts "
         "(%(default)s)")  # fmt: skip
     add("--seed", type=seed_of, default=0, metavar="N", help="set before each run (%(default)s)")
-    add("--no-baselines", action="store_true", help="leave out assisted generation and prompt lookup")
+    add("--no-baselines", action="store_true", help="do not measure assisted generation and prompt lookup")
     add("--compiled", action="store_true", help="measure plain generate compiled over a static cache, too")
     add(
         "--rounds",
         type=writable,
         metavar="FILE.jsonl",
-        help="keep every batch of prompts there, and go on where it ends",
+        help="keep the results of every batch of prompts there, and resume after them",
     )
-    add("--json", type=writable, metavar="FILE", help="write all figures")
+    add("--json", type=writable, metavar="FILE", help="write all results")
     add("--png", type=picture, metavar="FILE", help="write a picture")
     add("--card", type=existing, metavar="README.md", help="add a table to the model card of the draft")
     add_proposal_options(add)
@@ -123,9 +123,9 @@ def _bench(args: argparse.Namespace) -> None:
         contenders = numbered(contenders)
     options = {"progress": sys.stderr.isatty(), "rounds_file": args.rounds}
     report = run_bench(target, tokenizer, prompts, contenders, _settings(args), **options)
-    _tell(report, args)
+    _print(report, args)
     if expected:
-        _tell_trees(report, contenders, expected, args.save_tree)
+        _print_trees(report, contenders, expected, args.save_tree)
 
 
 def _settings(args: argparse.Namespace) -> BenchSettings:
@@ -162,7 +162,7 @@ def numbered(contenders: Sequence[Contender]) -> list[Contender]:
     return found
 
 
-def _tell(report: BenchReport, args: argparse.Namespace) -> None:
+def _print(report: BenchReport, args: argparse.Namespace) -> None:
     """Print the tables and write the files that were asked for."""
     from ..bench import add_to_card
 
@@ -230,11 +230,11 @@ def _found_trees(
     accuracies = rank_accuracies(target, prompts, speculator, depth, max_new_tokens=max_new_tokens)
     found = {len(tree): tree for nodes in budgets if (tree := search_tree(accuracies, nodes))}
     if not found:
-        raise ValueError("no guess of the draft was right on these prompts: there is no tree to find")
+        raise ValueError("no draft token was accepted on these prompts, so there is no tree to find")
     return [(tree, expected_length(accuracies, tree)) for tree in found.values()]
 
 
-def _tell_trees(
+def _print_trees(
     report: BenchReport, contenders: list[Contender], expected: dict[str, float], path: Path | None
 ) -> None:
     """Print expected and measured acceptance lengths of the trees found, and the fastest tree."""

@@ -13,7 +13,7 @@ from .remembering import add_memory_file, check_memory_file, remembering
 if TYPE_CHECKING:
     from ..metrics import SpeculationStats
 
-HELP = """/reset  forget what was said     /stats  say how the guessing went
+HELP = """/reset  start a new chat         /stats  print the statistics
 /exit   end, as Ctrl-D does      Ctrl-C  stop an answer"""
 
 
@@ -22,7 +22,7 @@ def add_chat(commands: Any) -> None:
     add = command(commands, _chat, "chat", "talk to a model in the terminal", f"While it runs:\n{HELP}")
     add("model", help="target: directory or Hub id, with a chat template")
     add_speculator(add)
-    add("--system", type=text_of, metavar="TEXT", help="what the model is told before the first message")
+    add("--system", type=text_of, metavar="TEXT", help="system message, before the first message")
     add_memory_file(add)
     add_answer_options(add, 512)
     add_no_pack(add)
@@ -79,34 +79,34 @@ class _Chat:
             else:
                 if line in ("/exit", "/quit"):
                     return
-                self._obey(line)
+                self._handle(line)
 
-    def _obey(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line == "/reset":
             self.messages = list(self.beginning)
         elif line == "/stats":
-            self._tell_stats()
+            self._print_stats()
         elif line.startswith("/"):
             print(HELP if line == "/help" else f"{line.split()[0]} is not a command\n{HELP}")
         elif line:
             self._answer(line)
 
-    def _tell_stats(self) -> None:
+    def _print_stats(self) -> None:
         from ..metrics import SpeculationStats
 
         if not self.answers:
-            print("nothing was guessed yet")
+            print("no answer was generated yet")
             return
         print(f"the last answer:\n{self.answers[-1]}")
         if len(self.answers) > 1:
             print(f"all {len(self.answers)} answers:\n{SpeculationStats.merge(self.answers)}")
 
     def _answer(self, line: str) -> None:
-        """Answer one message; an answer that is stopped stays in the chat as far as it was generated."""
+        """Answer one message. Of a stopped answer, the part that was generated stays in the chat."""
         from jinja2 import TemplateError
 
         from ..scoring.plain import input_device
-        from .loading import room_for
+        from .loading import limited_length
 
         self.messages.append({"role": "user", "content": line})
         try:
@@ -116,9 +116,9 @@ class _Chat:
         except TemplateError as error:
             raise ValueError(f"the chat template of the model does not take this chat: {error}") from error
         try:
-            new = room_for(self.options["max_new_tokens"], inputs.input_ids.shape[1], self.target)
+            new = limited_length(self.options["max_new_tokens"], inputs.input_ids.shape[1], self.target)
         except ValueError as error:
-            print(f"({error}, or /reset forgets what was said)")
+            print(f"({error}, or /reset starts a new chat)")
             self.messages.pop()
             return
         shown = _shown(self.tokenizer)

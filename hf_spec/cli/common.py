@@ -1,4 +1,4 @@
-"""What commands share before they run: how one is declared, and the values that its options take."""
+"""Declaration of commands, options that several commands share, and the values of options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..drafts.base import Speculator
     from ..settings import SpeculationConfig
 
-TEMPERATURE_HELP = "0 decodes greedily; left out: as the model says"
+TEMPERATURE_HELP = "0 decodes greedily; left out: the model's own"
 SPECULATOR_HELP = "ngram, memory, mtp, auto, a draft (directory or Hub id), or memory+DRAFT for both together"
 TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 PICTURES = (".png", ".pdf", ".svg")
@@ -33,8 +33,8 @@ def command(
 ) -> Any:
     """Add a subcommand and return its ``add_argument``; ``epilog`` is shown as it is below the options.
 
-    ``usage`` is given where the command reads what argparse does not know: it finds that in ``args.rest``.
-    ``resumes`` says to whom has interrupted the command how it goes on, or "".
+    With ``usage``, the command also takes arguments that argparse does not know; they are in ``args.rest``.
+    ``resumes`` returns how to resume an interrupted command, or "".
     """
     layout = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser(
@@ -44,7 +44,7 @@ def command(
         epilog=epilog,
         usage=usage,
         formatter_class=layout,
-        allow_abbrev=usage is None,  # of a name that it does not know
+        allow_abbrev=usage is None,  # else it would take an unknown option for an abbreviation
     )
     options: dict[str, str] = {}
     parser.set_defaults(
@@ -58,12 +58,12 @@ def command(
     return add
 
 
-def goes_on(*files: str) -> Callable[[argparse.Namespace], str]:
-    """Return what says that a command goes on where those of the options ``files`` end that are there."""
+def resume_hint(*files: str) -> Callable[[argparse.Namespace], str]:
+    """Return a function that says where an interrupted command resumes: after what the options ``files`` hold."""
 
     def say(args: argparse.Namespace) -> str:
         kept = [str(place) for name in files if (place := getattr(args, name)) and Path(place).exists()]
-        return f"The same command goes on where {' and '.join(kept)} ends" if kept else ""
+        return f"The same command resumes after what {' and '.join(kept)} holds" if kept else ""
 
     return say
 
@@ -82,19 +82,19 @@ def add_no_pack(add: Any) -> None:
 
 
 def add_proposal_options(add: Any) -> None:
-    """Declare how much is guessed; ``configured`` reads it."""
+    """Declare the size of proposals; ``configured`` reads it."""
     add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")
     add("--tree-topk", type=at_least(1), metavar="N", help="children per node of a dynamic or sampled tree")
-    add("--num-tree-tokens", type=at_least(1), metavar="N", help="guesses in a dynamic or sampled tree")
+    add("--num-tree-tokens", type=at_least(1), metavar="N", help="draft tokens in a dynamic or sampled tree")
 
 
 def add_speculator(add: Any) -> None:
-    """Declare what guesses; left out, the best that is at hand."""
+    """Declare the speculator; by default the best one that needs no download."""
     add("--speculator", type=draft_of, default="auto", metavar="X", help=f"{SPECULATOR_HELP} (%(default)s)")
 
 
 def add_answer_options(add: Any, length: int) -> None:
-    """Declare how answers are decoded: how long (``length`` by default), how drawn, how guessed and where."""
+    """Declare how answers are decoded: length (``length`` by default), sampling, proposals and device."""
     add("--max-new-tokens", type=at_least(1), default=length, metavar="N", help="length of an answer (%(default)s)")
     add("--temperature", type=temperature_of, metavar="T", help=TEMPERATURE_HELP)
     add("--seed", type=seed_of, metavar="N", help="of the sampled tokens")
@@ -104,7 +104,7 @@ def add_answer_options(add: Any, length: int) -> None:
 
 
 def configured(speculator: Speculator, args: argparse.Namespace, tree: Any) -> SpeculationConfig:
-    """Add the options that are given to what the draft itself wants."""
+    """Return the draft's own settings, changed by the options that are given."""
     options = {name: getattr(args, name) for name in ("num_speculative_tokens", "tree_topk", "num_tree_tokens")}
     changes = {name: value for name, value in {**options, "tree": tree}.items() if value is not None}
     return speculator.settings(**changes | ({"tree": None} if tree == "chain" else {}))
@@ -116,7 +116,7 @@ def asked_for(speculator: Speculator, args: argparse.Namespace, tree: Any) -> Sp
 
 
 def sampling(temperature: float | None) -> dict[str, Any]:
-    """Return what ``generate`` is told of a temperature; nothing of ``None``."""
+    """Return the options of ``generate`` for a temperature; none for ``None``."""
     if temperature is None:
         return {}
     return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -126,7 +126,7 @@ def sampling(temperature: float | None) -> dict[str, Any]:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return what reads a whole number that is not below ``least``."""
+    """Return a function that reads an integer that is not below ``least``."""
 
     def count(text: str) -> int:
         if text.strip().isdecimal() and int(text) >= least:
@@ -147,7 +147,7 @@ def temperature_of(text: str) -> float:
 
 
 def seed_of(text: str) -> int:
-    """Read a seed as torch takes it; with several processes and answers some more is added."""
+    """Read a seed that torch takes, even after the numbers of processes and answers are added."""
     try:
         if -(1 << 63) <= (value := int(text)) < 1 << 63:
             return value
@@ -167,7 +167,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def text_of(text: str) -> str:
-    """Read a text, in which Python leaves what was no UTF-8 as halves of surrogate pairs."""
+    """Read a text. Python decodes bytes that are not UTF-8 as halves of surrogate pairs, which are refused."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -176,14 +176,14 @@ def text_of(text: str) -> str:
 
 
 def draft_of(text: str) -> str:
-    """Read what is named as a draft; only whether there is a name is looked at."""
+    """Read the name of a draft; only an empty name is refused."""
     if text.removeprefix("memory+").strip():
         return text
     raise argparse.ArgumentTypeError(f"{text!r} names no draft: write {SPECULATOR_HELP}")
 
 
 def length_of(text: str) -> int | str:
-    """Read a number of guesses, or ``auto``."""
+    """Read a draft length, or ``auto``."""
     if text == "auto" or (text.isdecimal() and int(text) > 0):
         return text if text == "auto" else int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number of at least 1 nor auto")
@@ -215,7 +215,7 @@ def writable(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a picture, ``writable`` and of a kind that is drawn."""
+    """Return the path of a picture, ``writable`` and of a format that matplotlib writes."""
     path = writable(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} has to end with {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")

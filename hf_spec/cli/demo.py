@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from ..bench import BenchReport, Contender
     from ..metrics import RowStats
 
-GUESSED, NORMAL = "\x1b[30;42m", "\x1b[0m"
+HIGHLIGHT, NORMAL = "\x1b[30;42m", "\x1b[0m"
 COLUMNS = ("τ", "x plain", "accepted", "same text")
 LEGEND = "τ: tokens per forward of the target.  x plain: tokens per second, plain generate in the same run being 1."
 # The decoder layers of SmolLM2-135M.
 SIZES = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
 INFLATED = """\
 The target is the demo family's, inflated in memory from {small:.1f} to {large:.0f} million parameters: as costly as
-the layers of SmolLM2-135M. What was added changes no word: text and guesses are those of the small one.
+the layers of SmolLM2-135M. The added weights change no word: text and draft tokens are those of the small model.
 """
 SMALL_LEGEND = """
 τ is what a larger target would gain from: the forwards of this one, {small:.1f} million parameters, cost little more
-than guessing."""
-WARM = 8  # new tokens of a first run that does not count
+than drafting."""
+WARM = 8  # new tokens of the warmup run
 SHAPES = ({"tree": None}, {"tree": "dynamic", "tree_topk": 4, "num_tree_tokens": 12})
 STORIES = (
     "Once upon a time, there was a little dog named Max.",
@@ -42,7 +42,7 @@ def add_demo(commands: Any) -> None:
     """Declare ``hf-spec demo``."""
     add = command(commands, _demo, "demo", "compare plain and speculative decoding on the shipped models, offline")
     add("--small", action="store_true", help="take the target as it is shipped, whose forwards cost hardly more than "
-        "guessing, and more stories")  # fmt: skip
+        "drafting, and more stories")  # fmt: skip
     add("--max-new-tokens", type=at_least(2), default=96, metavar="N", help="length of each story (%(default)s)")
     add("--threads", type=at_least(1), default=1, metavar="N",
         help="small models gain nothing from more (%(default)s)")  # fmt: skip
@@ -69,7 +69,7 @@ def _demo(args: argparse.Namespace) -> int:
         report.plot(args.png)
         print(f"The picture is in {args.png}.")
     best = max(contenders, key=lambda one: report.overall[one.name].mean_accepted_length or 0)
-    _show_guesses(target, tokenizer, best, args.max_new_tokens)
+    _show_accepted(target, tokenizer, best, args.max_new_tokens)
     different = sum(report.overall[one.name].differing_rows or 0 for one in contenders)
     print(f"\nGreedy text {'is the same as' if not different else 'DIFFERS from'} that of plain generate.")
     return 1 if different else 0
@@ -105,7 +105,7 @@ def _compared(
 
     prompts = [Prompt((story,), chat=False) for story in stories]
     what = "A story" if len(stories) == 1 else f"{len(stories)} stories"
-    print(f"{what} of up to {max_new_tokens} tokens, plainly and with guesses:\n", flush=True)
+    print(f"{what} of up to {max_new_tokens} tokens, plain and with draft tokens:\n", flush=True)
     warm = BenchSettings(max_new_tokens=min(WARM, max_new_tokens), baselines=False, warmup=0)
     run_bench(target, tokenizer, prompts[:1], contenders, warm)
     settings = BenchSettings(max_new_tokens=max_new_tokens, baselines=False, warmup=0)
@@ -114,7 +114,7 @@ def _compared(
     return report
 
 
-def _show_guesses(target: Any, tokenizer: PreTrainedTokenizerBase, best: Contender, max_new_tokens: int) -> None:
+def _show_accepted(target: Any, tokenizer: PreTrainedTokenizerBase, best: Contender, max_new_tokens: int) -> None:
     out = target.generate(
         **tokenizer(STORIES[0], return_tensors="pt"),
         speculator=best.speculator,
@@ -124,7 +124,7 @@ def _show_guesses(target: Any, tokenizer: PreTrainedTokenizerBase, best: Contend
         return_dict_in_generate=True,
     )
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    print(f"\nGuessed by {best.name} and accepted are the words {_mark('marked like this', colour)}:\n")
+    print(f"\nDraft tokens of {best.name} that were accepted are {_mark('marked like this', colour)}:\n")
     print(STORIES[0] + highlighted(out.speculation.per_row[0], tokenizer, colour))
 
 
@@ -133,9 +133,9 @@ def highlighted(row: RowStats, tokenizer: PreTrainedTokenizerBase, colour: bool)
     from ..demo import mended
     from ..display import text_pieces
 
-    parts = ((guessed, mended(text)) for guessed, text in text_pieces(row, tokenizer) if text)
-    return "".join(_mark(text, colour) if guessed else text for guessed, text in parts)
+    parts = ((is_draft, mended(text)) for is_draft, text in text_pieces(row, tokenizer) if text)
+    return "".join(_mark(text, colour) if is_draft else text for is_draft, text in parts)
 
 
 def _mark(text: str, colour: bool) -> str:
-    return f"{GUESSED}{text}{NORMAL}" if colour else f"[{text}]"
+    return f"{HIGHLIGHT}{text}{NORMAL}" if colour else f"[{text}]"

@@ -12,7 +12,7 @@ from .common import add_device_options, add_no_pack, at_least, command, draft_of
 
 def add_doctor(commands: Any) -> None:
     """Declare ``hf-spec doctor``."""
-    add = command(commands, _doctor, "doctor", "find out why few guesses of a draft are accepted")
+    add = command(commands, _doctor, "doctor", "find out why few tokens of a draft are accepted")
     add("model", help="target: directory or Hub id")
     add(
         "--speculator",

@@ -23,7 +23,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def layout_of(text: str) -> str:
-    """Read the name of a layout; the layouts are imported only for another one than the default."""
+    """Read the name of a layout. All names are imported only to check one that is not the default."""
     if text != DEFAULT_LAYOUT:
         from ..checkpoints.kinds import layouts
 
@@ -38,7 +38,7 @@ def add_convert(commands: Any) -> None:
     add("draft", help="directory or Hub id, of any format")
     add("out", help="directory to write, which must not exist")
     add("--to", type=layout_of, default=DEFAULT_LAYOUT, metavar="LAYOUT",
-        help="such as speculators, or native for MTP layers; a wrong one is told with all (%(default)s)")  # fmt: skip
+        help="such as speculators, or native for MTP layers; an unknown name lists all (%(default)s)")  # fmt: skip
     add("--verifier", metavar="ID", help="Hub id of the target, which vLLM wants to find in the config")
     add("--vocabulary", metavar="N", help="cut the draft to its N most frequent tokens in --prompts and the target's "
         "answers, or to those in a file, a JSON list of ids (FR-Spec)")  # fmt: skip
@@ -66,7 +66,7 @@ def _convert(args: argparse.Namespace) -> None:
         with looking_for(args.whole, "the target"):
             given |= {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
     convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
-    if args.to == "native":  # no longer a draft that can be loaded alone
-        print(f"{args.out} holds mtp.safetensors: put it beside the target's files and name it in their index")
+    if args.to == "native":  # cannot be loaded without the target
+        print(f"{args.out} holds mtp.safetensors: put it next to the target's files and name it in their index")
     else:
         print(inspect(args.out))

@@ -15,7 +15,7 @@ from .common import (
     command,
     configured,
     existing,
-    goes_on,
+    resume_hint,
     sampling,
     text_of,
     writable,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 def add_generate(commands: Any) -> None:
     """Declare ``hf-spec generate``."""
-    add = command(commands, _generate, "generate", "stream text decoded with a speculator, then say how it went",
-                  resumes=goes_on("out"))  # fmt: skip
+    add = command(commands, _generate, "generate", "stream text decoded with a speculator, then print its statistics",
+                  resumes=resume_hint("out"))  # fmt: skip
     add("model", help="target: directory or Hub id")
     add_speculator(add)
     add(
@@ -40,7 +40,7 @@ def add_generate(commands: Any) -> None:
         help="read from standard input if left out, without the newline at its end",
     )
     add("--prompts", type=existing, metavar="FILE", help="JSON lines: answer them all, into --out")
-    add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; goes on with one that is there")
+    add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; an existing file is continued")
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     add_memory_file(add)
@@ -62,7 +62,7 @@ def _generate(args: argparse.Namespace) -> None:
 
     from ..bench import Prompt
     from ..scoring.plain import input_device
-    from .loading import load_models, pack_models, room_for
+    from .loading import limited_length, load_models, pack_models
 
     target, tokenizer, speculators = load_models(
         args.model, [args.speculator], args.dtype, args.device, lambda draft: [configured(draft, args, args.tree)]
@@ -70,7 +70,7 @@ def _generate(args: argparse.Namespace) -> None:
     speculator = speculators[args.speculator]
     pack_models(args, target, speculator)
     input_ids = torch.tensor([Prompt((text,), chat=args.chat).render([], tokenizer)], device=input_device(target))
-    new = room_for(args.max_new_tokens, input_ids.shape[1], target)
+    new = limited_length(args.max_new_tokens, input_ids.shape[1], target)
     if args.seed is not None:
         torch.manual_seed(args.seed)
     with remembering(args, speculator, tokenizer):

@@ -1,4 +1,4 @@
-"""What commands load: the target, its tokenizer, and its drafts."""
+"""Loading of the target, its tokenizer, and its drafts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def load_models(
     """Load a target, its tokenizer, and ``drafts`` by their names on the command line: rules, directories or Hub ids.
 
     Drafts are loaded first and checked against the target's config, with the settings that will be used (``configs``).
-    So a wrong one is reported before the target's weights are read. Errors: ValueError and OSError with cause and
-    cure.
+    So a wrong one is reported before the target's weights are read. Errors: a ValueError or an OSError.
     """
     check_device(device)
     speculators = load_drafts(outline_of(target), drafts, dtype, configs)
@@ -41,7 +40,7 @@ def load_models(
     for speculator in speculators.values():
         if (weights := network_of(speculator)) is not None:
             weights.to(input_device(model))
-    return model, tokenizer, {name: speculators.get(name) or as_speculator(to_be_read(name), model) for name in drafts}
+    return model, tokenizer, {name: speculators.get(name) or as_speculator(unloaded(name), model) for name in drafts}
 
 
 def pack_models(args: argparse.Namespace, target: PreTrainedModel, *speculators: Speculator) -> None:
@@ -73,7 +72,7 @@ def config_of(target: str) -> Any:
         config = AutoConfig.from_pretrained(target)
     if isinstance(config, SpeculatorConfig):
         raise FileNotFoundError(
-            f"the target {target!r} is a draft, which guesses for a language model: pass it as --speculator, and that "
+            f"the target {target!r} is a draft, which drafts for a language model: pass it as --speculator, and that "
             "model as the target"
         )
     return config
@@ -112,7 +111,7 @@ def tokenizer_of(target: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def room_for(answer: int, prompt: int, target: PreTrainedModel) -> int:
+def limited_length(answer: int, prompt: int, target: PreTrainedModel) -> int:
     """Limit the length of an ``answer`` to the positions that the target has left after the ``prompt``.
 
     Errors: a ValueError if the prompt is too long for the target's positions.
@@ -126,20 +125,20 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
     if name.startswith(WITH_MEMORY):
         return with_memory(load_speculator(name.removeprefix(WITH_MEMORY), target, dtype))
     if name in ("ngram", "memory", "mtp", "auto"):
-        return as_speculator(to_be_read(name), target)
+        return as_speculator(unloaded(name), target)
     draft = load_draft(name, target, dtype=dtype)
     return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)
 
 
-def to_be_read(name: str) -> str | Speculator:
-    """Translate the name of a draft into what ``as_speculator`` takes; the draft is not loaded yet."""
+def unloaded(name: str) -> str | Speculator:
+    """Return what ``as_speculator`` takes for the name of a draft, which is not loaded yet."""
     if name == "memory":
         return NgramSpeculator(remember=REMEMBERED)
     return with_memory(name.removeprefix(WITH_MEMORY)) if name.startswith(WITH_MEMORY) else name
 
 
 def with_memory(draft: str | Speculator) -> HybridSpeculator:
-    """Combine a draft with a memory of earlier texts."""
+    """Combine a draft with n-grams over earlier texts."""
     return HybridSpeculator(draft)
 
 

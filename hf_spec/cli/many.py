@@ -72,7 +72,7 @@ def answer_file(args: argparse.Namespace) -> None:
             if one.speculation is not None:
                 counts.add(one.speculation.counts)
     if processes.is_first:
-        _tell(len(rest), len(answers), args.out, counts)
+        _print(len(rest), len(answers), args.out, counts)
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _Rest:
             try:
                 ids = prompt.render([], self.tokenizer)
             except Exception as error:  # templates may raise anything
-                print(f"prompt {index} is left out, for the chat template: {printable(error)}", file=sys.stderr)
+                print(f"prompt {index} is left out: the chat template fails: {printable(error)}", file=sys.stderr)
                 self.count -= 1
                 continue
             self.waiting[place] = index, asked
@@ -105,14 +105,14 @@ class _Rest:
 
 
 def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:
-    """Read the file line by line: yield what is written to the output, and the prompt to render."""
+    """Yield for each line of the file what is written to the output, and the prompt to render."""
     from ..bench import Prompt, numbered_prompts
 
     for number, prompt in numbered_prompts(args.prompts):
         if len(prompt.turns) > 1:
             raise ValueError(
-                f"{args.prompts}, line {number} has {len(prompt.turns)} turns, and one answer is written: put what "
-                'was said before into {"messages": [...]}'
+                f"{args.prompts}, line {number} has {len(prompt.turns)} turns, and one answer is written: put the "
+                'earlier messages into {"messages": [...]}'
             )
         if not prompt.chat:
             yield {"prompt": prompt.turns[0]}, Prompt(prompt.turns, chat=args.chat)
@@ -121,17 +121,17 @@ def _questions(args: argparse.Namespace) -> Iterator[tuple[Question, Prompt]]:
 
 
 def _answer(one: Completion, ends: Any) -> dict[str, Any]:
-    """Return what is written of an answer; ``cut``: it was cut off at the maximum length."""
+    """Return the output line of an answer; ``cut``: it was cut off at the maximum length."""
     ends = ends if isinstance(ends, list) else [ends]
     counts = one.speculation and one.speculation.counts
     figures = {name: getattr(counts, name) for name in ("steps", "proposed", "accepted")} if counts else {}
     return {"text": one.text, "tokens": len(one.tokens), "cut": one.tokens[-1] not in ends, **figures}
 
 
-def _tell(new: int, before: int, path: Any, counts: Any) -> None:
+def _print(new: int, before: int, path: Any, counts: Any) -> None:
     if before and not new:
         print(f"all {before} answers were in {path} already", file=sys.stderr)
         return
-    earlier = f", beside {before} that were there" if before else ""
-    told = f"mean accepted length {counts.mean_accepted_length:.2f}, acceptance rate {counts.acceptance_rate:.1%}"
-    print(f"{new} answers were written to {path}{earlier}: {told}", file=sys.stderr)
+    earlier = f", in addition to {before}" if before else ""
+    summary = f"mean accepted length {counts.mean_accepted_length:.2f}, acceptance rate {counts.acceptance_rate:.1%}"
+    print(f"{new} answers were written to {path}{earlier}: {summary}", file=sys.stderr)

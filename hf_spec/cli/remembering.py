@@ -18,16 +18,15 @@ if TYPE_CHECKING:
 def add_memory_file(add: Any) -> None:
     """Declare the option; ``check_memory_file`` and ``remembering`` read it."""
     add("--memory-file", type=writable, metavar="FILE", help="of --speculator memory or memory+DRAFT: begin with "
-        "what is there, and keep all texts there in the end; readable by you alone")  # fmt: skip
+        "the texts there, and save all texts there at the end; readable by you alone")  # fmt: skip
 
 
 def check_memory_file(args: argparse.Namespace) -> None:
-    """Raise a ValueError for ``--memory-file`` with a speculator that has no memory."""
+    """Raise a ValueError for ``--memory-file`` with a speculator that keeps no history."""
     if args.memory_file is not None and args.speculator.partition("+")[0] != "memory":
         both = "" if args.speculator in ("ngram", "auto") else f", or memory+{args.speculator}"
         raise ValueError(
-            f"--memory-file keeps what a memory remembers, and --speculator {args.speculator} has none: take memory"
-            + both
+            f"--memory-file keeps earlier texts, and --speculator {args.speculator} uses none: take memory" + both
         )
 
 
@@ -35,9 +34,9 @@ def check_memory_file(args: argparse.Namespace) -> None:
 def remembering(
     args: argparse.Namespace, speculator: Speculator, tokenizer: Any, writes: bool = True
 ) -> Iterator[None]:
-    """Load the memory of ``speculator`` from the file, and save it at the end, whatever ends the command.
+    """Load the history of ``speculator`` from the file, and save it at the end, whatever ends the command.
 
-    Errors: a ValueError for a memory of another tokenizer, an OSError for a damaged one.
+    Errors: a ValueError for a history of another tokenizer, an OSError for a damaged one.
     """
     if args.memory_file is None:
         yield
@@ -53,7 +52,7 @@ def remembering(
             memory.memory = Memory(found.size)
         memory.learn([*found.texts()])
     try:
-        with _ending_as_from_within():
+        with _exit_on_sigterm():
             yield
     finally:
         if writes:
@@ -61,8 +60,8 @@ def remembering(
 
 
 @contextlib.contextmanager
-def _ending_as_from_within() -> Iterator[None]:
-    """Let SIGTERM, which ends servers and batch jobs, raise SystemExit, as Ctrl-C raises KeyboardInterrupt."""
+def _exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM, which ends servers and batch jobs, raise SystemExit, so that ``finally`` blocks run."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -41,7 +41,7 @@ All options of `transformers serve` may be given, too (see `transformers serve -
 Answers POST /v1/chat/completions, /v1/completions, /v1/responses, and GET /metrics, for Prometheus.
 """
 FIXED = (
-    f"\nNot to be changed: {MOST_STOP_STRINGS} stop strings of {LONGEST_STOP_STRING} characters, {DEEPEST_NESTING} "
+    f"\nFixed limits: {MOST_STOP_STRINGS} stop strings of {LONGEST_STOP_STRING} characters, {DEEPEST_NESTING} "
     f"levels of lists and objects,\nand {CHARACTERS_PER_TOKEN} characters for each token of the longest prompt."
 )
 
@@ -50,7 +50,7 @@ KEY = "HF_SPEC_API_KEY"
 
 def add_serve(commands: Any) -> None:
     """Declare ``hf-spec serve``."""
-    add = command(commands, _serve, "serve", "answer OpenAI's clients with a target that guesses", MORE + FIXED, USAGE)
+    add = command(commands, _serve, "serve", "answer OpenAI's clients with speculative decoding", MORE + FIXED, USAGE)
     add_speculator(add)
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
@@ -70,7 +70,7 @@ def _add_policy(add: Any) -> None:
     limit("--max-new-tokens", "longest text, which ends there")
     limit("--max-beams", "most beams of a request")
     limit("--max-request-mib", "largest request, with its pictures, in MiB")
-    limit("--shutdown-seconds", "how long texts go on when the server is told to end", least=0)
+    limit("--shutdown-seconds", "how long texts may continue after the server is stopped", least=0)
     add("--api-key", type=key_of, metavar="KEY", default=os.environ.get(KEY), help="what clients have to send as "
         f"Authorization: Bearer KEY, but for /health; left out: {KEY} of the environment, or nothing")  # fmt: skip
     add("--media-hosts", type=hosts_of, metavar="HOST,...", default=(), help="from where pictures and sounds that a "
@@ -123,15 +123,15 @@ def hosts_of(text: str) -> tuple[str, ...]:
 
 def _checked(target: str, name: str, dtype: str | None, config: Any) -> Any:
     """Load a draft and check it before the target's weights are read, if the target's config can be read."""
-    from .loading import load_drafts, outline_of, to_be_read
+    from .loading import load_drafts, outline_of, unloaded
 
     try:
         outline = outline_of(target)
     except (OSError, ValueError) as error:  # remote code, or ORG/MODEL@REVISION:FILE, which the server reads
         if isinstance(error, FileNotFoundError) and not {"@", ":"} & set(target):
             raise
-        return to_be_read(name)
-    return load_drafts(outline, [name], dtype or "auto", lambda draft: [config(draft)]).get(name) or to_be_read(name)
+        return unloaded(name)
+    return load_drafts(outline, [name], dtype or "auto", lambda draft: [config(draft)]).get(name) or unloaded(name)
 
 
 def _options_of_transformers(rest: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The commands that train drafts. What they need beyond the package itself is imported when they run."""
+"""The commands that train drafts. Packages that only they need are imported when they run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .common import (
     at_least,
     command,
     draft_of,
-    goes_on,
     json_object,
+    resume_hint,
     sampling,
     temperature_of,
 )
 
 RECIPE_HELP = """\
-RECIPE.yaml says at least
+RECIPE.yaml holds at least
 
   target: ORG/MODEL
-  draft: {kind: eagle3}            # or eagle, medusa, mtp, peagle, dflash, dspark, or a draft to go on with
+  draft: {kind: eagle3}            # or eagle, medusa, mtp, peagle, dflash, dspark, or the path of a draft
   data: chats.jsonl                # or a dataset of the Hub, or what hf-spec prepare wrote
   trainer: {output_dir: my-draft}  # arguments of transformers' Trainer and of hf_spec.training
 
-and may say more of these, and have the sections prepare, features and peft. Of an unknown key the known ones are told.
+More keys of these, and the sections prepare, features and peft, are optional. An unknown key is refused with a list.
 """
 
 
@@ -45,7 +45,7 @@ def _need_extra() -> None:
 def add_prepare(commands: Any) -> None:
     """Declare ``hf-spec prepare``."""
     add = command(commands, _prepare, "prepare", "turn conversations or plain text into a dataset to train drafts on",
-                  resumes=goes_on("regenerate", "features"))  # fmt: skip
+                  resumes=resume_hint("regenerate", "features"))  # fmt: skip
     add("data", help="file of JSON lines (or json, csv, parquet, txt), or a dataset of the Hub")
     add("out", help="directory to write, which must not exist; for `data:` in the recipe of hf-spec train")
     add("--target", required=True, metavar="MODEL", help="directory or Hub id, whose tokenizer is used")
@@ -58,19 +58,23 @@ def add_prepare(commands: Any) -> None:
     add("--packing", action="store_true", help="put several documents into an example")
     add("--held-out", type=at_least(0), metavar="N", help="examples kept for evaluation (a tenth, at most 64)")
     add("--num-proc", type=at_least(1), metavar="N", help="processes")
-    add("--regenerate", metavar="FILE.jsonl", help="let the target answer anew, into that; goes on where it ends")
+    add(
+        "--regenerate",
+        metavar="FILE.jsonl",
+        help="let the target answer again, into this file; an existing one is continued",
+    )
     add("--endpoint", metavar="URL", help="let a server answer that has OpenAI's chat completions below URL "
         "(http://localhost:8000/v1), --batch-size requests at once; its key: OPENAI_API_KEY")  # fmt: skip
     add("--endpoint-model", metavar="NAME", help="what the server calls the target (what --target says)")
     add("--max-new-tokens", type=at_least(1), default=512, metavar="N", help="of a new answer (%(default)s)")
-    add("--cut-answers", choices=("keep", "drop"), default="keep", help="what becomes of answers that were cut off by "
-        "--max-new-tokens: they are trained on without an end, or left out (%(default)s)")  # fmt: skip
-    add("--earlier-answers", choices=("keep", "drop"), default="drop", help="what becomes of answers that the chat "
-        "template shows otherwise once another one follows, without what was thought: each is an example of its own, "
-        "or left out (%(default)s)")  # fmt: skip
-    add("--template-arguments", type=json_object, metavar="JSON", help="what the chat template is given, such as "
+    add("--cut-answers", choices=("keep", "drop"), default="keep", help="answers that were cut off by "
+        "--max-new-tokens: train on them without an end, or leave them out (%(default)s)")  # fmt: skip
+    add("--earlier-answers", choices=("keep", "drop"), default="drop", help="answers that the chat template "
+        "renders differently once another answer follows, such as without their reasoning: make each an example of "
+        "its own, or leave them out (%(default)s)")  # fmt: skip
+    add("--template-arguments", type=json_object, metavar="JSON", help="arguments of the chat template, such as "
         '\'{"enable_thinking": false}\'')  # fmt: skip
-    add("--end-of-text", action="store_true", help="put an end-of-sequence token behind documents of plain text")
+    add("--end-of-text", action="store_true", help="put an end-of-sequence token after documents of plain text")
     add("--temperature", type=temperature_of, metavar="T", help=f"of a new answer; {TEMPERATURE_HELP}")
     add(
         "--batch-size",
@@ -80,16 +84,16 @@ def add_prepare(commands: Any) -> None:
         help="conversations or examples read together (%(default)s)",
     )
     add("--speculator", type=draft_of, metavar="X", help="to answer faster: ngram, mtp, or a draft")
-    add("--features", metavar="DIR", help="let the target read the examples; keep there what drafts are trained on; "
-        "for `features:` in the recipe; goes on where DIR ends")  # fmt: skip
-    add("--layers", type=int, nargs="*", metavar="N", help="hidden states that are kept besides the last ones; none "
+    add("--features", metavar="DIR", help="let the target read the examples, and keep its hidden states in "
+        "DIR, after those that are there; for `features:` in the recipe")  # fmt: skip
+    add("--layers", type=int, nargs="*", metavar="N", help="hidden states to keep in addition to the last ones; none "
         "for EAGLE-1, Medusa and MTP drafts (those of an EAGLE-3 draft)")  # fmt: skip
     add_device_options(add)
 
 
 def _prepare(args: argparse.Namespace) -> None:
     _need_extra()
-    from ..checkpoints.conversion import written_whole
+    from ..checkpoints.conversion import written_at_once
     from ..configuration import max_positions
     from ..processes import Processes, launched
     from ..training.sources import cache_splits, default_layers, load_raw, prepared, sizes
@@ -102,16 +106,16 @@ def _prepare(args: argparse.Namespace) -> None:
         raise ValueError(f"--regenerate writes JSON lines: let {args.regenerate} end in .jsonl")
     if args.regenerate and Path(args.regenerate).resolve() == Path(args.data).resolve():
         raise ValueError(
-            f"--regenerate {args.regenerate} holds the data, which would be taken for answers: name another"
+            f"--regenerate {args.regenerate} holds the data, and would be read as answers: name another file"
         )
     if args.endpoint and (args.speculator or not args.regenerate):
-        raise ValueError("--endpoint answers for --regenerate FILE, and has a speculator of its own, if any")
+        raise ValueError("--endpoint needs --regenerate FILE, and takes no --speculator: the server may have its own")
     config = config_of(args.target)
     data = load_raw(args.data, args.split)
     state, device = launched(args.device)
     if args.regenerate:
         data = load_raw(_regenerated(data, args, state, device))
-    if not Processes(state).is_first:  # only the answering is shared
+    if not Processes(state).is_first:  # only answering is shared
         return
     names = "held_out max_length packing too_long cut_answers earlier_answers last_turn_only text_column num_proc"
     tokenizer = tokenizer_of(args.target)
@@ -123,7 +127,7 @@ def _prepare(args: argparse.Namespace) -> None:
         target, _ = load_target(args.target, args.dtype, args.device)
         layers = default_layers(target) if args.layers is None else args.layers
         cache_splits(splits, target, layers, args.features, tokenizer=tokenizer, batch_size=args.batch_size)
-    with written_whole(out) as partial:
+    with written_at_once(out) as partial:
         splits.save_to_disk(str(partial))  # last, so that an interrupted call can be repeated
     for name, split in splits.items():
         tokens, answers = sizes(split)
@@ -132,7 +136,7 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _coverage(splits: Any, vocabulary: int) -> str:
-    """Say which share of the answers' tokens is in draft vocabularies counted on the training examples."""
+    """Return a line with the share of the answers' tokens in draft vocabularies of the training examples."""
     from ..training.sources import coverage
 
     shares = ", ".join(
@@ -173,10 +177,10 @@ def _regenerated(data: Any, args: argparse.Namespace, state: Any, device: str | 
 
 def add_train(commands: Any) -> None:
     """Declare ``hf-spec train``."""
-    add = command(commands, _train, "train", "train a draft as a YAML file says", RECIPE_HELP, resumes=_resumes)
-    add("recipe", metavar="RECIPE.yaml", help="what to train on what; see below")
-    add("changes", nargs=argparse.REMAINDER, metavar="...", help="--target, --draft and --data go before those of the "
-        "file, and so do trainer arguments such as --learning_rate 3e-4; --help lists all")  # fmt: skip
+    add = command(commands, _train, "train", "train a draft by a YAML recipe", RECIPE_HELP, resumes=_resumes)
+    add("recipe", metavar="RECIPE.yaml", help="target, draft, data and trainer; see below")
+    add("changes", nargs=argparse.REMAINDER, metavar="...", help="--target, --draft and --data override those of the "
+        "recipe, and so do trainer arguments such as --learning_rate 3e-4; --help lists all")  # fmt: skip
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -184,8 +188,8 @@ def _train(args: argparse.Namespace) -> None:
     from ..checkpoints.files import merging
     from ..training.recipe import read_recipe, train
 
-    instead, changes = _instead().parse_known_args(args.changes)
-    recipe = read_recipe(args.recipe, **vars(instead))
+    overrides, changes = _overrides().parse_known_args(args.changes)
+    recipe = read_recipe(args.recipe, **vars(overrides))
     directory, metrics = train(recipe, changes)
     for name, value in metrics.items():
         print(f"{name:32} {value:.4g}")
@@ -195,7 +199,7 @@ def _train(args: argparse.Namespace) -> None:
         print(f"The draft is in {directory}.")
 
 
-def _instead() -> argparse.ArgumentParser:
+def _overrides() -> argparse.ArgumentParser:
     """Return a parser of the options that override the recipe's own values."""
     parser = argparse.ArgumentParser(prog="hf-spec train", add_help=False, allow_abbrev=False)
     for name in ("--target", "--draft", "--data"):
@@ -211,17 +215,17 @@ def _without(words: list[str], option: str) -> list[str]:
 
 
 def _resumes(args: argparse.Namespace) -> str:
-    """Say how to resume an interrupted training: from the last checkpoint in its directory, if there is one."""
+    """Return how to resume an interrupted training: from the last checkpoint in its directory, if there is one."""
     from transformers.trainer_utils import get_last_checkpoint
 
     from ..training.recipe import read_recipe, training_arguments
 
     if int(os.environ.get("RANK", "0")):  # only the first process prints it
         return ""
-    instead, changes = _instead().parse_known_args(args.changes)
-    directory = training_arguments(read_recipe(args.recipe, **vars(instead))["trainer"], changes).output_dir
+    overrides, changes = _overrides().parse_known_args(args.changes)
+    directory = training_arguments(read_recipe(args.recipe, **vars(overrides))["trainer"], changes).output_dir
     last = get_last_checkpoint(directory) if directory and os.path.isdir(directory) else None
     if last is None:
-        return f"No checkpoint is in {directory} yet: the same command begins anew"
+        return f"No checkpoint is in {directory} yet: the same command starts from the beginning"
     words = ["hf-spec", "train", args.recipe, *_without(args.changes, "resume_from_checkpoint")]
-    return f"To go on from {last}:\n  {shlex.join(words)} --resume_from_checkpoint true"
+    return f"To resume from {last}:\n  {shlex.join(words)} --resume_from_checkpoint true"

@@ -5,7 +5,7 @@ model's distribution stays and only the arithmetic grows: widths are padded with
 layers that add nothing are appended. RMSNorm divides by the mean square over the width, which the zeros lower by small
 / large: its epsilon shrinks by that factor, and its weights by the square root of it.
 
-Hidden states are those of the small model beside zeros, so drafts of the small model guess for the big one too
+Hidden states are those of the small model, followed by zeros. So drafts of the small model draft for the big one, too
 (``Narrowed``). Acceptance is then the small model's, which says nothing about any big model's.
 """
 
@@ -32,7 +32,8 @@ def inflate(
     The head dimension and the ratio of query to key heads stay; the heads fill ``hidden_size``.
 
     Raises:
-        ValueError: if a size is below that of ``small``, or ``hidden_size`` holds no whole number of heads.
+        ValueError: if a size is below that of ``small``, or ``hidden_size`` is not a multiple of the size of a head
+        group.
     """
     config = _inflated_config(small.config, hidden_size, intermediate_size, num_hidden_layers)
     large: Any = LlamaForCausalLM(config)
@@ -57,7 +58,7 @@ def _inflated_config(small: Any, hidden_size: int, intermediate_size: int, layer
     key_heads, rest = divmod(hidden_size, small.head_dim * group)
     if rest:
         raise ValueError(
-            f"hidden_size is {hidden_size}; choose a multiple of {small.head_dim * group}, for whole heads"
+            f"hidden_size is {hidden_size}; choose a multiple of {small.head_dim * group}, so that no head is cut"
         )
     changes |= {"num_attention_heads": key_heads * group, "num_key_value_heads": key_heads}
     epsilon = small.rms_norm_eps * small.hidden_size / hidden_size
@@ -71,18 +72,18 @@ def _embed(weight: Tensor, into: Tensor) -> None:
 
 
 class Narrowed(Speculator):
-    """Let ``draft``, which guesses for ``small``, guess for the model that ``small`` was inflated to."""
+    """The ``draft`` of a model ``small`` as a draft of the model that ``small`` was inflated to."""
 
     def __init__(self, draft: Speculator, small: PreTrainedModel) -> None:
         self.draft, self.small = draft, small
 
     @property
     def model(self) -> Any:
-        """Return what holds the draft's weights, by which its speed is remembered."""
+        """Return the module that holds the draft's weights; profiles of step times are stored by it."""
         return network_of(self.draft)
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
-        """Read the layers that ``small`` has, too: those behind them add nothing."""
+        """Return the layers of ``small``, which come first; later ones add nothing."""
         return self.draft.feature_layers(self.small)
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
@@ -94,7 +95,7 @@ class Narrowed(Speculator):
         return self.draft.defaults()
 
     def draft_forwards(self, length: int) -> int:
-        """Count the draft's forwards."""
+        """Return the number of the draft's forwards."""
         return self.draft.draft_forwards(length)
 
     def drafter(self, request: DraftContext) -> Drafter:

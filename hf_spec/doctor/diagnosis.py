@@ -22,11 +22,11 @@ from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS
 from .changes import Change, changes
 from .evidence import Answer, answered, survival
 
-WORTH = 0.05  # tokens per step that a change must gain to be named
-SURE = 3.0  # standard errors, over the tokens of the answers, that the gain must reach
-COVERED = 0.9  # share of the answers' tokens that must be in the draft vocabulary
-WELL = 0.5  # acceptance rate that needs no explanation
-FEW = 8  # prompts; fewer say little
+MIN_GAIN = 0.05  # tokens per step that a change must gain to be named
+MIN_STANDARD_ERRORS = 3.0  # standard errors, over the tokens of the answers, that the gain must reach
+MIN_COVERAGE = 0.9  # share of the answers' tokens that must be in the draft vocabulary
+GOOD_ACCEPTANCE = 0.5  # acceptance rate that needs no explanation
+ENOUGH_PROMPTS = 8  # prompts; fewer prove little
 ANOTHER = "another target"
 
 
@@ -42,7 +42,7 @@ class Finding:
     @property
     def explains(self) -> bool:
         """Tell whether it may be the likeliest cause; another name of the target alone says little."""
-        return self.cause != ANOTHER and self.gain >= WORTH
+        return self.cause != ANOTHER and self.gain >= MIN_GAIN
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,10 @@ class Diagnosis:
             title = "likeliest cause" if place == 0 else "also"
             lines += [f"{title}: {one.cause}", f"  seen by: {one.evidence}", f"  do: {one.cure}"]
         if not self.findings:
-            lines += [f"nothing to explain: {sum(self.measured):.2f} of {len(self.measured)} guesses are accepted"]
+            accepted = f"{sum(self.measured):.2f} of {len(self.measured)} draft tokens are accepted"
+            lines += [f"nothing to explain: {accepted}"]
         if self.changed:
-            lines += ["", f"what was tried (τ behind every token; {self.tau:.2f} as it is)"]
+            lines += ["", f"what was tried (τ after every token; {self.tau:.2f} as it is)"]
             lines += [f"  {tau:5.2f}  {what}" for what, tau in self.changed.items()]
         return "\n".join(lines)
 
@@ -98,7 +99,7 @@ def diagnose(
     if not isinstance(found, DraftModel | VanillaSpeculator):
         raise ValueError(
             f"{type(found).__name__} has no config and weights of its own to examine: pass a draft model or a "
-            "language model. What it accepts says hf-spec bench"
+            "language model. hf-spec bench measures what it accepts"
         )
     if isinstance(draft, DraftModel):
         draft.bind(target)
@@ -108,7 +109,7 @@ def diagnose(
     with Progress("Answering", len(asked_for), "prompts", progress) as bar:
         answers = answered(target, found, asked_for, depth, max_new_tokens, bar.update)
     survived = [survival(target, draft, answer, depth) for answer in answers]
-    depth = sum(map(bool, _offered(answers)))  # Medusa heads end before that
+    depth = sum(map(bool, _proposed(answers)))  # Medusa heads end before that
     case = _Case(target, found, draft, tokenizer, prompts, answers, survived, depth)
     tried = list(case.tried(progress))
     findings = [finding for _, _, finding in tried if finding]
@@ -117,7 +118,7 @@ def diagnose(
     findings.sort(key=lambda one: -one.gain)
     if not any(finding.explains for finding in findings):
         names, rest = ([one for one in findings if (one.cause == ANOTHER) == is_name] for is_name in (True, False))
-        well = sum(measured) >= WELL * len(measured)
+        well = sum(measured) >= GOOD_ACCEPTANCE * len(measured)
         findings = [] if well else [*names, case.nothing_else(), *rest]
     return Diagnosis(
         len(answers),
@@ -130,7 +131,7 @@ def diagnose(
     )
 
 
-def _offered(answers: Sequence[Answer]) -> list[int]:
+def _proposed(answers: Sequence[Answer]) -> list[int]:
     widest = max((len(answer.row.proposed_at) for answer in answers), default=0)
     return [
         sum(answer.row.proposed_at[i] for answer in answers if i < len(answer.row.proposed_at)) for i in range(widest)
@@ -150,31 +151,31 @@ class _Case:
 
     def mean(self, survived: list[Tensor]) -> float:
         """Return how many draft tokens a step after any token would accept on average."""
-        whole = torch.cat(survived).float()  # (tokens, depth)
-        return float(whole.sum(1).mean())
+        accepted = torch.cat(survived).float()  # (tokens, depth)
+        return float(accepted.sum(1).mean())
 
     def measured(self) -> list[float]:
-        reached = [
+        accepted = [
             sum(a.row.accepted_at[i] for a in self.answers if i < len(a.row.accepted_at)) for i in range(self.depth)
         ]
-        return [count / max(1, asked) for count, asked in zip(reached, _offered(self.answers), strict=False)]
+        return [count / max(1, asked) for count, asked in zip(accepted, _proposed(self.answers), strict=False)]
 
     def expected(self) -> list[float]:
         """Return the shares that teacher forcing accepts after the tokens at which the steps of ``generate`` began."""
-        right, offered = torch.zeros(self.depth), torch.zeros(self.depth)
+        right, proposed = torch.zeros(self.depth), torch.zeros(self.depth)
         for answer, survived in zip(self.answers, self.survived, strict=True):
             for root in answer.roots:
-                room = min(self.depth, answer.room(root))
-                offered[:room] += 1
-                right[:room] += survived[root - answer.start + 1, :room]
-        return [float(share) for share in right / offered.clamp(min=1)]
+                length = min(self.depth, answer.max_draft_tokens(root))
+                proposed[:length] += 1
+                right[:length] += survived[root - answer.start + 1, :length]
+        return [float(share) for share in right / proposed.clamp(min=1)]
 
     def tried(self, progress: bool) -> Iterator[tuple[Change, float, Finding | None]]:
         """Try one change at a time, and compute what teacher forcing would accept."""
         if not isinstance(self.draft, DraftModel):
             return
         ways = list(changes(self.draft, self.target))
-        with Progress("Reading the draft otherwise", len(ways), "ways", progress) as bar:
+        with Progress("Trying other settings of the draft", len(ways), "ways", progress) as bar:
             for change in ways:
                 if (changed := change.apply(self.draft, self.target)) is not None:
                     survived = [
@@ -186,7 +187,7 @@ class _Case:
     def _gained(self, change: Change, survived: list[Tensor]) -> Finding | None:
         gains = torch.cat(survived).float().sum(1) - torch.cat(self.survived).float().sum(1)  # (tokens,)
         gain, spread = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
-        if gain < max(WORTH, SURE * spread):
+        if gain < max(MIN_GAIN, MIN_STANDARD_ERRORS * spread):
             return None
         return Finding(
             change.name,
@@ -205,10 +206,10 @@ class _Case:
 
     def _drafter(self) -> Iterator[Finding]:
         lost = sum(self.expected()) - sum(self.measured())
-        if lost > WORTH:
+        if lost > MIN_GAIN:
             yield Finding(
                 "generate",
-                f"steps accept {lost:.2f} tokens fewer than teacher forcing does behind the same tokens",
+                f"steps accept {lost:.2f} tokens fewer than teacher forcing does after the same tokens",
                 "if draft and target run in float32 this is a mistake of hf_spec: please report it with this output; "
                 "in bfloat16 and float16 try dtype=float32 first",
                 lost,
@@ -222,11 +223,11 @@ class _Case:
         known = torch.isin(said, ids.cpu())  # (tokens,)
         right = torch.cat([survived[:, 0] for survived in self.survived])
         share = float(known.float().mean())
-        if share < COVERED:
+        if share < MIN_COVERAGE:
             yield Finding(
                 "draft vocabulary",
-                f"only {share:.0%} of the answers' tokens are among the {len(ids)} that the draft can guess",
-                "train with a larger draft_vocab_size, or with token counts (count_tokens) of such text as this",
+                f"only {share:.0%} of the answers' tokens are among the {len(ids)} that the draft can propose",
+                "train with a larger draft_vocab_size, or with token counts (count_tokens) of text like this",
                 _lost_outside(known, right),
             )
 
@@ -242,14 +243,14 @@ class _Case:
                 )
             return
         made_for, name = self.draft.config.made_for.get("name_or_path"), self.target.config.name_or_path
-        told = another_target(self.draft.config.made_for, self.target.config)
+        evidence = another_target(self.draft.config.made_for, self.target.config)
         # Hub names only: a directory may have any name, and drafts to be published hold the Hub name of their target.
-        if not told and made_for and (called := hub_id(name or "")) and not share_a_name(called, made_for):
-            told = f"the draft says that it was made for {made_for}, and this is {name}"
-        if told:
+        if not evidence and made_for and (called := hub_id(name or "")) and not share_a_name(called, made_for):
+            evidence = f"the draft says that it was made for {made_for}, and this is {name}"
+        if evidence:
             yield Finding(
                 ANOTHER,
-                told,
+                evidence,
                 "take a draft for this target (hf_spec.known_drafts), or train this one on: hf-spec train with "
                 "'draft: DIRECTORY' on the target's own answers",
             )
@@ -261,17 +262,17 @@ class _Case:
             return
         places = [max(0, most - answer.start + 1) for answer in self.answers]
         before = torch.cat([one[:place, 0] for one, place in zip(self.survived, places, strict=True)]).float()
-        behind = torch.cat([one[place:, 0] for one, place in zip(self.survived, places, strict=True)]).float()
-        told, lost = f"the texts are up to {longest} tokens long, the draft is made for {most}", 0.0
-        if len(before) and len(behind):  # no token is before it if prompts alone are longer
-            shares = float(before.mean()), float(behind.mean())
+        after = torch.cat([one[place:, 0] for one, place in zip(self.survived, places, strict=True)]).float()
+        evidence, lost = f"the texts are up to {longest} tokens long, the draft is made for {most}", 0.0
+        if len(before) and len(after):  # no token is before it if prompts alone are longer
+            shares = float(before.mean()), float(after.mean())
             lost = max(0.0, shares[0] - shares[1])
-            told += (
-                f": its first guess is right at {shares[0]:.0%} of the tokens before that and at {shares[1]:.0%} of "
-                "those behind"
+            evidence += (
+                f": its first draft token is right at {shares[0]:.0%} of the tokens before that position and at "
+                f"{shares[1]:.0%} of those after it"
             )
         cure = "shorten the texts, or train the draft on long ones (max_position_embeddings of its config)"
-        yield Finding("position limit", told, cure, lost)
+        yield Finding("position limit", evidence, cure, lost)
 
     def _template(self) -> Iterator[Finding]:
         """Answer raw prompts again as user messages, if the tokenizer has a chat template."""
@@ -282,7 +283,7 @@ class _Case:
         new = max(len(answer.row.tokens) for answer in self.answers)
         again = answered(self.target, self.speculator, asked, self.survived[0].shape[1], new)
         was, now = (_tau(part) for part in (self.answers, again))
-        if now - was > WORTH:
+        if now - was > MIN_GAIN:
             yield Finding(
                 "template",
                 f"{len(raw)} prompts are raw text, but the tokenizer has a chat template: with it τ is {now:.2f} "
@@ -292,10 +293,10 @@ class _Case:
             )
 
     def nothing_else(self) -> Finding:
-        told = f"nothing in the config explains it, and {len(self.answers)} prompts were asked"
+        evidence = f"nothing in the config explains it, and {len(self.answers)} prompts were answered"
         return Finding(
             "training",
-            told + (": ask more than that to be sure" if len(self.answers) < FEW else ""),
+            evidence + (": use more of them for a safer answer" if len(self.answers) < ENOUGH_PROMPTS else ""),
             "compare with the τ of its card. If that is higher, the draft was trained on other text, for another "
             "version of the target, or too little: let the target answer prompts like these "
             "(hf-spec prepare --regenerate), and train on that",

@@ -36,10 +36,10 @@ class Answer:
     @property
     def roots(self) -> list[int]:
         """Return the positions of the roots of all steps: the tokens that were not draft tokens."""
-        own = [self.start + i for i, guessed in enumerate(self.row.guessed[:-1]) if not guessed]
+        own = [self.start + i for i, is_draft in enumerate(self.row.guessed[:-1]) if not is_draft]
         return [self.start - 1] * self.reads_prompt + own
 
-    def room(self, root: int) -> int:
+    def max_draft_tokens(self, root: int) -> int:
         """Return how many draft tokens fit between the token at ``root`` and the last one allowed."""
         return self.most - 2 - root
 
@@ -78,15 +78,15 @@ def survival(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) ->
     """
     ids, length = answer.ids, answer.ids.shape[1]
     right = torch.zeros(length, depth, dtype=torch.bool)  # by the position of the root
-    for step, guesses in enumerate(_guesses(target, draft, answer, depth)):
-        places = torch.arange(len(guesses))
+    for step, tokens in enumerate(_draft_tokens(target, draft, answer, depth)):
+        places = torch.arange(len(tokens))
         inside = places + 1 + step < length
         wanted = ids[0, (places + 1 + step).clamp(max=length - 1).to(ids.device)].cpu()
-        right[: len(guesses), step] = (guesses.cpu() == wanted) & inside
+        right[: len(tokens), step] = (tokens.cpu() == wanted) & inside
     return right[answer.start - 1 : length - 1].cumprod(dim=1).bool()
 
 
-def _guesses(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) -> list[Tensor]:
+def _draft_tokens(target: PreTrainedModel, draft: Any, answer: Answer, depth: int) -> list[Tensor]:
     """Return for each step the draft token for a root at each position of the text: (length,) target ids or -1."""
     ids = answer.ids
     if not isinstance(draft, DraftModel):  # a language model predicts at every position

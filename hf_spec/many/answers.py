@@ -46,21 +46,21 @@ class AnswerFile:
         if self.path.exists() and self.path.stat().st_size:
             self._check_made_from()
             with self.path.open("rb") as file:
-                whole = sum(len(line) for line in file if line.endswith(b"\n"))
-            os.truncate(self.path, whole)
+                complete = sum(len(line) for line in file if line.endswith(b"\n"))
+            os.truncate(self.path, complete)
             return
         self.path.touch()  # fails before anything runs if it cannot be written
-        beside = self._made_from.with_name(f"{self._made_from.name}.new")
-        beside.write_text(json.dumps(self.settings, indent=1), encoding="utf-8")
-        beside.replace(self._made_from)
+        new = self._made_from.with_name(f"{self._made_from.name}.new")
+        new.write_text(json.dumps(self.settings, indent=1), encoding="utf-8")
+        new.replace(self._made_from)  # so that a kill leaves no incomplete file
 
     def _check_made_from(self) -> None:
         try:
             made_from = json.loads(self._made_from.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{self.path} has no readable {self._made_from.name} beside it, which says what its answers were made "
-                "with: write to another file"
+                f"{self.path} has no readable {self._made_from.name} next to it, which says what its answers were "
+                "made with: write to another file"
             ) from error
         if found := differences(made_from, dict.fromkeys(made_from) | self.settings):
             raise ValueError(
@@ -102,7 +102,7 @@ class AnswerFile:
                 file.write(line)
         except OSError as error:
             raise OSError(
-                error.errno, f"{error.strerror}: {self.path}. The answers in it are kept: make room and repeat"
+                error.errno, f"{error.strerror}: {self.path}. The answers in it are kept: free some space and repeat"
             ) from error
 
 

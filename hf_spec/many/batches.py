@@ -20,7 +20,7 @@ from .prompts import Completion, Pending
 
 # Options that read all tokens of a row, so that padding counts as text, and their values that do nothing. Not
 # repetition_penalty, for which transformers ignores padding.
-OF_THE_WHOLE_ROW: dict[str, tuple[Any, ...]] = {
+READS_PADDING: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -46,7 +46,7 @@ class Batches:
 
     def __init__(self, model: Any, size: int, options: dict[str, Any]) -> None:
         self.model, self.options = model, options
-        self.pads = all(option(model, options, name) in nothing for name, nothing in OF_THE_WHOLE_ROW.items())
+        self.pads = all(option(model, options, name) in nothing for name, nothing in READS_PADDING.items())
         self.ends = _as_list(option(model, options, "eos_token_id"))
         strings, *stops = (option(model, options, name) for name in ("stop_strings", "stopping_criteria", "max_time"))
         self.stops, tokenizer = bool(strings) or any(stops), options.get("tokenizer")

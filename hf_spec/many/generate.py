@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EngineChoice = Literal["auto", "generate", "generate_batch"]
 
-BATCHES_AHEAD = 16  # batches of prompts that are read at a time, to be sorted by length
+BATCHES_PER_WINDOW = 16  # batches of prompts that are read at a time, to be sorted by length
 logger = logging.get_logger(__name__)
 # What generate_many sets or returns itself, and what to do instead.
 NOT_FOR_MANY = {
@@ -89,8 +89,8 @@ def generate_many(
     Errors: a ValueError for options that make no sense for many prompts, before anything runs. A TypeError or
     ValueError for a bad prompt once it is read. Those of ``generate``.
     """
-    ahead = BATCHES_AHEAD * batch_size if look_ahead is None else look_ahead
-    _check(model, prompts, batch_size, ahead, generate_kwargs)
+    window_size = BATCHES_PER_WINDOW * batch_size if look_ahead is None else look_ahead
+    _check(model, prompts, batch_size, window_size, generate_kwargs)
     check_settings(speculation_config)
     if speculator is not None and speculator is not False:
         speculator = as_speculator(speculator, base_model(model))  # once, not for every batch
@@ -101,7 +101,7 @@ def generate_many(
     processes = Processes(accelerator)
     decoder = _decoder(model, batch_size, options, engine)
     words = tokenizer, base_model(model).config.get_text_config(decoder=True).vocab_size
-    completions = _completions(prompts, words, ahead * processes.count, decoder, processes)
+    completions = _completions(prompts, words, window_size * processes.count, decoder, processes)
     if ordered:
         completions = _in_order(completions)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -145,18 +145,18 @@ def _decoder(model: Any, size: int, options: dict[str, Any], engine: EngineChoic
 def _completions(
     prompts: Iterable[Any],
     words: tuple[Any, int],
-    ahead: int,
+    window_size: int,
     decoder: Batches | Engine,
     processes: Processes,
 ) -> Iterator[Completion]:
-    """Read ``ahead`` prompts at a time and answer them; of several processes each answers a part, and all get all.
+    """Read ``window_size`` prompts at a time and answer them. Each process answers a part, and yields all completions.
 
     ``words`` are the tokenizer, if there is one, and the size of the model's vocabulary.
     """
     numbered = zip(count(), prompts, strict=False)
 
     def read() -> list[Pending]:
-        return [pending(index, prompt, *words) for index, prompt in islice(numbered, ahead)]
+        return [pending(index, prompt, *words) for index, prompt in islice(numbered, window_size)]
 
     while window := processes.same(read, lambda one: one.ids):
         if processes.count == 1:

@@ -31,10 +31,10 @@ def add_to_app(app: FastAPI, meter: Meter, policy: Policy) -> None:
     app.add_middleware(_Watch, meter=meter)
 
     for kind in (HTTPException, *MISTAKES, CBWorkerDeadError, Exception):
-        app.add_exception_handler(kind, _tell)
+        app.add_exception_handler(kind, _error_response)
 
 
-def _tell(_request: Request, error: Exception) -> JSONResponse:
+def _error_response(_request: Request, error: Exception) -> JSONResponse:
     status = 400 if isinstance(error, MISTAKES) else 503 if isinstance(error, CBWorkerDeadError) else 500
     status = getattr(error, "status_code", status)
     message = str(getattr(error, "detail", "") or error or type(error).__name__)

@@ -21,13 +21,13 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from ..batching.refusals import processors_of
 from ..defaults import fill_in, option
-from .limits import fit
+from .limits import limit_length
 from .meter import Meter
 from .policy import Policy
 from .preparing import in_loop, when_it_leaves
 from .requests import quotable
 
-OF_A_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # the engine sets these per request
+PER_REQUEST = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)  # the engine sets these per request
 
 
 class Batched(CBGenerateManager):
@@ -44,10 +44,10 @@ class Batched(CBGenerateManager):
         """Start the engine at the first call; ValueError for options that it cannot apply to a single request."""
         longest = option(model, {"generation_config": gen_config}, "max_length")
         fill_in(model, gen_config)
-        gen_config.max_length = longest  # None: as long as there is space for
+        gen_config.max_length = longest  # None: limited by space in the cache
         refuse_options(model, gen_config)
         if self._cb is None:
-            super().init_cb(model, _of_all(gen_config))
+            super().init_cb(model, _with_all_processors(gen_config))
             self._engine.output_router.output_queue = _Nowhere()
             while self._scheduler is None and self.is_alive():
                 time.sleep(0.01)
@@ -130,7 +130,7 @@ class Batched(CBGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Return a complete text, its prompt's length and its tokens; a cancelled task stops the generation."""
         text = _Text(self, model, processor, inputs, gen_config, request_id)
-        future = in_loop(functools.partial(self._whole, text))
+        future = in_loop(functools.partial(self._complete, text))
         try:
             output = await future
         except asyncio.CancelledError:
@@ -142,7 +142,7 @@ class Batched(CBGenerateManager):
         tokens = output.generated_tokens
         return processor.decode(tokens, skip_special_tokens=True), len(text.prompt), tokens
 
-    def _whole(self, text: _Text) -> asyncio.Future[Any]:
+    def _complete(self, text: _Text) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def pass_on(output: Any, ended: bool) -> None:
@@ -163,8 +163,9 @@ class _Text:
         self.manager, self.engine, self.config = manager, manager._engine, config
         self.request_id = f"{request_id} {next(manager.numbers)}"  # clients may use an id twice
         self.prompt: list[int] = list(inputs["input_ids"])
+        # A request that the paged cache has no space for would end the engine, and all other requests with it.
         cache = manager._scheduler.cache.max_tokens_read
-        fit(model, len(self.prompt), config, manager.policy, cache)  # without space for it, all requests would end
+        limit_length(model, len(self.prompt), config, manager.policy, cache)
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)
@@ -204,7 +205,7 @@ class _Text:
             stats = getattr(output, "speculation", None)
             self._end("finished" if output.error is None else "failed", self.seen)
             if stats is not None:
-                self.manager.meter.guessed(stats.counts)
+                self.manager.meter.add_counts(stats.counts)
             elif output.error is None:
                 self.manager.meter.plain.inc()
             if not done:
@@ -240,7 +241,7 @@ class _Streamer(CBStreamer):
     text: _Text
 
     def cancel(self) -> None:
-        """Let the engine drop the request, and forget it."""
+        """Let the engine drop the request."""
         self.text.cancel()
 
 
@@ -261,9 +262,9 @@ def refuse_options(model: Any, config: GenerationConfig) -> None:
     if config.max_time:
         raise ValueError("max_time: continuous batching ends texts at their length and at stop strings; leave it out")
     for processor in processors_of(model, config):
-        if not isinstance(processor, OF_A_REQUEST):
+        if not isinstance(processor, PER_REQUEST):
             raise ValueError(
-                f"{type(processor).__name__} does not go together with continuous batching, where each request has "
+                f"{type(processor).__name__} does not work in continuous batching, where each request has "
                 "only a temperature, top_k and top_p of its own. Leave its option out (frequency_penalty, logit_bias, "
                 "or one of generation_config), or start the server without --continuous-batching"
             )
@@ -281,7 +282,7 @@ def sampling_of(model: Any, config: GenerationConfig) -> dict[str, Any]:
     }
 
 
-def _of_all(config: GenerationConfig) -> GenerationConfig:
+def _with_all_processors(config: GenerationConfig) -> GenerationConfig:
     """Return settings with every processor switched on, so that the engine lets each request set its own values."""
     shared = copy.deepcopy(config)
     shared.update(do_sample=True, temperature=0.5, top_k=1, top_p=0.5, stop_strings=None, num_return_sequences=1)

@@ -84,7 +84,7 @@ def _counted(preprocess: Callable[..., Any], policy: Policy) -> Callable[..., An
     return counted
 
 
-def let_rendering_tell(processor: Any) -> None:
+def report_template_errors(processor: Any) -> None:
     """Let ``processor`` answer 400 for a chat, or an image in it, that it rejects, whatever its code raises."""
     render = processor.apply_chat_template
 

@@ -233,8 +233,11 @@ FIELDS: Fields = {
     # Fields that transformers' server ignores; values that change nothing are accepted.
     "n": _ONE,
     "best_of": _ONE,
-    "logprobs": (lambda value: value is False, "false: no probabilities are told; generate with output_logits=True"),
-    "top_logprobs": (lambda value: value == 0, "0: no probabilities are told; generate with output_logits=True"),
+    "logprobs": (
+        lambda value: value is False,
+        "false: probabilities are not returned; generate with output_logits=True",
+    ),
+    "top_logprobs": (lambda value: value == 0, "0: probabilities are not returned; generate with output_logits=True"),
     "presence_penalty": (lambda value: value == 0, "0, which is all that is served; take frequency_penalty"),
     "echo": (lambda value: value is False, "false: the prompt is not repeated; put it before the answer"),
     "tool_choice": (lambda value: value in ("auto", "none"), "'auto': the model chooses; leave the other tools out"),

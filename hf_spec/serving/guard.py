@@ -27,8 +27,8 @@ def guard(app: FastAPI, policy: Policy) -> None:
 def error_answer(status: int, message: str, **headers: str) -> JSONResponse:
     """Build an error response for OpenAI's clients (``error``) and those of transformers (``detail``)."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    told = {"error": {"message": message, "type": kind, "code": status}, "detail": message}
-    return JSONResponse(told, status, headers)
+    content = {"error": {"message": message, "type": kind, "code": status}, "detail": message}
+    return JSONResponse(content, status, headers)
 
 
 class _Guard:

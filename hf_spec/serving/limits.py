@@ -13,7 +13,7 @@ from .policy import Policy
 TOKENS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 
 
-def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache: int | None = None) -> None:
+def limit_length(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache: int | None = None) -> None:
     """Limit the text after ``prompt`` tokens to the policy, the model's positions and the paged ``cache``.
 
     Errors: a ValueError if there is no space for one token, or for token ids outside the vocabulary.
@@ -23,17 +23,17 @@ def fit(model: Any, prompt: int, config: GenerationConfig, policy: Policy, cache
         raise ValueError(
             f"the prompt has {prompt} tokens, and this server takes {policy.max_prompt_tokens} (--max-prompt-tokens)"
         )
-    rooms = [policy.max_new_tokens]
+    limits = [policy.max_new_tokens]
     if cache is not None:
         more = ", or start the server with more --cb-num-blocks"
-        rooms.append(space_after(prompt, cache, "the paged cache has room", more))
+        limits.append(space_after(prompt, cache, "the paged cache has room", more))
     if (size := position_limit(model)) is not None:
-        rooms.append(space_after(prompt, size, "the model has room"))
+        limits.append(space_after(prompt, size, "the model has room"))
     if config.max_new_tokens is None and config.max_length is not None:
-        rooms.append(space_after(prompt, config.max_length, "max_length has room"))
+        limits.append(space_after(prompt, config.max_length, "max_length has room"))
     if cache is None and config.max_new_tokens is None and config.max_length is None:
         return  # transformers' default length is shorter
-    config.max_new_tokens = min(config.max_new_tokens or rooms[0], *rooms)
+    config.max_new_tokens = min(config.max_new_tokens or limits[0], *limits)
 
 
 def _refuse_tokens(config: GenerationConfig, size: int) -> None:

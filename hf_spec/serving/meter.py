@@ -33,24 +33,26 @@ class Meter:
             registry=self.registry,
         )
         self.texts = self._counter("texts", "Generated texts, by how they ended.", ["end"])
-        self.plain = self._counter("plain_texts", "Texts that were generated plainly, because no guess could serve.")
+        self.plain = self._counter(
+            "plain_texts", "Texts that were generated plainly, because the options allow no speculation."
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.generated_tokens = self._counter("generated_tokens", "Tokens of generated texts.")
         self.steps = self._counter("steps", "Verification steps, counted once for each text.")
-        self.proposed = self._counter("proposed_tokens", "Guessed tokens.")
-        self.accepted = self._counter("accepted_tokens", "Guesses that became text.")
+        self.proposed = self._counter("proposed_tokens", "Draft tokens.")
+        self.accepted = self._counter("accepted_tokens", "Draft tokens that were accepted.")
         self.emitted = self._counter("emitted_tokens", "Tokens that steps emitted, the target's own included.")
-        self._guesses = Counts()
-        self.gauge("acceptance_rate", "Accepted by proposed guesses, since the start.", self._acceptance)
+        self._counts = Counts()
+        self.gauge("acceptance_rate", "Share of draft tokens that were accepted, since the start.", self._acceptance)
         self.gauge("mean_accepted_length", "Tokens that a step emits, since the start: tau.", self._length)
 
     def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Add a gauge that calls ``value`` whenever it is read."""
         Gauge(f"hf_spec_{name}", meaning, registry=self.registry).set_function(value)
 
-    def guessed(self, counts: Counts) -> None:
+    def add_counts(self, counts: Counts) -> None:
         """Count the draft tokens of a text."""
-        self._guesses.add(counts)
+        self._counts.add(counts)
         for counter, name in (
             (self.steps, "steps"),
             (self.proposed, "proposed"),
@@ -67,7 +69,7 @@ class Meter:
         return Counter(f"hf_spec_{name}", meaning, labels or (), registry=self.registry)
 
     def _acceptance(self) -> float:
-        return self._guesses.acceptance_rate
+        return self._counts.acceptance_rate
 
     def _length(self) -> float:
-        return self._guesses.mean_accepted_length
+        return self._counts.mean_accepted_length

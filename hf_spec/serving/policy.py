@@ -89,7 +89,7 @@ def check_address(host: str, port: int) -> None:
     if len(missing) == len(found):  # IPv6 may be switched off, if there is IPv4
         raise ValueError(f"--host {host}: this machine has no such address ({missing[0].strerror})")
     if others := [error for error in refused if error not in missing]:
-        raise OSError(f"nobody can listen at {host}, port {port} ({others[0].strerror}); choose another --port")
+        raise OSError(f"the server cannot listen at {host}, port {port} ({others[0].strerror}); choose another --port")
 
 
 def _why_not(address: Iterable[Any]) -> OSError | None:

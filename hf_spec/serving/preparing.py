@@ -29,7 +29,7 @@ class Preparer:
         self.thread = InferenceThread()
 
     def around(self, handle: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Coroutine[Any, Any, Result]]:
-        """Wrap ``handle`` so that it runs in the thread up to its first ``await`` that waits."""
+        """Wrap ``handle`` so that it runs in the thread up to its first ``await`` that suspends it."""
 
         @functools.wraps(handle)
         async def handled(*args: Any) -> Result:

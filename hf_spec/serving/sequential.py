@@ -15,13 +15,13 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decode.outputs import forget_speculation, last_speculation
-from .limits import fit
+from .limits import limit_length
 from .meter import Meter
 from .policy import Policy
 from .preparing import in_loop, shielded, when_it_leaves
 from .requests import quotable
 
-REST = 5  # seconds that a running text has to finish its step when the server ends
+STOP_SECONDS = 5  # seconds that a running text has to finish its step when the server ends
 
 
 class OneByOne(GenerateManager):
@@ -45,7 +45,7 @@ class OneByOne(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Start a text and return the queue of its pieces and the streamer that can cancel it."""
-        fit(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
+        limit_length(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
         start = super().generate_streaming
 
         def started() -> Any:
@@ -59,7 +59,7 @@ class OneByOne(GenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Return a complete text, its prompt's length and its tokens; a cancelled task stops the generation."""
-        fit(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
+        limit_length(model, inputs["input_ids"].shape[-1], gen_config, self.policy)
         measured = _Measured(model, self)
         try:
             return await super().generate_non_streaming(
@@ -70,10 +70,10 @@ class OneByOne(GenerateManager):
             raise
 
     def stop(self) -> None:
-        """Wait until the thread is idle, so that a draft's memory may be written."""
+        """Wait until the thread is idle, so that the history of n-grams can be saved."""
         self.stopping = True
         with contextlib.suppress(concurrent.futures.TimeoutError):  # beam search cannot be stopped
-            self._thread.submit(int).result(timeout=REST)
+            self._thread.submit(int).result(timeout=STOP_SECONDS)
 
     def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Submit to the thread."""
@@ -146,7 +146,7 @@ class _Measured:
             if stats is None:
                 meter.plain.inc()
             else:
-                meter.guessed(stats.counts)
+                meter.add_counts(stats.counts)
             return out
         finally:
             meter.generated_tokens.inc(self.streamer.total_tokens)

@@ -23,7 +23,7 @@ from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .app import add_to_app
 from .batched import Batched
-from .endpoints import let_rendering_tell, not_batched, only_of, only_speech, replace_route, route_of, with_limit
+from .endpoints import not_batched, only_of, only_speech, replace_route, report_template_errors, route_of, with_limit
 from .meter import Meter
 from .policy import Policy, check_address
 from .preparing import Preparer
@@ -40,11 +40,11 @@ class Server(Serve):
     Args:
         target: directory or Hub id, the only model that is served.
         speculator: anything that ``set_speculator`` takes.
-        config: settings of speculation; the draft's own by default. A function is called once the draft is loaded.
+        config: settings of speculation; the draft's own by default. A function is called with the loaded draft.
         loaded: called with the target and its speculator whenever the target was loaded, to pack them, for example.
         options: those of ``transformers serve``, by the names of its constructor, and the fields of ``Policy``.
 
-    Errors: a ValueError or an OSError where nobody can listen, before anything is loaded.
+    Errors: a ValueError or an OSError if it cannot listen at the address, before anything is loaded.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Server(Serve):
         """Add speculation, checks and metrics to the server that transformers has built, and start it."""
         models: Any = self._model_manager
         (loaded,) = models.loaded_models.values()
-        self._let_guess(loaded.model)
+        self._set_speculator(loaded.model)
         # The model may be loaded again, after POST /reset.
-        models._load_model = _then(self._let_guess, models._load_model)
-        models._load_processor = _then(let_rendering_tell, models._load_processor)
-        let_rendering_tell(loaded.processor)
+        models._load_model = _then(self._set_speculator, models._load_model)
+        models._load_processor = _then(report_template_errors, models._load_processor)
+        report_template_errors(loaded.processor)
         listed = {"id": models.force_model, "object": "model", "created": int(time.time()), "owned_by": ""}
         models.get_gen_models = lambda: [listed]  # before 5.24 transformers lists all cached models
         self._add_manager(models.process_model_name(split_model_id(models.force_model)[0]), loaded.model)
@@ -86,7 +86,7 @@ class Server(Serve):
             self._run()
 
     def _prepare_outside(self) -> None:
-        """Let requests be checked and prepared outside the event loop."""
+        """Check and prepare requests outside the event loop."""
         batched = self._generation_state._continuous_batching
         handlers: dict[str, Any] = {
             "messages": self._chat_handler,
@@ -96,7 +96,7 @@ class Server(Serve):
         }
         for needs, handler in handlers.items():
             check = functools.partial(refuse_request, policy=self.policy, needs=needs)
-            handler._validate_request = _first(check, handler._validate_request)
+            handler._validate_request = _check_first(check, handler._validate_request)
             handler._resolve_model = _and_template(handler._resolve_model)
             handler.handle_request = self.preparer.around(handler.handle_request)
             if not batched:  # in batches all requests share one random generator
@@ -124,7 +124,7 @@ class Server(Serve):
         self._model_manager.shutdown()
 
     def _add_manager(self, name: str, model: PreTrainedModel) -> None:
-        """Let one of our managers generate, and count, the texts of ``model``."""
+        """Replace transformers' manager of ``model`` by one of ours, which also counts."""
         state, meter = self._generation_state, self.meter
         manager: OneByOne | Batched
         if state._continuous_batching:
@@ -132,11 +132,11 @@ class Server(Serve):
             manager.init_cb(model, copy.deepcopy(model.generation_config))
             state._cb_model_id = name
             meter.gauge("cache_used", "Share of the paged cache that is taken.", manager.cache_used)
-            meter.gauge("draft_slots", "Requests that the draft keeps something of.", manager.draft_slots)
+            meter.gauge("draft_slots", "Requests that the draft holds state for.", manager.draft_slots)
         else:
             manager = state._generate_managers[name] = OneByOne(meter, self.policy)
         meter.gauge("requests_running", "Texts that are being generated.", manager.running)
-        meter.gauge("requests_waiting", "Texts that wait for their turn.", manager.waiting)
+        meter.gauge("requests_waiting", "Texts that wait to be generated.", manager.waiting)
 
     def _run(self) -> None:
         try:
@@ -146,7 +146,7 @@ class Server(Serve):
             for manager in self._generation_state._generate_managers.values():
                 manager.stop()
 
-    def _let_guess(self, model: PreTrainedModel) -> None:
+    def _set_speculator(self, model: PreTrainedModel) -> None:
         speculator = as_speculator(self.speculator, model)
         if (weights := network_of(speculator)) is not None:
             weights.to(input_device(model))
@@ -154,12 +154,12 @@ class Server(Serve):
             self._then(model, speculator)
         config = self.config(speculator) if callable(self.config) else self.config
         if self._generation_state._continuous_batching:
-            config = _of_batches(speculator, config)
+            config = _batched_settings(speculator, config)
             refuse_batch(model, model.generation_config, config)
         set_speculator(model, speculator, config)
 
 
-def _of_batches(speculator: Speculator, config: SpeculationConfig | None) -> SpeculationConfig:
+def _batched_settings(speculator: Speculator, config: SpeculationConfig | None) -> SpeculationConfig:
     """Return the settings in continuous batching: by default chains, of a length that depends on the load."""
     if config is None:
         config = speculator.settings(tree=None).merge(num_speculative_tokens=None)
@@ -184,7 +184,7 @@ def _and_template(resolve: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_seed(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep the seed of a request in its settings until its turn comes: set at once, it would act on another text."""
+    """Keep the seed of a request in its settings until its text begins: set earlier, it would act on another text."""
 
     @functools.wraps(build)
     def built(body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +205,7 @@ def _then(more: Callable[[Any], None], load: Callable[..., Any]) -> Callable[...
     return loaded
 
 
-def _first(check: Callable[[dict[str, Any]], None], validate: Callable[[dict[str, Any]], Any]) -> Any:
+def _check_first(check: Callable[[dict[str, Any]], None], validate: Callable[[dict[str, Any]], Any]) -> Any:
     @functools.wraps(validate)
     def validated(body: dict[str, Any]) -> Any:
         check(body)

@@ -372,7 +372,7 @@ def test_a_benchmark_that_was_stopped_goes_on_with_the_same_figures(target, toke
 def test_rounds_of_something_else_are_refused(target, tokenizer, tmp_path):
     file = tmp_path / "rounds.jsonl"
     run_bench(target, tokenizer, [STORY], [], BenchSettings(max_new_tokens=2, baselines=False), rounds_file=file)
-    with pytest.raises(ValueError, match=r"rounds\.jsonl were measured otherwise \(settings, prompts\): repeat"):
+    with pytest.raises(ValueError, match=r"rounds\.jsonl were measured with other settings \(settings, prompts\)"):
         run_bench(target, tokenizer, [CAT], [], BenchSettings(max_new_tokens=3), rounds_file=file)
     for other in ("[]\n", "my notes", "\nmy notes\n", '{"settings": 0}'):
         file.write_text(other)

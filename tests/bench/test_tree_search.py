@@ -95,7 +95,7 @@ def test_accuracies_are_those_of_every_position(make: Any) -> None:
 
 
 def test_what_ranks_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="NgramSpeculator does not rank its guesses"):
+    with pytest.raises(ValueError, match="NgramSpeculator does not rank draft tokens"):
         rank_accuracies(target(), [prompts(1)["input_ids"]], "ngram", 3, max_new_tokens=4)
 
 

@@ -80,7 +80,7 @@ def test_a_template_that_knows_no_system_message_says_so(capsys, monkeypatch):
 
 def test_stats(talk):
     lines = talk("/stats", ASKED, "/stats", ASKED, "/stats")
-    assert lines[0] == "nothing was guessed yet"
+    assert lines[0] == "no answer was generated yet"
     assert lines[1:3] == [answer(ASKED), "the last answer:"]
     assert lines.count("all 2 answers:") == 1
     assert sum("accept" in line for line in lines) >= 3
@@ -98,7 +98,7 @@ def test_a_chat_goes_on_where_the_positions_of_the_model_end(talk, tmp_path):
     options = ("--speculator", "ngram", "--max-new-tokens", "500")
     said = talk(ASKED, AGAIN, "/reset", ASKED, model=str(tmp_path), options=options)
     refused = next(i for i, line in enumerate(said) if "positions" in line)
-    assert said[refused].endswith("the target has positions for 48; shorten it, or /reset forgets what was said)")
+    assert said[refused].endswith("the target has positions for 48; shorten it, or /reset starts a new chat)")
     assert said[:refused] == said[refused + 1 :] != []
 
 
@@ -147,7 +147,7 @@ def test_the_signal_stops_an_answer_and_not_the_program():
         process.stdout.read(30)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate("/stats\n", timeout=120)
-        assert out.endswith("(stopped)\nnothing was guessed yet\n")
+        assert out.endswith("(stopped)\nno answer was generated yet\n")
         assert process.returncode == 0
     finally:
         with contextlib.suppress(ProcessLookupError):

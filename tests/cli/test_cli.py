@@ -33,7 +33,7 @@ from hf_spec.cli import main
 from hf_spec.cli.common import goes_on, length_of, tree_of
 from hf_spec.cli.demo import highlighted
 from hf_spec.cli.loading import load_models, load_speculator, to_be_read
-from hf_spec.cli.telling import as_typed, telling
+from hf_spec.cli.messages import as_typed, showing_messages
 from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
 from hf_spec.progress import Progress, duration, working
@@ -84,7 +84,9 @@ def test_demo_compares_the_shipped_models(capsys, monkeypatch, options):
     assert main(["demo", "--max-new-tokens", "8", *options]) == 0
     out = capsys.readouterr().out
     assert ("inflated in memory from 2.5 to " in out) is (not options)
-    told, table = re.search(r"(.*) of up to 8 tokens, plainly and with guesses:\n\n(.*?)\n\n", out, re.DOTALL).groups()
+    told, table = re.search(
+        r"(.*) of up to 8 tokens, plain and with draft tokens:\n\n(.*?)\n\n", out, re.DOTALL
+    ).groups()
     assert told.endswith("3 stories" if options else "A story")
     header, *lines = table.splitlines()
     assert header.split() == ["method", "τ", "x", "plain", "accepted", "same", "text"]
@@ -329,7 +331,7 @@ def test_convert_writes_what_inspect_describes(tmp_path, capsys):
 def test_convert_says_what_becomes_of_a_native_layer(tmp_path, capsys):
     layer = EAGLE.parents[1] / "mtp_qwen3_next_native" / "checkpoint"
     assert main(["convert", str(layer), str(tmp_path / "native"), "--to", "native"]) == 0
-    assert "put it beside the target's files" in capsys.readouterr().out
+    assert "put it next to the target's files" in capsys.readouterr().out
     assert (tmp_path / "native" / "mtp.safetensors").exists()
 
 
@@ -424,7 +426,7 @@ def test_prepare_counts_from_one(option, capsys):
         ("bench {target} --prompts {prompts} --device cuda:7", "--device cuda:7: this machine has"),
         ("generate {target} --speculator ngram --prompt x --device gpu", "write cpu, cuda, cuda:1, ..., or auto"),
         ("bench {target} --prompts {prompts} --save-tree {empty}/tree", "what --search-tree finds; add it"),
-        ("bench {target} --prompts {prompts} --search-tree 4", "does not rank its guesses"),
+        ("bench {target} --prompts {prompts} --search-tree 4", "does not rank draft tokens"),
         ("bench {target} --prompts {prompts} --draft nowhere/draft", "no draft can be read at 'nowhere/draft'"),
         ("generate {target} --speculator /nowhere --prompt x", "no draft can be read at '/nowhere'"),
         ("generate {target} --speculator {empty} --prompt x", "no draft can be read at"),
@@ -432,7 +434,7 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {empty} --speculator ngram --prompt x", "empty"),
         ("generate {target} --speculator ngram --prompt=", "the prompt is empty"),
         ("inspect {target}", "is a language model by its config (LlamaForCausalLM), and none of the drafts"),
-        ("convert {target} {empty}", "A language model guesses as it is for larger ones of its tokenizer: pass it"),
+        ("convert {target} {empty}", "A language model drafts as it is for larger ones of its tokenizer: pass it"),
         ("generate nowhere/model --speculator ngram --prompt x", "the target 'nowhere/model' is not found: there is"),
         ("generate nowhere/at/all --speculator ngram --prompt x", "the target 'nowhere/at/all' is not found: there"),
         ("bench nowhere/model --prompts {prompts}", "the target 'nowhere/model' is not found: there is no such"),
@@ -441,8 +443,8 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {target} --speculator nowhere/draft --prompt x", "'nowhere/draft' is not found: there is no such"),
         ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
         ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
-        ("generate {demo} --speculator ngram --prompt x", "is a draft, which guesses for a language model: pass it"),
-        ("prepare {prompts} {empty} --target {demo}", "is a draft, which guesses for a language model: pass it"),
+        ("generate {demo} --speculator ngram --prompt x", "is a draft, which drafts for a language model: pass it"),
+        ("prepare {prompts} {empty} --target {demo}", "is a draft, which drafts for a language model: pass it"),
         ("generate {bad} --speculator ngram --prompt x", "bad' is a file; pass the directory of a model"),
         ("generate {target} --speculator {bad} --prompt x", "bad' is a file; pass the directory of a model"),
         ("inspect {bad}", "bad' is a file; pass the directory of a model"),
@@ -664,10 +666,10 @@ def test_warnings_name_options_as_they_are_typed_and_stand_above_a_bar(tmp_path,
 def test_without_a_terminal_a_line_says_how_far_it_is(capsys):
     """Only while something goes on, and not for commands that wait for others."""
     for command, silence in (("doctor", 60.0), ("chat", 0.01), ("serve", 0.01)):
-        with telling(argparse.Namespace(command=command, options={}), silence):
+        with showing_messages(argparse.Namespace(command=command, options={}), silence):
             time.sleep(0.1)
         assert capsys.readouterr().err == ""
-    with telling(argparse.Namespace(command="doctor", options={}), 0.01):
+    with showing_messages(argparse.Namespace(command="doctor", options={}), 0.01):
         with Progress("Answering", 4, "prompts", shown=False, done=1) as bar:
             bar.update()
             time.sleep(0.2)
@@ -692,7 +694,7 @@ def test_an_interrupted_command_says_where_it_goes_on(models, prompts, tmp_path,
     for place, command in commands.items():
         place.touch()
         assert main([*command, *files]) == 130
-        assert f"hf-spec: stopped. The same command goes on where {place} ends\n" in capsys.readouterr().err
+        assert f"hf-spec: stopped. The same command resumes after what {place} holds\n" in capsys.readouterr().err
     assert goes_on("out")(argparse.Namespace(out=tmp_path / "no.jsonl")) == ""
     assert main(["generate", models["target"], "--prompt", PROMPT]) == 130
     assert "goes on" not in capsys.readouterr().err

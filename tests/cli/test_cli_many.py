@@ -109,7 +109,11 @@ def test_a_run_that_stopped_goes_on(
     monkeypatch.setattr(generating, "pending", lambda *given: asked.append(given[0]) or pending(*given))
     capsys.readouterr()
     assert main(command(model, prompts, out, "--speculator", "ngram", "--num-speculative-tokens", "2")) == 0
-    assert len(asked) == 6 and "6 answers were written" in (told := capsys.readouterr().err) and "beside 5" in told
+    assert (
+        len(asked) == 6
+        and "6 answers were written" in (told := capsys.readouterr().err)
+        and "in addition to 5" in told
+    )
     assert out.read_bytes().startswith(first[: first.rfind(b"\n") + 1])
     texts = [{index: one["text"] for index, one in read(path).items()} for path in (whole, out)]
     assert texts[0] == texts[1]
@@ -139,8 +143,8 @@ def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Pat
         (["other target"], "the target's layers differ"),
         (["other prompts"], "does not answer prompt 0"),
         (["fewer prompts"], "does not answer prompt 3"),
-        (["no record"], "has no readable out.jsonl.made_from.json beside it"),
-        (["half a record"], "has no readable out.jsonl.made_from.json beside it"),
+        (["no record"], "has no readable out.jsonl.made_from.json next to it"),
+        (["half a record"], "has no readable out.jsonl.made_from.json next to it"),
         (["a foreign line"], "line 1 is no answer: b'[1]"),
     ],
 )
@@ -227,7 +231,7 @@ def test_what_the_template_does_not_take_is_left_out(
     prompts.write_text(json.dumps(odd) + "\n" + prompts.read_text(encoding="utf-8"), encoding="utf-8")
     for _ in range(2):
         assert main(command(str(path), prompts, out)) == 0
-        assert "prompt 0 is left out, for the chat template: \\x1b[2Jno" in capsys.readouterr().err
+        assert "prompt 0 is left out: the chat template fails: \\x1b[2Jno" in capsys.readouterr().err
         entries = read(out)
         assert {*entries} == {*range(1, 12)}
         assert {index: entry["text"] for index, entry in entries.items()} == wanted(str(path), entries)

@@ -94,7 +94,7 @@ def test_a_draft_without_mistakes_is_blamed_for_none(target: PreTrainedModel, ki
 def test_nothing_is_explained_where_guesses_are_accepted(target: PreTrainedModel) -> None:
     found = examine(target, copy.deepcopy(target))
     assert found.findings == [] and found.measured == [1.0] * 5
-    assert "5.00 of 5 guesses" in str(found) and "cause" not in str(found)
+    assert "5.00 of 5 tokens" in str(found) and "cause" not in str(found)
 
 
 def test_a_draft_for_another_target_is_known_by_its_name(target: PreTrainedModel) -> None:
@@ -128,7 +128,7 @@ def test_a_target_in_the_cache_of_the_hub_has_its_name(target: PreTrainedModel) 
 
 @pytest.mark.parametrize("kind", ["vanilla", "eagle3"])
 def test_what_lies_behind_an_end_is_counted_on_both_sides(target: PreTrainedModel, kind: str) -> None:
-    """The target ends its answers at once or soon, in the middle of guesses, which nobody is to blame for."""
+    """The target ends its answers at once or soon, in the middle of tokens, which nobody is to blame for."""
     ended = copy.deepcopy(target)
     ended.generation_config.eos_token_id = TOKENIZER(" and the", add_special_tokens=False)["input_ids"]
     draft = copy.deepcopy(target) if kind == "vanilla" else load(kind)

@@ -151,10 +151,10 @@ def test_threads_count_no_signals() -> None:
     """The option works where commands are called outside of the main thread, too."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hf_spec.cli.remembering import _ending_as_from_within
+    from hf_spec.cli.remembering import _exit_on_sigterm
 
     def inside() -> bool:
-        with _ending_as_from_within():
+        with _exit_on_sigterm():
             return True
 
     with ThreadPoolExecutor(1) as pool:

@@ -358,7 +358,7 @@ def test_targets_without_a_layer_are_refused_without_reading_them(
         as_speculator("mtp", loaded)
     (tmp_path / "mtp").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"The directory 'mtp' beside you is '\./mtp'"):
+    with pytest.raises(ValueError, match=r"For the directory 'mtp' here, write '\./mtp'"):
         as_speculator("mtp", loaded)
 
 

@@ -359,7 +359,7 @@ def test_a_revision_or_a_file_of_a_target_is_left_to_transformers(name, monkeypa
         ([TARGET, "--speculator", "nowhere/at/all"], "no draft can be read at 'nowhere/at/all'"),
         ([TARGET, "--speculator", "ngram", "--dtype", "float7"], "Unsupported dtype: 'float7'"),
         (["nowhere/model", "--speculator", "ngram"], "the target 'nowhere/model' is not found: there is no such"),
-        ([str(DRAFT), "--speculator", "ngram"], "is a draft, which guesses for a language model: pass it as --spec"),
+        ([str(DRAFT), "--speculator", "ngram"], "is a draft, which drafts for a language model: pass it as --spec"),
     ],
 )
 def test_the_command_tells_mistakes(options, told, capsys):

@@ -142,7 +142,7 @@ def test_an_address_that_is_taken(monkeypatch, capsys):
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
         assert main(["serve", TARGET, "--port", str(port)]) == 1
-        assert f"nobody can listen at localhost, port {port}" in capsys.readouterr().err
+        assert f"the server cannot listen at localhost, port {port}" in capsys.readouterr().err
     check_address("localhost", port)
     check_address("localhost", 0)
     check_address("127.0.0.1", 65535 if port != 65535 else 65534)

@@ -133,7 +133,7 @@ def test_an_interrupted_regeneration_says_that_it_goes_on(
         patch.setattr(Progress, "update", interrupt)
         assert main([*call, "--regenerate", str(answers), "--batch-size", "1"]) == 130
     assert told[0].startswith("Regenerating, 1 of 2 conversations, about ")
-    assert f"hf-spec: stopped. The same command goes on where {answers} ends\n" in capsys.readouterr().err
+    assert f"hf-spec: stopped. The same command resumes after what {answers} holds\n" in capsys.readouterr().err
     assert main([*call, "--regenerate", str(answers), "--batch-size", "1"]) == 0
     assert len(answers.read_text(encoding="utf-8").splitlines()) == 2
 
@@ -336,12 +336,14 @@ def test_an_interrupted_training_says_how_it_goes_on(
 
     interrupted(0)
     assert main(call) == 130
-    assert f"No checkpoint is in {directory} yet: the same command begins anew" in capsys.readouterr().err
+    assert (
+        f"No checkpoint is in {directory} yet: the same command starts from the beginning" in capsys.readouterr().err
+    )
     for at in (2, 3):
         interrupted(at)
         assert main(call) == 130
         err = capsys.readouterr().err
-        assert f"To go on from {directory}/checkpoint-{at}:" in err
+        assert f"To resume from {directory}/checkpoint-{at}:" in err
         resume = shlex.split(err.splitlines()[-1])
         assert resume == ["hf-spec", *call[:2], *call[2:], "--resume_from_checkpoint", "true"][: len(resume)]
         call = resume[1:]

@@ -1,4 +1,4 @@
-"""Messages of a command besides its results: warnings, and progress where no bar can be drawn."""
+"""Messages of a command in addition to its results: warnings, and progress where no bar can be shown."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-SILENCE = 30.0  # seconds between lines that say that the command is at work
-TALKING = ("chat", "serve")  # commands that wait for users
+SILENCE = 30.0  # seconds between two progress lines
+INTERACTIVE = ("chat", "serve")  # commands that wait for users
 
 
 def as_typed(message: str, options: dict[str, str]) -> str:
@@ -47,13 +47,13 @@ class _Above(logging.Handler):
 
 
 @contextlib.contextmanager
-def telling(args: argparse.Namespace, silence: float = SILENCE) -> Iterator[None]:
+def showing_messages(args: argparse.Namespace, silence: float = SILENCE) -> Iterator[None]:
     """Show warnings of the package as the command's own; without a terminal also its progress."""
     handler, log = _Above(args.options), logging.getLogger(__name__.partition(".")[0])
     log.addHandler(handler)
     ended = threading.Event()
-    if not sys.stderr.isatty() and args.command not in TALKING:
-        threading.Thread(target=_say_that_it_works, args=(args.command, ended, silence), daemon=True).start()
+    if not sys.stderr.isatty() and args.command not in INTERACTIVE:
+        threading.Thread(target=_report_progress, args=(args.command, ended, silence), daemon=True).start()
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ def telling(args: argparse.Namespace, silence: float = SILENCE) -> Iterator[None
         log.removeHandler(handler)
 
 
-def _say_that_it_works(command: str, ended: threading.Event, silence: float) -> None:
+def _report_progress(command: str, ended: threading.Event, silence: float) -> None:
     from ..progress import duration, working
 
     began = time.monotonic()
