@@ -14,7 +14,7 @@ from ..settings import is_temperature
 from .losses import Normalizer, Outside, objective_terms
 from .sharding import splits_matrices
 
-# Arguments that must be numbers (NUMBERS) or integers (WHOLE), and the bounds of their values.
+# Arguments that must be numbers (NUMBERS) or integers (INTEGERS), and the bounds of their values.
 NUMBERS = (
     *(
         "step_decay",
@@ -26,7 +26,7 @@ NUMBERS = (
     ),
     "muon_learning_rate",
 )
-WHOLE = (
+INTEGERS = (
     *("unroll_steps", "num_anchors", "logit_rows"),
     *("eval_prompts", "eval_prompt_length", "eval_max_new_tokens", "eval_speculative_tokens"),
 )
@@ -119,7 +119,7 @@ class DraftTrainingArguments(TrainingArguments):
         self._check_numbers()
         if self.label_smoothing_factor:
             raise ValueError(
-                "label_smoothing_factor has no say here: the objective compares distributions; leave it 0"
+                "label_smoothing_factor has no effect here: the objective compares distributions; leave it 0"
             )
         if "acceptance" in (self.metric_for_best_model or "") and not self.eval_prompts:
             raise ValueError(
@@ -129,7 +129,7 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"{self.metric_for_best_model} is measured by sampling: set eval_temperature")
         if self.muon_learning_rate is not None and splits_matrices(self):
             raise ValueError(
-                "Muon needs whole matrices, and FSDP and DeepSpeed give each process a part of them: leave "
+                "Muon needs complete matrices, and FSDP and DeepSpeed give each process a part of them: leave "
                 "muon_learning_rate out, or train without sharding"
             )
         if self.remove_unused_columns:
@@ -155,11 +155,11 @@ class DraftTrainingArguments(TrainingArguments):
             )
 
     def _check_numbers(self) -> None:
-        for name in (*WHOLE, *NUMBERS):
+        for name in (*INTEGERS, *NUMBERS):
             if (value := getattr(self, name)) is not None and type(value) not in (
-                (int,) if name in WHOLE else (int, float)
+                (int,) if name in INTEGERS else (int, float)
             ):
-                raise TypeError(f"{name} is {value!r}; set a {'whole ' * (name in WHOLE)}number")
+                raise TypeError(f"{name} is {value!r}; set {'an integer' if name in INTEGERS else 'a number'}")
         for name in (one.name for one in fields(self)):
             value = getattr(self, name)
             if isinstance(value, float) and not math.isfinite(value) and (name, value) != ("max_grad_norm", math.inf):
@@ -185,5 +185,5 @@ class DraftTrainingArguments(TrainingArguments):
         if "acceptance" in (self.metric_for_best_model or ""):
             raise ValueError(
                 f"{self.metric_for_best_model} is measured by generation, for which the target needs its layers: pass "
-                'the whole target, or set metric_for_best_model="eval_expected_length"'
+                'the complete target, or set metric_for_best_model="eval_expected_length"'
             )

@@ -18,8 +18,8 @@ from .arguments import DraftTrainingArguments
 from .checks import serving_warnings
 
 PLACE = "loaded_from"  # attribute of an adapter's config: the path or id it was loaded from
-TOLD = ('inputs = tokenizer("Once upon a time", return_tensors="pt")',)
-ASKED = (
+PLAIN_PROMPT = ('inputs = tokenizer("Once upon a time", return_tensors="pt")',)
+CHAT_PROMPT = (
     'messages = [{"role": "user", "content": "Tell me a short story."}]',
     "inputs = tokenizer.apply_chat_template(",
     '    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True',
@@ -62,7 +62,7 @@ def model_card(
     parts = [
         _front_matter(name, kind, args, base),
         f"# {what} for {name or type(target).__name__}{f' with {adapter}' if adapter else ''}",
-        f"Guesses tokens for speculative decoding of {_link(name, type(target).__name__)}"
+        f"Drafts tokens for speculative decoding of {_link(name, type(target).__name__)}"
         f"{f' with the adapter {adapter}' if adapter else ''}. It has {_millions(draft)} parameters. The text stays "
         f"the target's. Trained by {_library()}.",
         "## How to use it\n\n"
@@ -94,8 +94,8 @@ def _active(target: Any) -> list[str]:
     return [] if (layer := next(layers, None)) is None or layer.disable_adapters else list(layer.active_adapters)
 
 
-def _link(name: str | None, otherwise: str) -> str:
-    return f"[{name}](https://huggingface.co/{name})" if name else f"a {otherwise}"
+def _link(name: str | None, fallback: str) -> str:
+    return f"[{name}](https://huggingface.co/{name})" if name else f"a {fallback}"
 
 
 def _library() -> str:
@@ -159,15 +159,15 @@ def _snippet(draft: Any, target: tuple[str, str], here: str, base: str | None, c
     loaded = f'{loader}.from_pretrained("{here if base is None else hub_name(base) or "the-draft"}")'
     if base is not None:
         loaded = f'PeftModel.from_pretrained({loaded}, "{here}")'
-    whole = f'AutoModelForCausalLM.from_pretrained("{name}")'
+    target_code = f'AutoModelForCausalLM.from_pretrained("{name}")'
     if adapter:
-        whole = f'PeftModel.from_pretrained({whole}, "{adapter if "/" in adapter else "the-adapter"}")'
+        target_code = f'PeftModel.from_pretrained({target_code}, "{adapter if "/" in adapter else "the-adapter"}")'
     lines = [
         *("```python", *imports, ""),
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
-        f"target = {whole}",
+        f"target = {target_code}",
         f"draft = {loaded}",
-        *(ASKED if chat else TOLD),
+        *(CHAT_PROMPT if chat else PLAIN_PROMPT),
         "out = target.generate(**inputs, speculator=draft, max_new_tokens=64)",
         *("print(tokenizer.decode(out[0], skip_special_tokens=True))", "```"),
     ]
@@ -199,9 +199,10 @@ def _measured(args: DraftTrainingArguments, history: list[dict[str, float]], bes
         "acceptance_length": "τ: mean accepted length (tokens per verification, greedy)",
         "sampled_acceptance_length": "the same, sampled",
     }
-    names |= {f"acceptance_{k}": f"first {k} guesses accepted (cumulative)" for k in range(1, 33)}
+    names |= {f"acceptance_{k}": f"first {k} draft tokens accepted (cumulative)" for k in range(1, 33)}
     names |= {
-        f"conditional_acceptance_{k}": f"guess {k} accepted if those before were (conditional)" for k in range(1, 33)
+        f"conditional_acceptance_{k}": f"draft token {k} accepted if those before were (conditional)"
+        for k in range(1, 33)
     }
     lines = []
     for metric, label in names.items():

@@ -26,11 +26,11 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
     if target is None:
         raise TypeError("DraftTrainer needs the target: DraftTrainer(draft, target, args, ...)")
     if not isinstance(args, DraftTrainingArguments):
-        raise TypeError(f"args are {type(args).__name__}: make them DraftTrainingArguments, which have all of those")
+        raise TypeError(f"args are {type(args).__name__}: pass DraftTrainingArguments, which extend them")
     if idle := [name for name in IDLE if given.get(name) is not None]:
         raise ValueError(
-            f"{idle[0]} would not be called, for no logits are kept: choose a loss by objective=, and override "
-            "evaluate() for more figures"
+            f"{idle[0]} would not be called, because logits are not kept: choose a loss by objective=, and "
+            "override evaluate() for more metrics"
         )
     if args.n_gpu > 1:
         raise ValueError(
@@ -38,7 +38,9 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
             "`torchrun`, or choose one device with CUDA_VISIBLE_DEVICES"
         )
     if not isinstance(base_model(target), PreTrainedModel) or isinstance(base_model(target), DraftModel):
-        raise TypeError(f"the target is a {type(target).__name__}: pass the language model, loaded, as second")
+        raise TypeError(
+            f"the target is a {type(target).__name__}: pass a loaded language model as the second argument"
+        )
 
 
 def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
@@ -72,12 +74,12 @@ def check_finite(features: Tensor | None, hidden: Tensor, loss: Tensor | None) -
     """
     given = {"features": features, "last hidden states": hidden, "loss": loss}
     found = {name: tensor.detach().isfinite().all() for name, tensor in given.items() if tensor is not None}
-    told = torch.stack([one.to(hidden.device) for one in found.values()]).tolist()  # in one transfer
-    if not (broken := [name for name, good in zip(found, told, strict=True) if not good]):
+    flags = torch.stack([one.to(hidden.device) for one in found.values()]).tolist()  # in one transfer
+    if not (broken := [name for name, good in zip(found, flags, strict=True) if not good]):
         return
     if broken[0] == "loss":
         raise ValueError(
-            "the loss of a batch is not finite, so that nothing more is learned: go back to an earlier checkpoint, "
+            "the loss of a batch is not finite, so training cannot continue: go back to an earlier checkpoint, "
             "with a lower learning_rate or max_grad_norm"
         )
     raise ValueError(
@@ -120,7 +122,7 @@ def name_target(draft: Any, target: Any, name: str | None) -> None:
     verifier |= sizes_of(target.config)
     verifier["name_or_path"] = name or hub_name(verifier.get("name_or_path"))
     if verifier["name_or_path"] is None:
-        logger.warning_once("nothing says for which target this draft is: set target_name to its id on the Hub")
+        logger.warning_once("the target of this draft has no name: set target_name to its id on the Hub")
 
 
 def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:
@@ -137,7 +139,7 @@ def serving_warnings(draft: Any, target: PreTrainedModel) -> list[str]:
             )
     ids = getattr(config, "eagle_aux_hidden_state_layer_ids", None) or [0]
     if max(ids) == target.config.get_text_config().num_hidden_layers:
-        warnings.append("SGLang does not capture what comes out of the last layer")
+        warnings.append("SGLang does not capture the output of the last layer")
     if missing := " and ".join(config.shared_with_target or ()):
         warnings.append(f"no {missing} in the file: the engine must lend the target's")
     return warnings

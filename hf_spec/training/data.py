@@ -41,10 +41,10 @@ FIRST = 256  # examples of a stream that are read in advance, to find its column
 COLUMNS = ("input_ids", "loss_mask", "document_ids")
 ASK = "let the target answer first, by regenerate (hf-spec prepare --regenerate FILE.jsonl)"
 REASONS = {
-    "short": "have no two answer tokens one after the other, so that nothing is guessed in them",
+    "short": "have no two adjacent answer tokens, so there is no draft token to train on",
     "unanswered": f"have no answer of the assistant: {ASK}",
-    "unmarked": "have answers that the chat template does not begin as it does for generation, so that they are not "
-    "found: mark them with {% generation %} in the template",
+    "unmarked": "have answers whose beginning the chat template renders differently than for generation, so they are "
+    "not found: mark them with {% generation %} in the template",
     "broken": "are no text, or no conversation that the chat template takes",
     "long": "are longer than max_length",
     "cut": "have an answer that was cut off",
@@ -128,7 +128,7 @@ def _check_choices(
     max_length: int, too_long: str, cut_answers: str, earlier_answers: str, last_turn_only: bool
 ) -> None:
     if max_length < 3:
-        raise ValueError(f"max_length is {max_length}, but a guess takes three tokens; set more")
+        raise ValueError(f"max_length is {max_length}, but an example needs three tokens; set more")
     if too_long not in ("truncate", "drop"):
         raise ValueError(f"too_long is {too_long!r}; choose 'truncate' or 'drop'")
     if cut_answers not in ("keep", "drop"):
@@ -184,11 +184,13 @@ def _report(reasons: list[str], cut: int, left_out: list[int]) -> None:
     if turns := sum(left_out):
         logger.warning(
             f"{turns} earlier answers of {sum(map(bool, left_out))} conversations are not trained on: the chat "
-            "template shows them otherwise once another one follows, without what was thought, say. "
+            "template renders them differently once another one follows, such as without their reasoning. "
             "earlier_answers='keep' makes an example of each, as it was said"
         )
     if cut:
-        logger.warning(f"{cut} examples {REASONS['cut']}: its end, which the target did not say, is not trained on")
+        logger.warning(
+            f"{cut} examples {REASONS['cut']}: its end, which the target did not generate, is not trained on"
+        )
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -199,8 +201,8 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
         )
     if not tokenizer.is_fast and "{% generation" not in tokenizer.chat_template:
         raise ValueError(
-            "answers are found by where tokens stand in the text, which slow tokenizers do not tell: load the fast "
-            "one, or mark answers with {% generation %} in the chat template"
+            "answers are found by the places of tokens in the text, which slow tokenizers do not return: load the "
+            "fast one, or mark answers with {% generation %} in the chat template"
         )
 
 
@@ -248,8 +250,8 @@ class _Tokenize:
                 said = messages[: number + 1]
                 one = tokenize_chat(self.tokenizer, said, last_turn_only=True, arguments=arguments)
                 earlier.append(self._example(one.ids, one.answers, bool(said[-1].get(CUT))))
-        whole = self._example(ids, answers, cut)
-        return [*earlier, whole | {"left_out": len(left_out) - len(earlier)}]
+        complete = self._example(ids, answers, cut)
+        return [*earlier, complete | {"left_out": len(left_out) - len(earlier)}]
 
     def _example(self, ids: list[int], answers: list[int], cut: bool) -> dict[str, Any]:
         if len(ids) > self.max_length and self.too_long == "drop":
@@ -290,16 +292,16 @@ class _Pack:
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         bins: list[list[int]] = []
-        room: list[int] = []
+        free: list[int] = []
         for i in sorted(range(len(batch["input_ids"])), key=lambda i: -len(batch["input_ids"][i])):
             length = len(batch["input_ids"][i])
-            place = next((place for place, left in enumerate(room) if left >= length), None)
+            place = next((place for place, left in enumerate(free) if left >= length), None)
             if place is None:
                 bins.append([])
-                room.append(self.max_length)
+                free.append(self.max_length)
                 place = len(bins) - 1
             bins[place].append(i)
-            room[place] -= length
+            free[place] -= length
         packed: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "document_ids": []}
         for members in bins:
             for name in ("input_ids", "loss_mask"):

@@ -45,7 +45,7 @@ def read_file(file: str | os.PathLike[str], streaming: bool = False) -> datasets
         with contextlib.suppress(OSError, EOFError):  # a damaged gzip file; the first error says enough
             problem = _broken_line(path) or _undecodable_line(path)
         raise ValueError(
-            f"{path} is broken: {problem or error.__cause__ or error}. Mend it, or remove that line"
+            f"{path} is broken: {problem or error.__cause__ or error}. Repair it, or remove that line"
         ) from error
     if kind == "json" and not streaming and (line := _undecodable_line(path)):  # Arrow accepts invalid UTF-8
         raise ValueError(f"{path} is broken: {line}. Write it as UTF-8")
@@ -113,12 +113,12 @@ def _broken_line(path: Path) -> str | None:
         return None
     with _opened(path) as file:
         content = file.read()
-    whole = path.suffixes[0] == ".json" and content.lstrip()[:1] == b"["
-    for number, line in enumerate([content] if whole else content.splitlines(), start=1):
+    is_array = path.suffixes[0] == ".json" and content.lstrip()[:1] == b"["
+    for number, line in enumerate([content] if is_array else content.splitlines(), start=1):
         try:
             json.loads(line.decode("utf-8-sig")) if line.strip() else None
         except json.JSONDecodeError as error:
-            return f"line {error.lineno if whole else number}: {error.msg}, character {error.colno}"
+            return f"line {error.lineno if is_array else number}: {error.msg}, character {error.colno}"
         except UnicodeDecodeError as error:
             return f"line {number}: {error}"
     return None

@@ -80,5 +80,5 @@ def load_embeddings_and_head(directory: Path) -> Any:
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise ValueError(
         "this target has no layers, only the embeddings and the output layer that a feature cache keeps: load the "
-        "whole one to read or generate text"
+        "complete one to read or generate text"
     )

@@ -15,7 +15,7 @@ B = TypeVar("B")
 REFUSED = (400, 404, 413, 422)  # HTTP statuses that a repeated request would get again
 NAMES = {"max_new_tokens": "max_tokens"}  # options of generate -> of chat completions
 KNOWN = ("max_tokens", "temperature", "top_p", "seed", "stop", "frequency_penalty", "presence_penalty")
-AHEAD = 2  # requests that may be queued or finished ahead of the next result, as a multiple of those at once
+QUEUED_PER_THREAD = 2  # requests per thread that may be queued, running or finished before the next result is read
 
 
 class Refused(Exception):
@@ -41,7 +41,7 @@ class Endpoint:
         try:
             from openai import OpenAI
         except ImportError as error:
-            raise ImportError('an endpoint is asked by the openai library: pip install "hf-spec[train]"') from error
+            raise ImportError('an endpoint needs the openai library: pip install "hf-spec[train]"') from error
         self.url, self.model = url, model
         key = api_key or os.environ.get("OPENAI_API_KEY") or "none"  # a local server needs no key, but the client does
         self._client = OpenAI(base_url=url, max_retries=retries, timeout=timeout, api_key=key)
@@ -74,8 +74,8 @@ class Endpoint:
             ) from error
         choice = said.choices[0]
         text = (choice.message.content or "").strip()
-        whole = text.encode("utf-8", "replace").decode()  # a server may cut a surrogate pair in two
-        return whole, choice.finish_reason == "length"
+        text = text.encode("utf-8", "replace").decode()  # a server may cut a surrogate pair in two
+        return text, choice.finish_reason == "length"
 
 
 def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -95,14 +95,15 @@ def request_of(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, 
     return known | tools | ({"extra_body": extra} if extra else {})
 
 
-def side_by_side(function: Callable[[A], B], given: Iterable[A], at_once: int) -> Iterator[B]:
+def map_in_threads(function: Callable[[A], B], given: Iterable[A], at_once: int) -> Iterator[B]:
     """Yield ``function`` of each of ``given``, in their order, computed by ``at_once`` threads."""
     rest, waiting = iter(given), deque[Future[B]]()
     with ThreadPoolExecutor(at_once) as pool:
         try:
             while True:
                 waiting += [
-                    pool.submit(function, one) for one in itertools.islice(rest, AHEAD * at_once - len(waiting))
+                    pool.submit(function, one)
+                    for one in itertools.islice(rest, QUEUED_PER_THREAD * at_once - len(waiting))
                 ]
                 if not waiting:
                     return

@@ -1,4 +1,4 @@
-"""Measure a draft by speculative generation from held-out prompts."""
+"""Measurement of a draft by speculative generation from held-out prompts."""
 
 from __future__ import annotations
 
@@ -83,20 +83,20 @@ def sums_of(counts: Counts, prompts: int) -> Tensor:
 def acceptance(sums: Tensor) -> dict[str, float]:
     """Return acceptance rates from the ``sums`` of all processes: cumulative and conditional, by position."""
     prompts, steps, emitted, *found = sums.tolist()
-    figures = {
+    metrics = {
         "acceptance_length": emitted / max(1, steps),
         "measured_prompts": prompts,
         "measured_tokens": emitted,
     }
-    offered, reached = found[:DEPTH], found[DEPTH:]
+    proposed, accepted = found[:DEPTH], found[DEPTH:]
     for k in range(DEPTH):
-        if offered[k]:
-            share = figures[f"acceptance_{k + 1}"] = reached[k] / offered[k]
+        if proposed[k]:
+            share = metrics[f"acceptance_{k + 1}"] = accepted[k] / proposed[k]
             # Earlier positions are averaged over more steps, because the last steps of a text are short. The ratio
             # may therefore exceed 1.
-            before = figures[f"acceptance_{k}"] if k else 1.0
-            figures[f"conditional_acceptance_{k + 1}"] = min(1.0, share / before) if before else 0.0
-    return figures
+            before = metrics[f"acceptance_{k}"] if k else 1.0
+            metrics[f"conditional_acceptance_{k + 1}"] = min(1.0, share / before) if before else 0.0
+    return metrics
 
 
 def token_ids(prompts: Iterable[Any], vocabulary: int) -> list[list[int]]:

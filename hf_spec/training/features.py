@@ -45,8 +45,8 @@ logger = logging.get_logger(__name__)
 
 FORMAT = 1
 LAST = -1  # the number of the last hidden states, which the output layer reads; the least layer number
-AGAIN = "make it again by cache_features, or by hf-spec train beside the whole target: only this shard is read anew"
-WAITING = 1  # shards that may wait to be written while the next one is computed
+REMAKE = "repeat cache_features, or hf-spec train with the complete target, which computes only this shard again"
+MAX_PENDING = 1  # shards that may wait to be written while the next one is computed
 
 
 def cache_features(
@@ -114,7 +114,7 @@ def cache_features(
 def _check_numbered(dataset: Any) -> None:
     if not hasattr(dataset, "__len__"):
         raise TypeError(
-            "features are kept of numbered examples, and a stream has none: take a part of it, "
+            "features need numbered examples, and a stream has none: take a part of it, "
             "datasets.Dataset.from_list(list(examples.take(10_000)))"
         )
 
@@ -130,7 +130,7 @@ def _layers(asked: Sequence[int], target: PreTrainedModel, there: Sequence[int])
 def _begin(directory: Path, target: PreTrainedModel, size: int) -> None:
     """Create the directory and write the target's embeddings and output layer; warn if ``size`` bytes don't fit."""
     if not has_body(target):
-        raise ValueError(f"the target has no layers to finish the cache in {directory} with: load the whole one")
+        raise ValueError(f"the target has no layers to finish the cache in {directory} with: load the complete one")
     directory.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(directory).free) < size:
         logger.warning(f"the features need {size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free in {directory}")
@@ -138,7 +138,7 @@ def _begin(directory: Path, target: PreTrainedModel, size: int) -> None:
         save_embeddings_and_head(target, directory / "target")
     except ValueError as error:
         shutil.rmtree(directory / "target", ignore_errors=True)
-        logger.warning(f"{error}, so training from this cache needs the whole target")
+        logger.warning(f"{error}, so training from this cache needs the complete target")
 
 
 def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> None:
@@ -147,7 +147,7 @@ def _fill(index: _Index, todo: dict[int, list[int]], reader: _ShardReader) -> No
     with ThreadPoolExecutor(1) as writer:
         for number, examples in todo.items():
             pending.append(writer.submit(_write_shard, index, number, examples, reader.read(examples)))
-            while len(pending) > WAITING:
+            while len(pending) > MAX_PENDING:
                 pending.popleft().result()
         for written in pending:
             written.result()
@@ -214,13 +214,15 @@ class FeatureCache(Dataset[dict[str, Any]]):
         Errors: a ValueError if the cache does not have it.
         """
         if not (self.directory / "target").exists():
-            raise ValueError(f"{self.directory} has no embeddings and no output layer: load the whole target instead")
+            raise ValueError(
+                f"{self.directory} has no embeddings and no output layer: load the complete target instead"
+            )
         try:
             return load_embeddings_and_head(self.directory / "target")
         except (SafetensorError, OSError, LookupError, AttributeError, TypeError, RuntimeError) as error:
             raise ValueError(
-                f"{self.directory / 'target'} is damaged ({printable(error)}): remove it, and load the whole target "
-                "instead"
+                f"{self.directory / 'target'} is damaged ({printable(error)}): remove it, and load the complete "
+                "target instead"
             ) from error
 
 
@@ -248,13 +250,13 @@ class _Survey:
         The longest come first: if the first batch fits in memory, all do.
         """
         shards: list[list[int]] = []
-        room = 0
+        free = 0
         for example in sorted(range(len(self.lengths)), key=lambda example: -self.lengths[example]):
-            if not shards or self.lengths[example] > room:
+            if not shards or self.lengths[example] > free:
                 shards.append([])
-                room = tokens
+                free = tokens
             shards[-1].append(example)
-            room -= self.lengths[example]
+            free -= self.lengths[example]
         return shards
 
 
@@ -318,7 +320,7 @@ class _ShardReader:
         if broken := [layer for layer, state in states.items() if not bool(state.isfinite().all())]:
             raise ValueError(
                 f"the target's states of layer {broken[0]} are not finite in {self.dtype}, and no draft learns from "
-                "them: load the target in bfloat16 or float32, keep them in torch.bfloat16, or mend its weights"
+                "them: load the target in bfloat16 or float32, keep them in torch.bfloat16, or repair its weights"
             )
         return states
 
@@ -337,7 +339,7 @@ def _write_shard(index: _Index, number: int, numbers: list[int], parts: dict[str
         raise OSError(
             error.errno,
             f"{error.strerror}: {_name(number)} could not be written to {index.directory}. The {len(index.shards)} "
-            f"finished shards of {index.count} are kept: make room and repeat the call",
+            f"finished shards of {index.count} are kept: free some space and repeat the call",
         ) from error
 
 
@@ -369,7 +371,7 @@ def _name(number: int) -> str:
 
 def _open_shard(path: Path, size: int) -> Any:
     if not path.exists():
-        raise OSError(f"{path.name} of the feature cache in {path.parent} is missing: {AGAIN}")
+        raise OSError(f"{path.name} of the feature cache in {path.parent} is missing: {REMAKE}")
     if (found := path.stat().st_size) != size:
         raise _damaged(path, f"has {found} bytes instead of {size}")
     try:
@@ -383,7 +385,7 @@ def _places(number: int, shard: Any, path: Path) -> Iterator[tuple[int, _Place]]
         columns = [shard.get_tensor(name).tolist() for name in PER_EXAMPLE]
         rows = list(zip(*columns, strict=True))
     except (SafetensorError, TypeError, ValueError) as error:
-        raise _damaged(path, f"does not say where its examples are ({printable(error)})") from error
+        raise _damaged(path, f"does not hold the places of its examples ({printable(error)})") from error
     first = 0
     for example, length, checksum in rows:
         yield example, _Place(number, slice(first, first + length), checksum)
@@ -391,7 +393,7 @@ def _places(number: int, shard: Any, path: Path) -> Iterator[tuple[int, _Place]]
 
 
 def _damaged(path: Path, how: str) -> OSError:
-    return OSError(f"{path.name} of the feature cache in {path.parent} {how}: remove it, and then {AGAIN}")
+    return OSError(f"{path.name} of the feature cache in {path.parent} {how}: remove it, and then {REMAKE}")
 
 
 def _is_index(made_from: dict[str, Any], count: int, shards: dict[str, int]) -> bool:

@@ -27,7 +27,7 @@ Normalizer = Literal["token", "sequence", "guess"]
 Outside = Literal["drop", "keep"]
 
 LK_DECAY = 3.0  # how fast "lk" moves from KL to total variation as acceptance grows
-FEW = 0.5  # if a smaller share of the predictions counts (block drafts), logits are computed for those alone
+SPARSE = 0.5  # if a smaller share of the predictions counts (block drafts), logits are computed for those alone
 
 
 @lru_cache
@@ -70,16 +70,16 @@ def counted_positions(answers: Tensor, steps: int, document_ids: Tensor | None =
     counted = answers[:, 1:] & (documents[:, 1:] == documents[:, :-1])  # the token that a position starts after
     by_step = []
     for step in range(steps):
-        guessed = torch.zeros_like(counted)
+        predicted = torch.zeros_like(counted)
         if step + 2 < length:
             same = documents[:, step + 2 :] == documents[:, : -step - 2]
-            guessed[:, : length - step - 2] = answers[:, step + 2 :] & same
-        counted = counted & guessed
+            predicted[:, : length - step - 2] = answers[:, step + 2 :] & same
+        counted = counted & predicted
         by_step.append(counted)
     return torch.stack(by_step)
 
 
-def draw_anchors(
+def sample_anchors(
     answers: Tensor, document_ids: Tensor | None, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Sample at most ``count`` block roots per sequence among the ``answers`` (batch, length): (batch, length) bool.
@@ -89,8 +89,8 @@ def draw_anchors(
     possible = counted_positions(answers, 1, document_ids)[0]  # (batch, length - 1); position i has root i + 1
     order = torch.rand(possible.shape, generator=generator).to(possible.device).masked_fill(~possible, -1.0)
     first = order.topk(min(count, possible.shape[1]), dim=1).indices
-    drawn = torch.zeros_like(possible).scatter(1, first, True) & possible
-    return functional.pad(drawn, (1, 0))
+    sampled = torch.zeros_like(possible).scatter(1, first, True) & possible
+    return functional.pad(sampled, (1, 0))
 
 
 def position_weights(
@@ -115,14 +115,14 @@ def position_weights(
     return weights, (sizes > 0).sum((1, 2)).float()
 
 
-def chain_weights(sure: Tensor, counted: Tensor, smoothing: float) -> Tensor:
-    """Weight each prediction by how far the chains get that reach it (D-PACE): (steps, batch, length - 1).
+def chain_weights(confidence: Tensor, counted: Tensor, smoothing: float) -> Tensor:
+    """Weight each prediction by the expected length of the chains that reach it (D-PACE): (steps, batch, length - 1).
 
-    ``sure`` is the draft's confidence in each draft token; ``smoothing`` moves it towards 1. A chain reaches token k
+    ``confidence`` is that of the draft in each draft token; ``smoothing`` moves it towards 1. A chain reaches token k
     with the product of the confidences up to k. The weight of token k is the sum of these products from k on. Only
     ``counted`` predictions take part.
     """
-    moved = torch.where(counted, smoothing + (1 - smoothing) * sure, 1)
+    moved = torch.where(counted, smoothing + (1 - smoothing) * confidence, 1)
     reached = moved.cumprod(0) * counted
     return reached.flip(0).cumsum(0).flip(0) * counted
 
@@ -136,14 +136,14 @@ class StepMetrics:
 
     ``losses`` (steps,) are weighted sums. ``correct`` tells whether the draft's best token is the target's.
     ``overlap`` is the acceptance rate of a sampled draft token. ``inside`` tells whether the draft vocabulary has the
-    target's best token. ``sure`` is the draft's probability of the token that the objective wants. Values at
+    target's best token. ``confidence`` is the draft's probability of the token that the objective wants. Values at
     positions that do not count are meaningless.
     """
 
     losses: Tensor
     correct: Tensor
     overlap: Tensor
-    sure: Tensor
+    confidence: Tensor
     inside: Tensor
 
     def plus(self, losses: Tensor) -> StepMetrics:
@@ -246,7 +246,7 @@ class ChunkedLoss:
         if self.smoothing is not None:
             with torch.no_grad():
                 _, found = replace(self, smoothing=None).compute(states, hidden, weights, (), input_ids)
-            weights = weights * chain_weights(found.sure, weights > 0, self.smoothing)
+            weights = weights * chain_weights(found.confidence, weights > 0, self.smoothing)
         by_column = _shift(weights, 1)  # (steps, batch, columns)
         text, column = (by_column > 0).any(0).nonzero(as_tuple=True)
         if not len(text):  # the loss is zero, but every process of a distributed run needs a gradient
@@ -267,7 +267,7 @@ class ChunkedLoss:
             return _shift(placed, -1)
 
         losses = torch.stack([chunk.losses for chunk in chunks]).sum(0)
-        metrics = (by_position(name) for name in ("correct", "overlap", "sure", "inside"))
+        metrics = (by_position(name) for name in ("correct", "overlap", "confidence", "inside"))
         return loss, StepMetrics(losses, *metrics)
 
     @torch.no_grad()
@@ -299,7 +299,7 @@ class ChunkedLoss:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the loss of n predictions of a step, with gradients by autograd, and their metrics (n,).
 
-        The metrics are ``correct``, ``overlap`` and ``sure`` of ``StepMetrics``.
+        The metrics are ``correct``, ``overlap`` and ``confidence`` of ``StepMetrics``.
         ``states`` (n, hidden) are the input of the draft's head, ``weights`` (n,) those of the predictions.
         """
         logits = self.draft_head(step, states).float()  # (n, draft vocabulary)
@@ -308,11 +308,11 @@ class ChunkedLoss:
         divergence = sum(weight * self._divergence(name, log_q, target) for name, weight in terms.items())
         loss = (divergence * weights * target.inside).sum()
         with torch.no_grad():
-            guess = log_q.max(-1).indices
-            correct = (guess if self.target_ids is None else self.target_ids[guess]) == target.best
+            token = log_q.max(-1).indices
+            correct = (token if self.target_ids is None else self.target_ids[token]) == target.best
             overlap = torch.minimum(target.p_of_all, log_q.exp()).sum(-1)
             wanted = target.token.clamp(min=0) if "nll" in terms else target.log_p.argmax(-1)
-            sure = log_q.gather(-1, wanted[:, None])[:, 0].exp()
+            confidence = log_q.gather(-1, wanted[:, None])[:, 0].exp()
         if self.confidence is not None:
             said = self.confidence(states).float()
             wrong = functional.binary_cross_entropy_with_logits(said, overlap.clamp(0, 1), reduction="none")
@@ -321,7 +321,7 @@ class ChunkedLoss:
             scores, place = self.selector(states, logits, wanted)
             missed = functional.cross_entropy(scores.float(), place, reduction="none")
             loss = loss + self.selector_weight * (missed * weights * target.inside).sum()
-        return loss, correct, overlap, sure
+        return loss, correct, overlap, confidence
 
     def _divergence(self, objective: str, log_q: Tensor, target: TargetDistribution) -> Tensor:
         """Return the divergence between the draft's log-probabilities (n, draft vocabulary) and the target's, (n,)."""
@@ -349,7 +349,7 @@ def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
     tokens before it are those of the text. So the metrics of step 0 are shifted.
     """
     steps = range(len(counted))
-    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "sure", "inside")}
+    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "confidence", "inside")}
     moved = {name: torch.stack([one.roll(-step, -1) for step in steps]) for name, one in later.items()}
     return StepMetrics(functional.pad(metrics.losses, (0, len(counted) - 1)), **moved)
 
@@ -380,7 +380,7 @@ class _InChunks(torch.autograd.Function):
         # Weights are far below 1. Scaling them up keeps gradients from underflowing in half precision.
         scale = float(columns.weights.max().clamp(min=torch.finfo(torch.float32).tiny))
         total = given[0].new_zeros((), dtype=torch.float32)
-        steps, few = len(columns.weights), bool((columns.weights > 0).float().mean() < FEW)
+        steps, few = len(columns.weights), bool((columns.weights > 0).float().mean() < SPARSE)
         gradients, trained = [torch.zeros_like(tensor) for tensor in given], given[steps:]
         for start in range(0, len(columns.hidden), loss.chunk):
             chunk = slice(start, start + loss.chunk)
@@ -398,8 +398,8 @@ class _InChunks(torch.autograd.Function):
                     for gradient, more in zip(gradients[steps:], found, strict=True):
                         if more is not None:  # None for the parameters of another step's head
                             gradient += more
-            losses, correct, overlap, sure = (torch.stack(metric) for metric in zip(*compared, strict=True))
-            chunks.append(StepMetrics(losses, correct, overlap, sure, target.inside.expand(steps, -1)))
+            losses, correct, overlap, confidence = (torch.stack(metric) for metric in zip(*compared, strict=True))
+            chunks.append(StepMetrics(losses, correct, overlap, confidence, target.inside.expand(steps, -1)))
             total += losses.sum()
         ctx.scale = scale
         ctx.save_for_backward(*gradients)
@@ -411,19 +411,19 @@ class _InChunks(torch.autograd.Function):
         return None, None, None, None, *(found.mul_(factor) for found in ctx.saved_tensors)
 
 
-def feature_loss(guesses: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
-    """Compare each step's ``guesses`` of the target's last hidden states with the true ``hidden``: (steps,) sums.
+def feature_loss(predicted: Sequence[Tensor], hidden: Tensor, weights: Tensor) -> Tensor:
+    """Compare each step's ``predicted`` last hidden states of the target with the true ``hidden``: (steps,) sums.
 
     All are (batch, length, hidden); ``weights`` (steps, batch, length - 1) are those of positions.
     """
-    if not guesses or guesses[0].shape[-1] != hidden.shape[-1]:
+    if not predicted or predicted[0].shape[-1] != hidden.shape[-1]:
         raise ValueError(
-            "feature_loss_weight needs a draft that is fed guesses of the target's last hidden state, as EAGLE-1 is; "
+            "feature_loss_weight needs a draft that predicts the target's last hidden state, as EAGLE-1 does; "
             "set it to 0"
         )
     found = []
-    for step, (guess, weight) in enumerate(zip(guesses, weights, strict=True)):
+    for step, (state, weight) in enumerate(zip(predicted, weights, strict=True)):
         true = hidden[:, 1:].roll(-step, dims=1)
-        distance = functional.smooth_l1_loss(guess.float(), true.float(), reduction="none").mean(-1)
+        distance = functional.smooth_l1_loss(state.float(), true.float(), reduction="none").mean(-1)
         found.append((distance * weight).sum())
     return torch.stack(found)

@@ -19,7 +19,7 @@ from .arguments import DraftTrainingArguments
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Both optimizers behind one schedule and one checkpoint: the first group of parameters is Muon's.
+    """Both optimizers with one schedule and one checkpoint; the first group of parameters is Muon's.
 
     An optimizer without parameters is omitted: adapters, for example, have only matrices.
     """

@@ -101,10 +101,10 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str, Any]:
-    """Read and check a recipe; ``instead`` names a target, draft or data that replace the file's.
+def read_recipe(file: str | os.PathLike[str], **overrides: str | None) -> dict[str, Any]:
+    """Read and check a recipe; ``overrides`` names a target, draft or data that replace the file's.
 
-    If ``instead`` names prepared data, the file's section prepare is ignored.
+    If ``overrides`` names prepared data, the file's section prepare is ignored.
     Errors: a ValueError that names an unknown or missing key; an OSError for a file that cannot be read.
     """
     check_ends(file)
@@ -113,12 +113,12 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
         check_sound(recipe)
     except OSError as error:
         raise OSError(
-            f"the recipe {str(file)!r} cannot be read ({error.strerror}); name a YAML file that says what to train"
+            f"the recipe {str(file)!r} cannot be read ({error.strerror}); name a YAML file of target, draft and data"
         ) from error
     except Exception as error:  # errors of YAML, and whatever parsing its numbers, dates and tags raises
         raise ValueError(f"{file} is no YAML: {error}") from error
-    recipe = _section(recipe, SECTIONS, "the recipe") | {name: one for name, one in instead.items() if one}
-    if instead.get("data") and is_prepared(recipe["data"]):
+    recipe = _section(recipe, SECTIONS, "the recipe") | {name: one for name, one in overrides.items() if one}
+    if overrides.get("data") and is_prepared(recipe["data"]):
         recipe.pop("prepare", None)
     if missing := [name for name in ("target", "draft", "data") if not recipe.get(name)]:
         raise ValueError(f"{file} does not say {', '.join(missing)}")
@@ -130,7 +130,7 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
         _check_draft(recipe["draft"])
         if recipe.get("peft"):
             raise ValueError(
-                "peft trains an adapter on a draft that exists, and is all that is saved: let draft be its directory "
+                "peft trains an adapter of an existing draft, and saves only the adapter: let draft be its directory "
                 "or Hub id, or leave out peft to train a new one"
             )
     recipe["prepare"] = _section(recipe.get("prepare"), PREPARE, "prepare")
@@ -142,7 +142,7 @@ def read_recipe(file: str | os.PathLike[str], **instead: str | None) -> dict[str
     for section in ("target", "features"):
         _check_dtype(recipe[section].get("dtype"), section)
     if recipe["features"] and recipe["prepare"].get("streaming"):
-        raise ValueError("features are kept of numbered examples, and a stream has none: leave out one of the two")
+        raise ValueError("features need numbered examples, and a stream has none: leave out one of the two")
     recipe["trainer"] = _section(recipe.get("trainer"), _fields(DraftTrainingArguments), "trainer")
     for name in weights_of(recipe["data"]):
         if not isinstance(recipe["data"], str) and is_prepared(name):
@@ -184,8 +184,8 @@ def _section(given: Any, known: Collection[str], name: str) -> dict[str, Any]:
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
-            cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ValueError(f"{name} has no {key!r}; {cure}")
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ValueError(f"{name} has no {key!r}; {hint}")
         if isinstance(known, Mapping) and not _fits(given[key], known[key]):
             takes = known[key].__name__ if isinstance(known[key], type) else str(known[key]).removeprefix("typing.")
             raise ValueError(f"{name}: {key} is {given[key]!r}; it takes {takes}")
@@ -210,7 +210,7 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
     names = [hub_name(name) for name in weights_of(recipe["data"])]
     args.data_name = args.data_name or ", ".join(name for name in names if name) or None
     if recipe["prepare"].get("streaming") and args.max_steps <= 0:
-        raise ValueError("nobody knows how long a stream is: set max_steps of the trainer")
+        raise ValueError("the length of a stream is unknown: set max_steps of the trainer")
     if not asks_to_resume(args.resume_from_checkpoint):
         check_output_dir(str(args.output_dir), RESULTS)
     features = dict(recipe["features"])
@@ -243,14 +243,14 @@ def train(recipe: dict[str, Any], changes: Sequence[str] = ()) -> tuple[str, dic
         peft_config=adapter,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    metrics = _last_figures(trainer) if "test" in splits else {}
+    metrics = _last_metrics(trainer) if "test" in splits else {}
     trainer.save_model()
     if args.push_to_hub:
         trainer.push_to_hub()
     return str(args.output_dir), metrics
 
 
-def _last_figures(trainer: DraftTrainer) -> dict[str, float]:
+def _last_metrics(trainer: DraftTrainer) -> dict[str, float]:
     """Return the metrics of the saved weights from the log, or measure them if they were not evaluated."""
     state, args = trainer.state, trainer.args
     best = state.best_global_step if args.load_best_model_at_end else None
@@ -292,7 +292,7 @@ def _target_of_caches(directory: str, parts: Iterable[str]) -> Any:
     try:
         caches = [FeatureCache(Path(directory, part)) for part in parts]
     except OSError as error:  # a damaged file was removed
-        logger.warning(f"{error}. The whole target is loaded for that")
+        logger.warning(f"{error}. The complete target is loaded to repair it")
         return None
     except ValueError:  # not started, or not finished
         return None
@@ -323,9 +323,9 @@ def _draft(given: Any, target: PreTrainedModel, examples: Any) -> Any:
     if isinstance(given, str):
         return load_draft(given, target, dtype="float32")
     config = _config(given, target.config)
-    whole, size = config.layers.vocab_size, getattr(config, "draft_vocab_size", None)
+    complete, size = config.layers.vocab_size, getattr(config, "draft_vocab_size", None)
     counted = examples.take(COUNTED) if isinstance(examples, IterableDataset) else examples
-    return new_draft(config, target, count_tokens(counted, whole) if size and size < whole else None)
+    return new_draft(config, target, count_tokens(counted, complete) if size and size < complete else None)
 
 
 def _config(given: dict[str, Any], target: PreTrainedConfig) -> Any:

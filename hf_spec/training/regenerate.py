@@ -31,7 +31,7 @@ from .chat import (
     template_arguments_of,
 )
 from .data import check_ids
-from .endpoint import Endpoint, Refused, request_of, side_by_side
+from .endpoint import Endpoint, Refused, map_in_threads, request_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState  # type: ignore[import-untyped]
@@ -50,7 +50,7 @@ class _Asked:
 
     turns: Turns
     arguments: dict[str, Any] = field(default_factory=dict)
-    beside: dict[str, str] = field(default_factory=dict)  # template columns, copied to the output as JSON
+    columns: dict[str, str] = field(default_factory=dict)  # template columns, copied to the output as JSON
 
 
 def regenerate(
@@ -100,17 +100,17 @@ def regenerate(
     if not processes.is_first:
         rest = islice(rest, done, None)
     answered = (
-        _answered_there(rest, target, options, batch_size)
+        _answered_by_server(rest, target, options, batch_size)
         if isinstance(target, Endpoint)
-        else _answered_here(rest, target, tokenizer, options, batch_size, processes)
+        else _answered_by_model(rest, target, tokenizer, options, batch_size, processes)
     )
     total = len(conversations) if isinstance(conversations, Sized) else None
     with Progress("Regenerating", total, "conversations", progress and processes.is_first, done) as bar:
         for batch in answered:
-            lines = [{"messages": said, **one.beside} for one, said in batch]
+            lines = [{"messages": said, **one.columns} for one, said in batch]
             processes.by_the_first(lambda lines=lines: _append(path, lines))  # type: ignore[misc]
             bar.update(len(batch))
-    processes.by_the_first(lambda: _tell_cut(path))
+    processes.by_the_first(lambda: _warn_of_cut_answers(path))
     return path
 
 
@@ -133,7 +133,7 @@ def _begin(path: Path, rest: Iterator[_Asked], made_from: Callable[[], dict[str,
     return done
 
 
-def _answered_here(
+def _answered_by_model(
     rest: Iterator[_Asked],
     target: PreTrainedModel,
     tokenizer: Any,
@@ -153,7 +153,7 @@ def _answered_here(
         yield list(zip(window, chain.from_iterable(parts), strict=True))
 
 
-def _answered_there(
+def _answered_by_server(
     rest: Iterator[_Asked], server: Endpoint, options: dict[str, Any], at_once: int
 ) -> Iterator[list[tuple[_Asked, Turn]]]:
     """Yield conversations as the server answers them; a ValueError if it refuses all of the first ones."""
@@ -170,7 +170,7 @@ def _answered_there(
         return asked, said
 
     refused, pending = 0, list[tuple[_Asked, Turn]]()
-    for number, (asked, said) in enumerate(side_by_side(answer, rest, at_once), start=1):
+    for number, (asked, said) in enumerate(map_in_threads(answer, rest, at_once), start=1):
         refused += isinstance(said, Refused)
         pending.append((asked, [] if isinstance(said, Refused) else said))
         if refused < number:
@@ -187,11 +187,11 @@ def _made_from(
     target: PreTrainedModel | Endpoint, tokenizer: Any, options: dict[str, Any], arguments: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return what the answers depend on; for a server, the model's name and the request's options."""
-    told = {"template_arguments": arguments} if arguments else {}
+    template = {"template_arguments": arguments} if arguments else {}
     if isinstance(target, Endpoint):
-        return {"model": target.model} | request_of({}, options) | told
+        return {"model": target.model} | request_of({}, options) | template
     made_from = fingerprint(target) | {"tokenizer": tokenizer_digest(tokenizer)}
-    return made_from | generation_settings(target, options) | told
+    return made_from | generation_settings(target, options) | template
 
 
 def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
         return
     if not record.exists():
         raise ValueError(
-            f"{path} has no {record.name} beside it, which says what its answers were made with: write to another file"
+            f"{path} has no {record.name} next to it, which says how its answers were made: write to another file"
         )
     try:
         made_from = dict(json.loads(record.read_text(encoding="utf-8")))
@@ -216,7 +216,7 @@ def _check_made_from(path: Path, done: int, wanted: dict[str, Any]) -> None:
         )
 
 
-def _tell_cut(path: Path) -> None:
+def _warn_of_cut_answers(path: Path) -> None:
     with path.open(encoding="utf-8") as lines:  # splitlines() would also split at other line ends within texts
         messages = [message for line in lines for message in json.loads(line)["messages"]]
     answers = [message for message in messages if message["role"] == "assistant"]
@@ -234,7 +234,7 @@ def _append(path: Path, lines: list[dict[str, Any]]) -> None:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
     except OSError as error:
         raise OSError(
-            error.errno, f"{error.strerror}: {path}. The answers in it are kept: make room and repeat the call"
+            error.errno, f"{error.strerror}: {path}. The answers in it are kept: free some space and repeat the call"
         ) from error
 
 
@@ -244,16 +244,16 @@ def _skip_done(path: Path, rest: Iterator[_Asked]) -> int:
         return 0
     check_ends(path)
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    lines = whole.splitlines()
+    complete = content[: content.rfind(b"\n") + 1]
+    lines = complete.splitlines()
     for number, line in enumerate(lines, start=1):
         if not _answers(line, next(rest, None)):
             raise ValueError(
                 f"line {number} of {path} does not answer the questions of conversation {number}: repeat an "
                 "interrupted call with the same conversations, or write to another file"
             )
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
     return len(lines)
 
 
@@ -293,8 +293,8 @@ def _asked(given: Any, arguments: dict[str, Any]) -> _Asked:
         own = template_arguments_of(given)
     except (Unusable, ValueError):
         return _Asked([])
-    beside = {name: given[name] for name in TEMPLATE_COLUMNS if given.get(name)}
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in beside.items()}
+    columns = {name: given[name] for name in TEMPLATE_COLUMNS if given.get(name)}
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in columns.items()}
     return _Asked(_turns(conversation), arguments | own, texts)
 
 
@@ -320,7 +320,7 @@ def _encoded(prompt: str, target: Any, tokenizer: Any) -> list[int]:
     ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     check_ids(0, max(ids, default=0), len(target.get_input_embeddings().weight))
     if (limit := position_limit(target)) is not None and len(ids) >= limit:
-        logger.warning_once(f"conversations without room for an answer in the target's {limit} positions are left out")
+        logger.warning_once(f"conversations that leave no position for an answer in the target's {limit} are skipped")
         raise Unusable("long")
     return ids
 
@@ -330,10 +330,10 @@ def _generate(
 ) -> list[tuple[str, bool]]:
     """Return the answer to each prompt (token ids), and whether it was cut off before its end-of-sequence token."""
     limit, wanted = position_limit(target), options["max_new_tokens"]
-    room = [wanted if limit is None else min(wanted, limit - len(prompt)) for prompt in prompts]
+    lengths = [wanted if limit is None else min(wanted, limit - len(prompt)) for prompt in prompts]
     answers: dict[int, tuple[str, bool]] = {}
-    for length in {*room}:  # prompts with few positions left must not shorten the answers to others
-        rows = [row for row, one in enumerate(room) if one == length]
+    for length in {*lengths}:  # prompts with few positions left must not shorten the answers to others
+        rows = [row for row, one in enumerate(lengths) if one == length]
         asked = [prompts[row] for row in rows]
         found = _generate_together(asked, target, tokenizer, options | {"max_new_tokens": length})
         answers |= zip(rows, found, strict=True)

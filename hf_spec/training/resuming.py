@@ -46,14 +46,14 @@ def checkpoint_to_resume(asked: str | bool | None, output_dir: str | os.PathLike
     if isinstance(asked, str) and asked.lower() != "true":
         if problem := _problem(Path(asked)):
             raise ValueError(
-                f"training cannot go on from {asked}, which {problem}: name another, or true for the last"
+                f"training cannot resume from {asked}, which {problem}: name another, or true for the last"
             )
         return asked
     for checkpoint in reversed(checkpoints(output_dir)):
         if not (problem := _problem(checkpoint)):
             return str(checkpoint)
-        logger.warning(f"{checkpoint} {problem}: looking for an earlier checkpoint to go on from")
-    logger.warning(f"there is no whole checkpoint in {output_dir}: training starts anew")
+        logger.warning(f"{checkpoint} {problem}: looking for an earlier checkpoint to resume from")
+    logger.warning(f"there is no complete checkpoint in {output_dir}: training starts from the beginning")
     return None
 
 
@@ -78,7 +78,7 @@ def check_draft(checkpoint: str | None, draft: Any, is_adapter: bool) -> None:
         found = differences(saved, {name: own.get(name) for name in kind_first})
     if found:
         raise ValueError(
-            f"training cannot go on from {checkpoint}, which holds another draft: {'; '.join(found[:3])}. Repeat the "
+            f"training cannot resume from {checkpoint}, which holds another draft: {'; '.join(found[:3])}. Repeat the "
             "recipe that began it, or name another output_dir"
         )
 
@@ -102,15 +102,15 @@ def checked_optimizer(optimizer: Any, checkpoint: str | None) -> Iterator[None]:
         is_same = False
     if not is_same:
         raise ValueError(
-            f"training cannot go on from {checkpoint}, which was written with another optimizer, or trained other "
-            "weights: repeat the optim, muon_learning_rate and freeze_lm_head of the run that began it, or begin "
+            f"training cannot resume from {checkpoint}, which was written with another optimizer, or trained other "
+            "weights: repeat the optim, muon_learning_rate and freeze_lm_head of the run that began it, or start "
             "another one from its draft, in another output_dir"
         )
     pairs = zip(asked, _settings(optimizer), strict=True)
     if found := [one for wanted, have in pairs for one in differences(have, wanted)]:
         logger.warning(
-            f"training goes on with the optimizer of {checkpoint}, not with what is asked for now: "
-            f"{'; '.join(dict.fromkeys(found))}. For that begin another run from its draft, in another output_dir"
+            f"training continues with the optimizer of {checkpoint}, not with these arguments: "
+            f"{'; '.join(dict.fromkeys(found))}. To use them, start another run from its draft, in another output_dir"
         )
 
 
@@ -138,14 +138,14 @@ def check_output_dir(output_dir: str | os.PathLike[str], files: tuple[str, ...] 
     found = [*checkpoints(output_dir), *(Path(output_dir, name) for name in files)]
     if there := next((path.name for path in found if path.exists()), None):
         raise ValueError(
-            f"{output_dir} has the {there} of another run: name another output_dir, or go on with it by "
+            f"{output_dir} has the {there} of another run: name another output_dir, or resume it by "
             "resume_from_checkpoint: true"
         )
 
 
 @contextlib.contextmanager
-def told_when_the_disk_is_full(what: str) -> Iterator[None]:
-    """Turn any error of a full disk while ``what`` is written into an OSError that says so."""
+def explain_full_disk(what: str) -> Iterator[None]:
+    """Turn any error of a full disk while ``what`` is written into an OSError with that reason."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -154,8 +154,8 @@ def told_when_the_disk_is_full(what: str) -> Iterator[None]:
             raise
         raise OSError(
             errno.ENOSPC,
-            f"No space left on device: {what} could not be written. Make room and go on by resume_from_checkpoint: "
-            "true, from the last checkpoint that is whole",
+            f"No space left on device: {what} could not be written. Free some space and set resume_from_checkpoint: "
+            "true, to resume from the last complete checkpoint",
         ) from error
 
 
@@ -164,14 +164,14 @@ def _problem(checkpoint: Path) -> str:
     if not checkpoint.is_dir():
         return "does not exist"
     for path in sorted(checkpoint.iterdir()):
-        if not _is_whole(path):
+        if not _is_complete(path):
             return f"has a {path.name} that is cut off"
     if not checkpoint.joinpath(STATE).exists():
         return f"has no {STATE}"
     return "" if any(any(checkpoint.glob(name)) for name in WEIGHTS) else "has no weights"
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Tell whether a file is complete: a full disk or a kill cuts off its end."""
     if not path.is_file():
         return path.is_dir()  # anything else may be a pipe, which never ends

@@ -58,16 +58,16 @@ class RolloutCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Give the policy its speculator."""
         before = stored_for(model)
-        if not isinstance(before[0], _Listening):  # as a training leaves it that an error ended
+        if not isinstance(before[0], _Recording):  # one is left by a training that ended with an error
             self._before = before
         found: Any = self.speculator
         if found is None and self.draft_trainer is not None:
             found = self.draft_trainer.draft
         self._set_to_evaluation()
-        set_speculator(model, _Listening(as_speculator(found, model), self.texts), self.config)
+        set_speculator(model, _Recording(as_speculator(found, model), self.texts), self.config)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refresh the draft, if it is time to."""
+        """Refresh the draft after every ``every`` steps."""
         if self.draft_trainer is None or state.global_step % self.every:
             return
         if texts := _of_all_processes(list(self.texts), self.draft_trainer.accelerator.num_processes):
@@ -76,7 +76,7 @@ class RolloutCallback(TrainerCallback):
         self._set_to_evaluation()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Leave the policy as it was."""
+        """Restore the policy's earlier speculator."""
         set_speculator(model, *self._before)
 
     def _set_to_evaluation(self) -> None:
@@ -110,15 +110,15 @@ def _of_all_processes(texts: list[list[int]], processes: int) -> list[list[int]]
     return list(gather_object(texts))
 
 
-class _Listening(Speculator):
-    """Guess as ``inner`` does, and keep what finished calls wrote."""
+class _Recording(Speculator):
+    """A speculator that drafts as ``inner`` does and records the texts of finished calls."""
 
     def __init__(self, inner: Speculator, texts: deque[list[int]]) -> None:
         self.inner, self._texts = inner, texts
 
     @property
     def model(self) -> Any:
-        """Return the weights that guess, if there are some."""
+        """Return the module of the draft, if it has weights."""
         return network_of(self.inner)
 
     def estimates_acceptance(self, batch_size: int) -> bool:

@@ -43,9 +43,9 @@ class RunningSums:
         sums = dict(zip(self.NAMES, reduce(self.sums), strict=True))
         counted = sums["counted"].clamp(min=1)
         accuracy, overlap = (sums["correct"] / counted).tolist(), (sums["overlap"] / counted).tolist()
-        figures = {"expected_length": 1 + sum(accuracy), "in_vocabulary": (sums["inside"] / counted)[0].item()}
-        figures |= {f"accuracy_{step}": share for step, share in enumerate(accuracy, start=1)}
-        return figures | {f"overlap_{step}": share for step, share in enumerate(overlap, start=1)}
+        metrics = {"expected_length": 1 + sum(accuracy), "in_vocabulary": (sums["inside"] / counted)[0].item()}
+        metrics |= {f"accuracy_{step}": share for step, share in enumerate(accuracy, start=1)}
+        return metrics | {f"overlap_{step}": share for step, share in enumerate(overlap, start=1)}
 
     def loss(
         self, step_weights: Tensor, together: bool, reduce: Callable[[Tensor], Tensor] = lambda sums: sums

@@ -126,7 +126,7 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     if held_out is None:
         held_out = min(HELD_OUT, len(examples) // 10 or 1, len(examples) - 1)
         if not held_out:
-            logger.warning("there is one example only, so that none is held out to evaluate on")
+            logger.warning("there is one example only, so none is held out for evaluation")
     if not 0 <= held_out < len(examples):
         raise ValueError(
             f"held_out is {held_out}, but there are only {len(examples)} examples: keep fewer, or, if packing has put "
@@ -139,9 +139,9 @@ def prepared(data: Any, tokenizer: Any, held_out: int | None = None, positions: 
     rng = random.Random(0)
     # A weight of 1.5 is one copy, and with a probability of 0.5 a second one.
     times = [(row, int(weights[row]) + (rng.random() < weights[row] % 1)) for row in kept]
-    if not (drawn := [row for row, count in times for _ in range(count)]):
+    if not (repeated := [row for row, count in times for _ in range(count)]):
         raise ValueError("no example is left to train on: set greater weights")
-    splits = datasets.DatasetDict(train=examples.select(drawn), **rest)
+    splits = datasets.DatasetDict(train=examples.select(repeated), **rest)
     for one in splits.values():
         record_tokenizer(one, tokenizer)
     return splits

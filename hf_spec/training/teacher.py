@@ -49,14 +49,14 @@ class Reader:
         states = self._read(ids)[1]
         if not bool(states.isfinite().all()):
             raise ValueError(
-                f"the states of {type(self.model).__name__} are not finite: load it in bfloat16 or float32, or mend "
+                f"the states of {type(self.model).__name__} are not finite: load it in bfloat16 or float32, or repair "
                 "its weights"
             )
         if not _alike(states[:, :4], self._read(ids[:, :4])[1]):
             raise ValueError(
-                f"{type(self.model).__name__} reads a text looking at all of it, as prefix models do, so that "
-                "its states tell what follows, and no draft can learn to guess from them: take another target, or "
-                "guess with speculator='ngram'"
+                f"{type(self.model).__name__} lets tokens attend to later ones, as prefix models do. Its states "
+                "contain what follows, so no draft can learn from them: take another target, or draft with "
+                "speculator='ngram'"
             )
 
     def _read(self, input_ids: Tensor, position_ids: Tensor | None = None) -> tuple[list[Tensor], Tensor]:

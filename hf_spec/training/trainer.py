@@ -34,10 +34,10 @@ from .losses import (
     ChunkedLoss,
     StepMetrics,
     counted_positions,
-    draw_anchors,
     feature_loss,
     of_chains,
     position_weights,
+    sample_anchors,
 )
 from .origin import check_tokenizer
 from .resuming import (
@@ -46,8 +46,8 @@ from .resuming import (
     check_output_dir,
     checked_optimizer,
     checkpoint_to_resume,
+    explain_full_disk,
     place_in_stream,
-    told_when_the_disk_is_full,
 )
 from .running_sums import RunningSums
 from .teacher import Reader
@@ -58,7 +58,7 @@ logger = logging.get_logger(__name__)
 
 
 class DraftTrainer(Trainer):
-    """A trainer of ``model``, a draft of any kind, on what ``target`` would say.
+    """A trainer of ``model``, a draft of any kind, on the distributions of ``target``.
 
     Datasets have the columns ``input_ids``, ``loss_mask`` (1 where a token is the target's own answer) and, if packed,
     ``document_ids``: see ``prepare_dataset``. The target is set to evaluation mode and is not changed otherwise. It
@@ -67,7 +67,7 @@ class DraftTrainer(Trainer):
     often the first k draft tokens are accepted. ``metric_for_best_model`` may name one to select checkpoints by.
 
     Args:
-        model: a ``DraftModel``, or a small causal language model to distil; or use ``model_init``.
+        model: a ``DraftModel``, or a smaller causal language model to distil; or use ``model_init``.
         target: the language model it drafts for; may have an adapter of PEFT.
         eval_prompts: held-out prompts as token ids; taken from ``eval_dataset`` by default.
         peft_config: train an adapter of PEFT on the draft instead of the draft.
@@ -125,12 +125,12 @@ class DraftTrainer(Trainer):
         if not isinstance(draft, PreTrainedModel) or draft is self.target:
             raise TypeError(
                 f"the draft is {'the target' if draft is self.target else f'a {type(draft).__name__}'}: pass a "
-                "DraftModel or a small causal language model of its own, loaded"
+                "DraftModel or a smaller causal language model, loaded"
             )
         if isinstance(draft, TargetMtp):
             raise ValueError(
-                f"the MTP layers of {type(self.target).__name__} can be read, but not written back: train one that "
-                "stands by itself instead, made from an MTPSpeculatorConfig"
+                f"the MTP layers of {type(self.target).__name__} can be read, but not written back: train a "
+                "separate draft instead, made from an MTPSpeculatorConfig"
             )
         check_arguments(draft, self.target, args)
         if isinstance(draft, DraftModel):
@@ -159,7 +159,7 @@ class DraftTrainer(Trainer):
             check_examples(data, self._vocabulary)
             check_tokenizer(data, self._tokenizer, self._vocabulary)
             if not has_body(self.target):
-                raise ValueError("without its layers the target can read no text: cache the features of every dataset")
+                raise ValueError("without its layers the target cannot read text: cache the features of every dataset")
 
     def _forget_use_cache(self) -> None:
         """Remove ``use_cache``, which Trainer writes into any model's config: a draft has no such option."""
@@ -272,7 +272,7 @@ class DraftTrainer(Trainer):
         place = () if number is None else (self.state.global_step, self.args.process_index, number)
         generator = torch.Generator().manual_seed(hash((self.args.seed, *place)))
         given = (inputs["loss_mask"], inputs.get("document_ids"), self.settings.num_anchors)
-        inputs["anchors"] = draw_anchors(*given, generator)
+        inputs["anchors"] = sample_anchors(*given, generator)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         """Return the divisor of each step's weights, (steps,), summed over accumulated batches and processes."""
@@ -333,12 +333,12 @@ class DraftTrainer(Trainer):
         if output.metrics is None:
             return output
         sums = self._sums[False]
-        figures = sums.averages(self._over_processes)
+        metrics = sums.averages(self._over_processes)
         if sums.sums is not None:  # an average over all positions; transformers averages over batches
             together = self.settings.normalizer == "guess"
-            figures["loss"] = sums.loss(self._step_weights(torch.device("cpu")), together, self._over_processes)
-        figures |= self._measured(dataloader.dataset)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+            metrics["loss"] = sums.loss(self._step_weights(torch.device("cpu")), together, self._over_processes)
+        metrics |= self._measured(dataloader.dataset)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     def _measured(self, dataset: Any) -> dict[str, float]:
@@ -353,7 +353,7 @@ class DraftTrainer(Trainer):
             return {}
         mine = prompts[self.args.process_index :: self.args.world_size]
         options = (args.eval_max_new_tokens, args.eval_speculative_tokens)
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, temperature in (("", None), ("sampled_", args.eval_temperature)):
             if name and temperature is None:
                 continue
@@ -361,8 +361,8 @@ class DraftTrainer(Trainer):
             with sharding.gathered(cast(nn.Module, self.model)), as_loaded(draft):
                 counts = measure(draft, self.target, mine, *options, temperature, args.eval_batch_size, args.seed)
             sums = self._over_processes(sums_of(counts, len(mine)))
-            figures |= {f"{name}{key}": value for key, value in acceptance(sums).items()}
-        return figures
+            metrics |= {f"{name}{key}": value for key, value in acceptance(sums).items()}
+        return metrics
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as ``Trainer`` does; ``True`` resumes from the last complete checkpoint, if there is one.
@@ -413,7 +413,7 @@ class DraftTrainer(Trainer):
             self._write_card(output_dir or cast(str, self.args.output_dir))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with told_when_the_disk_is_full(f"the checkpoint of step {self.state.global_step}"):
+        with explain_full_disk(f"the checkpoint of step {self.state.global_step}"):
             super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -421,7 +421,7 @@ class DraftTrainer(Trainer):
         if _internal_call:
             super().save_model(output_dir, _internal_call)
             return
-        with told_when_the_disk_is_full(f"the draft in {output_dir or self.args.output_dir}"):
+        with explain_full_disk(f"the draft in {output_dir or self.args.output_dir}"):
             super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

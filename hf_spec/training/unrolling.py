@@ -1,4 +1,4 @@
-"""Unrolling of a draft of any kind, also a small language model, over the texts it is trained on."""
+"""Unrolling of a draft of any kind, also a smaller language model, over the texts it is trained on."""
 
 from __future__ import annotations
 

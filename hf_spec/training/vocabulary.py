@@ -51,8 +51,8 @@ def new_draft(config: SpeculatorConfig, target: PreTrainedModel, token_counts: T
     if draft.d2t is not None:
         if token_counts is None:
             raise ValueError(
-                f"the draft guesses {len(draft.d2t)} of {config.layers.vocab_size} tokens: pass token_counts, from "
-                "count_tokens(dataset, vocab_size), to choose them"
+                f"the draft vocabulary has {len(draft.d2t)} of {config.layers.vocab_size} tokens: pass token_counts, "
+                "from count_tokens(dataset, vocab_size), to choose them"
             )
         draft.set_vocabulary(most_frequent(token_counts, len(draft.d2t)))
     embeddings: Any = target.get_input_embeddings()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec.cli import main
 from hf_spec.training import Endpoint, regenerate
-from hf_spec.training.endpoint import Refused, request_of, side_by_side
+from hf_spec.training.endpoint import Refused, map_in_threads, request_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "progress": False}
 
@@ -129,7 +129,7 @@ def test_several_are_asked_at_once_and_answered_in_order() -> None:
         return number
 
     taken: list[int] = []
-    found = side_by_side(wait, (taken.append(number) or number for number in range(40)), 4)
+    found = map_in_threads(wait, (taken.append(number) or number for number in range(40)), 4)
     assert [next(found) for _ in range(4)] == [0, 1, 2, 3]
     assert len(taken) < 16
     assert list(found) == list(range(4, 40))
@@ -145,5 +145,5 @@ def test_an_error_ends_what_waits() -> None:
         return number
 
     with pytest.raises(ConnectionError):
-        list(side_by_side(fail, range(100), 2))
+        list(map_in_threads(fail, range(100), 2))
     assert len(begun) < 20

@@ -156,8 +156,8 @@ def test_a_target_whose_logits_take_more_must_be_there(tmp_path: Path, caplog: p
     target = sharp_target()
     target.lm_head.register_forward_hook(lambda module, args, output: 2 * output)
     cache = cached(tmp_path / "cache", target=target)
-    assert "needs the whole target" in caplog.text
-    with pytest.raises(ValueError, match="load the whole target"):
+    assert "needs the complete target" in caplog.text
+    with pytest.raises(ValueError, match="load the complete target"):
         cache.load_target()
 
 
@@ -176,7 +176,7 @@ def test_states_are_those_of_a_target_with_its_adapter(tmp_path: Path) -> None:
         assert losses(trained(medusa, target, cache, tmp_path)) == pytest.approx(expected, rel=1e-4)
     with pytest.raises(ValueError, match="the target's layers differ"):
         trained(medusa, sharp_target(), cache, tmp_path)
-    with pytest.raises(ValueError, match="load the whole target"):
+    with pytest.raises(ValueError, match="load the complete target"):
         cached(tmp_path / "head", target=adapted("lm_head")).load_target()
 
 
@@ -212,7 +212,7 @@ def test_an_index_that_is_none_is_named(content: str, tmp_path: Path) -> None:
 def test_what_is_kept_of_the_target_is_named_where_it_is_cut_off(file: str, tmp_path: Path) -> None:
     path = cached(tmp_path).directory / "target" / file
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match=r"target is damaged .*: remove it, and load the whole target instead"):
+    with pytest.raises(ValueError, match=r"target is damaged .*: remove it, and load the complete target instead"):
         FeatureCache(tmp_path).load_target()
 
 
@@ -337,7 +337,7 @@ def test_a_killed_call_goes_on_behind_its_finished_shards(call: int, whole: int,
     with pytest.raises(ValueError, match=f"only {whole} of {len(expected)}" if whole else "no feature cache"):
         FeatureCache(folder)
     times = {name: (folder / name).stat().st_mtime_ns for name in list(expected)[:whole]}
-    with pytest.raises(ValueError, match=r"has no layers to finish the cache .* load the whole one"):
+    with pytest.raises(ValueError, match=r"has no layers to finish the cache .* load the complete one"):
         cached(folder, target=load_embeddings_and_head(tmp_path / "uninterrupted" / "target"))
     assert files(cached(folder)) == expected
     assert {name: (folder / name).stat().st_mtime_ns for name in times} == times
@@ -383,7 +383,7 @@ def test_a_damaged_shard_is_named_and_made_again_alone(damage: Any, message: str
     shard = tmp_path / "features-00002.safetensors"
     others = [path for path in sorted(tmp_path.glob("features-*")) if path != shard]
     damage(shard)
-    with pytest.raises(OSError, match=rf"features-00002\.safetensors .* {message}.*make it again") as told:
+    with pytest.raises(OSError, match=rf"features-00002\.safetensors .* {message}.*repeat cache_features") as told:
         list(FeatureCache(tmp_path))
     assert ("remove it" in str(told.value)) == shard.exists()
     shard.unlink(missing_ok=True)

@@ -185,8 +185,9 @@ def test_the_snippet_of_a_card_runs(tmp_path: Path, capsys: Any) -> None:
     for line in (
         "| prompts | 3 |",
         f"| tokens that verifications emitted, greedy | {found['eval_measured_tokens']:,.0f} |",
-        f"| first 1 guesses accepted (cumulative) | {found['eval_acceptance_1']:.3f} |",
-        f"| guess 2 accepted if those before were (conditional) | {found['eval_conditional_acceptance_2']:.3f} |",
+        f"| first 1 draft tokens accepted (cumulative) | {found['eval_acceptance_1']:.3f} |",
+        "| draft token 2 accepted if those before were (conditional) | "
+        f"{found['eval_conditional_acceptance_2']:.3f} |",
     ):
         assert line in card.text
     (snippet,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)

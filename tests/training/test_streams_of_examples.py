@@ -56,7 +56,9 @@ def test_what_a_stream_leaves_out_is_told_by_its_first_examples(caplog: Any, mon
         prepare_dataset(rows, TOKENIZER)
     assert "4 of 5 examples are kept: 1 examples are no text" in caplog.text
     nothing = datasets.Dataset.from_list([{"text": "a"}] * 3).to_iterable_dataset()
-    with pytest.raises(ValueError, match="no example is left to train on: 3 examples have no two answer tokens"):
+    with pytest.raises(
+        ValueError, match="no example is left to train on: 3 examples have no two adjacent answer tokens"
+    ):
         prepare_dataset(nothing, TOKENIZER)
     with pytest.raises(ValueError, match="the dataset is empty"):
         prepare_dataset(datasets.IterableDataset.from_generator(lambda: iter(())), TOKENIZER)

@@ -128,7 +128,7 @@ def test_reasoning_that_the_template_never_shows_is_trained_on_as_it_was_said(sa
     assert made.decode(row["input_ids"]).startswith(
         "<user> one two <end> <assistant> three four <end> <user> five <end>"
     )
-    with pytest.raises(ValueError, match="does not begin as it does for generation"):
+    with pytest.raises(ValueError, match="renders differently than for generation"):
         prepare_dataset(chats(CHAT), made)  # without reasoning it would stand where the target reasons
 
 
@@ -181,7 +181,7 @@ def test_files_of_several_kinds_are_read(tmp_path: Path) -> None:
         (
             "a.jsonl",
             '{"text": "one"}\n{"text": "tw',
-            r"a\.jsonl is broken: line 2: Unterminated string starting at, character 10\. Mend it",
+            r"a\.jsonl is broken: line 2: Unterminated string starting at, character 10\. Repair it",
         ),
         ("a.json", '[{"text": "one"},\n {"text": two}]', r"a\.json is broken: line 2: Expecting value, character 11"),
         ("a.jsonl", '{"text": "one"}\n\n{"text": {"a": 1}}', r"a\.jsonl is broken: .*"),
@@ -222,8 +222,10 @@ def test_a_plain_text_of_two_tokens_has_nothing_to_guess(caplog: pytest.LogCaptu
     logging.getLogger("transformers").propagate = True
     texts = datasets.Dataset.from_dict({"text": ["one two three", "one two", "one"]})
     assert [len(ids) for ids in prepare_dataset(texts, tokenizer(None))["input_ids"]] == [3]
-    assert "1 of 3 examples are kept: 2 examples have no two answer tokens one after the other" in caplog.text
-    with pytest.raises(ValueError, match="no example is left to train on: 2 examples have no two answer tokens"):
+    assert "1 of 3 examples are kept: 2 examples have no two adjacent answer tokens" in caplog.text
+    with pytest.raises(
+        ValueError, match="no example is left to train on: 2 examples have no two adjacent answer tokens"
+    ):
         prepare_dataset(texts.select([1, 2]), tokenizer(None))
 
 
@@ -442,7 +444,7 @@ def test_answers_are_not_added_to_those_of_another_origin(
     regenerate([CHAT, CHAT], output=path, batch_size=1, speculator="ngram", **given)
     assert path.read_text().startswith(first) and len(path.read_text().splitlines()) == 2
     Path(f"{path}.made_from.json").unlink()
-    with pytest.raises(ValueError, match="says what its answers were made with: write to another file"):
+    with pytest.raises(ValueError, match="says how its answers were made: write to another file"):
         regenerate([CHAT] * 3, output=path, **given)
 
 
@@ -564,7 +566,7 @@ def test_conversations_beyond_the_positions_of_the_target_are_cut_or_left_empty(
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "progress": False}
     path = regenerate(conversations, target, ask, tmp_path / "new.jsonl", **options)
     short, none, long = (json.loads(line)["messages"] for line in path.read_text().splitlines())
-    assert none == [] and "without room for an answer in the target's 32 positions" in caplog.text
+    assert none == [] and "that leave no position for an answer in the target's 32" in caplog.text
     for asked, said in (short, long):
         prompt = ask.apply_chat_template([asked], add_generation_prompt=True)["input_ids"]
         length = min(16, 32 - len(prompt))

@@ -49,7 +49,7 @@ def test_a_broken_checkpoint_is_passed_over(damage: str, tmp_path: Path, caplog:
     whole.train()
     expected = {name: tensor.clone() for name, tensor in whole.draft.state_dict().items()}
     DAMAGE[damage](tmp_path / "checkpoint-6")
-    with pytest.raises(ValueError, match=r"cannot go on from .*checkpoint-6, which has"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*checkpoint-6, which has"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     again = trainer(tmp_path)
     again.train(resume_from_checkpoint=True)
@@ -63,19 +63,19 @@ def test_without_a_whole_checkpoint_training_starts_anew(tmp_path: Path, caplog:
     logging.getLogger("transformers").propagate = True
     first = trainer(tmp_path, max_steps=2)
     first.train(resume_from_checkpoint=True)
-    assert "there is no whole checkpoint" in caplog.text
+    assert "there is no complete checkpoint" in caplog.text
     cut_off(tmp_path / "checkpoint-2" / "trainer_state.json")
     again = trainer(tmp_path, max_steps=2)
     again.train(resume_from_checkpoint="True")
     assert losses(again) == losses(first)
-    with pytest.raises(ValueError, match=r"cannot go on from .*nowhere, which does not exist"):
+    with pytest.raises(ValueError, match=r"cannot resume from .*nowhere, which does not exist"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
 
 
 def test_a_second_run_into_the_same_directory_is_refused(tmp_path: Path) -> None:
     first = trainer(tmp_path, max_steps=2)
     first.train()
-    with pytest.raises(ValueError, match="has the checkpoint-2 of another run: name another output_dir, or go on"):
+    with pytest.raises(ValueError, match="has the checkpoint-2 of another run: name another output_dir, or resume"):
         trainer(tmp_path, max_steps=4).train()
     again = trainer(tmp_path, max_steps=4)
     again.train(resume_from_checkpoint=True)
@@ -131,10 +131,10 @@ def test_what_a_checkpoint_says_of_its_optimizer_is_told_where_arguments_differ(
     trainer(tmp_path, max_steps=2, **options).train()
     again = trainer(tmp_path, max_steps=3, **options)
     again.train(resume_from_checkpoint=True)
-    assert "goes on with the optimizer" not in caplog.text
+    assert "continues with the optimizer" not in caplog.text
     again = trainer(tmp_path, max_steps=4, learning_rate=5e-3, **options)
     again.train(resume_from_checkpoint=True)
-    assert "not with what is asked for now: initial_lr was 0.001, not 0.005" in caplog.text
+    assert "not with these arguments: initial_lr was 0.001, not 0.005" in caplog.text
     assert max(logs.get("learning_rate", 0) for logs in again.state.log_history) <= (muon or 1e-3)
 
 
