@@ -2,7 +2,7 @@
 
     pip install trl
     python examples/grpo.py  # the demo target, an EAGLE-3 draft that is trained on, and stories about dogs
-    python examples/grpo.py --speculator memory  # no draft: n-grams with a history of earlier rollouts
+    python examples/grpo.py --speculator history  # no draft: n-grams with a history of earlier rollouts
 
 The text keeps the distribution of the policy, whose weights change from step to step. Acceptance would fall, so the
 draft is trained on the latest rollouts now and then.
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=demo.path(), help="the policy; a draft has to be made for it")
     parser.add_argument("--draft", default=demo.path("draft-eagle3"))
-    parser.add_argument("--speculator", choices=["eagle3", "memory"], default="eagle3")
+    parser.add_argument("--speculator", choices=["eagle3", "history"], default="eagle3")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--generations", type=int, default=8, help="completions per prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of a completion, at most")
@@ -92,7 +92,7 @@ def train(rollouts: Rollouts, speculator: str | None, options: argparse.Namespac
         **common,
     )
     callbacks = []
-    if speculator == "memory":
+    if speculator == "history":
         callbacks.append(RolloutCallback(NgramSpeculator(remember=100_000)))
     elif speculator == "eagle3":
         draft = AutoModel.from_pretrained(options.draft)

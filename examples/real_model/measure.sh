@@ -14,9 +14,9 @@ cd "$1"
 shift 4 || shift $#
 dtypes=("$@")
 [ ${#dtypes[@]} -gt 0 ] || dtypes=(bfloat16 float32)
-drafts=(ngram memory) # keywords; drafts are directories, named ./mtp because mtp alone is a keyword, too
+drafts=(ngram history) # keywords; drafts are directories, named ./mtp because mtp alone is a keyword, too
 for kind in eagle3-new eagle3-more eagle3; do # the latest one that exists
-    [ ! -e "$kind/finished" ] || { drafts+=("./$kind" "memory+./$kind") && break; }
+    [ ! -e "$kind/finished" ] || { drafts+=("./$kind" "history+./$kind") && break; }
 done
 for kind in dspark medusa mtp vanilla; do
     [ ! -e "$kind/finished" ] || drafts+=("./$kind")

@@ -104,8 +104,8 @@ def run_bench(
     The answers to earlier turns of a conversation are those of plain ``generate``, for all methods. Every batch of
     prompts is kept in ``rounds_file``, and a call that was stopped resumes after the last one in it.
 
-    Errors: ValueError for two contenders of one name, a category called "overall" or a ``rounds_file`` that was
-    measured with other settings or weights, and whatever ``generate`` raises for an unfit speculator.
+    Errors: a ValueError for two contenders of one name, for a category called "overall", and for a ``rounds_file`` of
+    other settings or weights. Also whatever ``generate`` raises for an unfit speculator.
     """
     settings = settings or BenchSettings()
     if any(prompt.category == OVERALL for prompt in prompts):

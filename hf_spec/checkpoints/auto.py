@@ -16,7 +16,7 @@ from .kinds import UNFIT, find_format, kind_of, translate
 
 
 class AutoDraftModel:
-    """Load a draft of any known format; see ``from_pretrained``."""
+    """The loader of drafts of any known format; see ``from_pretrained``."""
 
     def __init__(self) -> None:
         raise TypeError("use AutoDraftModel.from_pretrained(path_or_id)")

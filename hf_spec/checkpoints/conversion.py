@@ -31,7 +31,7 @@ def convert(
     dst: str | os.PathLike[str],
     to: str = "speculators",
     verifier: str | None = None,
-    whole: bool = False,
+    self_contained: bool = False,
     vocabulary: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> None:
@@ -42,22 +42,26 @@ def convert(
     the names of its target, as ``mtp.safetensors``. Put it next to the target's own files, and name it in their index.
     ``"dflash"``: z-lab's, for block drafts. ``"deepspec"``: DeepSpec's, for DSpark drafts.
 
-    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``whole`` writes the embeddings and
-    the output layer of ``target`` into a draft that shares them, for engines that cannot share them. ``vocabulary``
-    lists the tokens of the target that the draft may propose from now on (FR-Spec, arXiv 2502.14856). ``kwargs`` are
-    those of ``AutoDraftModel.from_pretrained``, including ``target``.
+    ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``self_contained`` writes the
+    embeddings and the output layer of ``target`` into a draft that shares them, for engines that cannot share them.
+    ``vocabulary`` lists the tokens of the target that the draft may propose from now on (FR-Spec, arXiv 2502.14856).
+    ``kwargs`` are those of ``AutoDraftModel.from_pretrained``, including ``target``.
 
     Errors: those of loading. A ValueError if the layout cannot express the draft, it cannot be trimmed, or
     ``verifier`` is neither a Hub id nor a directory. A FileExistsError if ``dst`` holds files. ``dst`` is written
     completely or not at all.
     """
+    if "whole" in kwargs:
+        raise TypeError("convert: whole is now called self_contained")
     _check_verifier(verifier)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
     if verifier is not None:
         draft.config.speculators_config["verifier"]["name_or_path"] = verifier
-    if whole:
+    if self_contained:
         if kwargs.get("target") is None:
-            raise ValueError("whole=True needs target=, the model whose embeddings and output layer are written in")
+            raise ValueError(
+                "self_contained=True needs target=, the model whose embeddings and output layer are copied"
+            )
         draft.keep_borrowed()
     if vocabulary is not None:
         draft = trimmed(draft, vocabulary)

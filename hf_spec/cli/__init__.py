@@ -21,8 +21,8 @@ from .demo import add_demo
 from .doctor import add_doctor
 from .drafts import add_convert, add_inspect
 from .generate import add_generate
-from .serve import add_serve
 from .messages import as_typed, showing_messages
+from .serve import add_serve
 from .training import add_prepare, add_train
 
 COMMANDS = (

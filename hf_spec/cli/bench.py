@@ -48,8 +48,8 @@ def add_bench(commands: Any) -> None:
     add = command(commands, _bench, "bench", "measure speculation against plain and assisted generation",
                   resumes=resume_hint("rounds"))  # fmt: skip
     add("model", help="target: directory or Hub id")
-    add("--draft", type=draft_of, nargs="+", default=["ngram"], metavar="X", help="ngram, memory, mtp, directories "
-        "or Hub ids, or memory+DRAFT for both together (ngram)")  # fmt: skip
+    add("--draft", type=draft_of, nargs="+", default=["ngram"], metavar="X", help="ngram, history, mtp, directories "
+        "or Hub ids, or history+DRAFT for both together (ngram)")  # fmt: skip
     add("--prompts", required=True, metavar="FILE", help=PROMPTS_HELP)
     add("--limit", "--prompts-per-category", type=at_least(1), metavar="N", help="prompts per category")
     add("--tree", type=tree_of, nargs="+", default=[None], metavar="SHAPE", help=TREE_HELP)
@@ -90,7 +90,7 @@ def _bench(args: argparse.Namespace) -> None:
             f"--card {args.card} is not the card of {draft}, which is measured: name {draft / 'README.md'}"
         )
     from ..bench import import_pyplot, read_prompts, run_bench
-    from .loading import WITH_MEMORY, load_models, pack_models
+    from .loading import WITH_HISTORY, load_models, pack_models
 
     prompts = read_prompts(args.prompts, args.limit)
     if args.png:
@@ -105,7 +105,8 @@ def _bench(args: argparse.Namespace) -> None:
     )
     pack_models(args, target, *drafts.values())
     names = [
-        WITH_MEMORY * name.startswith(WITH_MEMORY) + Path(name.removeprefix(WITH_MEMORY)).name for name in args.draft
+        WITH_HISTORY * name.startswith(WITH_HISTORY) + Path(name.removeprefix(WITH_HISTORY)).name
+        for name in args.draft
     ]
     names = names if len(set(names)) == len(names) else args.draft
     speculators = {name: drafts[draft] for name, draft in zip(names, args.draft, strict=True)}

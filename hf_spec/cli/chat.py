@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .common import add_answer_options, add_no_pack, add_speculator, asked_for, command, configured, sampling, text_of
-from .remembering import add_memory_file, check_memory_file, remembering
+from .history_file import add_history_file, check_history_file, keeping_history
 
 if TYPE_CHECKING:
     from ..metrics import SpeculationStats
@@ -23,13 +23,13 @@ def add_chat(commands: Any) -> None:
     add("model", help="target: directory or Hub id, with a chat template")
     add_speculator(add)
     add("--system", type=text_of, metavar="TEXT", help="system message, before the first message")
-    add_memory_file(add)
+    add_history_file(add)
     add_answer_options(add, 512)
     add_no_pack(add)
 
 
 def _chat(args: argparse.Namespace) -> None:
-    check_memory_file(args)
+    check_history_file(args)
     import torch
 
     from .loading import load_models, pack_models
@@ -49,7 +49,7 @@ def _chat(args: argparse.Namespace) -> None:
         "max_new_tokens": args.max_new_tokens,
         **sampling(args.temperature),
     }
-    with remembering(args, speculator, tokenizer):
+    with keeping_history(args, speculator, tokenizer):
         _Chat(target, tokenizer, args.system, options).run()
 
 

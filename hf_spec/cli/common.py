@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..settings import SpeculationConfig
 
 TEMPERATURE_HELP = "0 decodes greedily; left out: the model's own"
-SPECULATOR_HELP = "ngram, memory, mtp, auto, a draft (directory or Hub id), or memory+DRAFT for both together"
+SPECULATOR_HELP = "ngram, history, mtp, auto, a draft (directory or Hub id), or history+DRAFT for both together"
 TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 PICTURES = (".png", ".pdf", ".svg")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -166,6 +166,15 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"enable_thinking": false}}')
 
 
+def refuse_old_name(new: str) -> Callable[[str], str]:
+    """Return a function that refuses an option which is now called ``new``."""
+
+    def refuse(text: str) -> str:
+        raise argparse.ArgumentTypeError(f"it is now called {new}")
+
+    return refuse
+
+
 def text_of(text: str) -> str:
     """Read a text. Python decodes bytes that are not UTF-8 as halves of surrogate pairs, which are refused."""
     try:
@@ -177,7 +186,9 @@ def text_of(text: str) -> str:
 
 def draft_of(text: str) -> str:
     """Read the name of a draft; only an empty name is refused."""
-    if text.removeprefix("memory+").strip():
+    if text.partition("+")[0] == "memory":
+        raise argparse.ArgumentTypeError(f"{text!r}: memory is now called history: write {'history' + text[6:]!r}")
+    if text.removeprefix("history+").strip():
         return text
     raise argparse.ArgumentTypeError(f"{text!r} names no draft: write {SPECULATOR_HELP}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .common import command
+from .common import command, refuse_old_name
 
 DEFAULT_LAYOUT = "speculators"
 
@@ -45,7 +45,10 @@ def add_convert(commands: Any) -> None:
     add("--target", metavar="MODEL", help="the target, which --prompts needs")
     add("--prompts", metavar="FILE", help="JSON lines: every second prompt is counted, the others measure the draft "
         "before and after")  # fmt: skip
-    add("--whole", metavar="TARGET", help="the target, whose embeddings and output layer are written into the draft")
+    add(
+        "--self-contained", metavar="TARGET", help="write the embeddings and the output layer of TARGET into the draft"
+    )
+    add("--whole", type=refuse_old_name("--self-contained"), help=argparse.SUPPRESS)
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -60,11 +63,12 @@ def _convert(args: argparse.Namespace) -> None:
         from .trimming import chosen_vocabulary
 
         given["vocabulary"] = chosen_vocabulary(args.draft, args.vocabulary, args.target, args.prompts)
-    if args.whole:
+    if args.self_contained:
         from transformers import AutoModelForCausalLM
 
-        with looking_for(args.whole, "the target"):
-            given |= {"whole": True, "target": AutoModelForCausalLM.from_pretrained(args.whole, dtype="auto")}
+        with looking_for(args.self_contained, "the target"):
+            target = AutoModelForCausalLM.from_pretrained(args.self_contained, dtype="auto")
+        given |= {"self_contained": True, "target": target}
     convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
     if args.to == "native":  # cannot be loaded without the target
         print(f"{args.out} holds mtp.safetensors: put it next to the target's files and name it in their index")

@@ -20,8 +20,8 @@ from .common import (
     text_of,
     writable,
 )
+from .history_file import add_history_file, check_history_file, keeping_history
 from .many import answer_file, check_options
-from .remembering import add_memory_file, check_memory_file, remembering
 
 if TYPE_CHECKING:
     from ..integration import SpeculativeModel
@@ -43,14 +43,14 @@ def add_generate(commands: Any) -> None:
     add("--out", type=writable, metavar="FILE", help="JSON lines with the answers; an existing file is continued")
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="of --prompts decoded together (%(default)s)")
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    add_memory_file(add)
+    add_history_file(add)
     add_answer_options(add, 256)
     add_no_pack(add)
 
 
 def _generate(args: argparse.Namespace) -> None:
     check_options(args)
-    check_memory_file(args)
+    check_history_file(args)
     if args.prompts is not None:
         answer_file(args)
         return
@@ -73,7 +73,7 @@ def _generate(args: argparse.Namespace) -> None:
     new = limited_length(args.max_new_tokens, input_ids.shape[1], target)
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    with remembering(args, speculator, tokenizer):
+    with keeping_history(args, speculator, tokenizer):
         out = cast("SpeculativeModel", target).generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),

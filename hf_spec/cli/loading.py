@@ -20,7 +20,7 @@ from ..packing.packing import pack
 from ..scoring.plain import input_device, position_limit, space_after
 from ..settings import SpeculationConfig
 
-WITH_MEMORY = "memory+"  # before the name of a draft
+WITH_HISTORY = "history+"  # before the name of a draft
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 
 Configured = Callable[[Speculator], Iterable[SpeculationConfig]]
@@ -84,7 +84,7 @@ def load_drafts(
     """Load ``drafts`` and check that they can serve ``outline``; ``mtp`` and ``auto`` are left to the target."""
     speculators = {}
     for name in drafts:
-        if name.removeprefix(WITH_MEMORY) not in ("mtp", "auto"):  # their weights are in the target's files
+        if name.removeprefix(WITH_HISTORY) not in ("mtp", "auto"):  # their weights are in the target's files
             speculators[name] = load_speculator(name, outline, dtype)
             for config in configs(speculators[name]):
                 speculators[name].check(outline, config)
@@ -122,9 +122,9 @@ def limited_length(answer: int, prompt: int, target: PreTrainedModel) -> int:
 
 def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculator:
     """Load a draft by its name: a rule, a draft of any format, or else a causal language model."""
-    if name.startswith(WITH_MEMORY):
-        return with_memory(load_speculator(name.removeprefix(WITH_MEMORY), target, dtype))
-    if name in ("ngram", "memory", "mtp", "auto"):
+    if name.startswith(WITH_HISTORY):
+        return with_history(load_speculator(name.removeprefix(WITH_HISTORY), target, dtype))
+    if name in ("ngram", "history", "mtp", "auto"):
         return as_speculator(unloaded(name), target)
     draft = load_draft(name, target, dtype=dtype)
     return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)
@@ -132,12 +132,12 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
 
 def unloaded(name: str) -> str | Speculator:
     """Return what ``as_speculator`` takes for the name of a draft, which is not loaded yet."""
-    if name == "memory":
+    if name == "history":
         return NgramSpeculator(remember=REMEMBERED)
-    return with_memory(name.removeprefix(WITH_MEMORY)) if name.startswith(WITH_MEMORY) else name
+    return with_history(name.removeprefix(WITH_HISTORY)) if name.startswith(WITH_HISTORY) else name
 
 
-def with_memory(draft: str | Speculator) -> HybridSpeculator:
+def with_history(draft: str | Speculator) -> HybridSpeculator:
     """Combine a draft with n-grams over earlier texts."""
     return HybridSpeculator(draft)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..untrusted import printable
 from .common import asked_for, configured, sampling
-from .remembering import remembering
+from .history_file import keeping_history
 
 if TYPE_CHECKING:
     from ..bench import Prompt
@@ -64,7 +64,7 @@ def answer_file(args: argparse.Namespace) -> None:
         accelerator=state,
         **options,
     )
-    with remembering(args, speculator, tokenizer, writes=processes.is_first):
+    with keeping_history(args, speculator, tokenizer, writes=processes.is_first):
         for one in completions:
             index, asked = rest.waiting.pop(one.index)
             if processes.is_first:

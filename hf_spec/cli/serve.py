@@ -20,7 +20,7 @@ from ..serving.policy import (
     is_key,
 )
 from .common import TREE_HELP, add_no_pack, add_proposal_options, add_speculator, asked_for, at_least, command, tree_of
-from .remembering import add_memory_file, check_memory_file, remembering
+from .history_file import add_history_file, check_history_file, keeping_history
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
@@ -54,7 +54,7 @@ def add_serve(commands: Any) -> None:
     add_speculator(add)
     add("--tree", type=tree_of, metavar="SHAPE", help=TREE_HELP)
     add_proposal_options(add)
-    add_memory_file(add)
+    add_history_file(add)
     add_no_pack(add)
     _add_policy(add)
 
@@ -81,7 +81,7 @@ def _add_policy(add: Any) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    check_memory_file(args)
+    check_history_file(args)
     options = _options_of_transformers(args.rest)
     target = options.pop("force_model")
     if target is None:
@@ -100,8 +100,8 @@ def _serve(args: argparse.Namespace) -> None:
     from .loading import pack_models
 
     speculator = _checked(target, args.speculator, options["dtype"], config)
-    tokenizer = None if args.memory_file is None else AutoTokenizer.from_pretrained(target)
-    with remembering(args, speculator, tokenizer):
+    tokenizer = None if args.history_file is None else AutoTokenizer.from_pretrained(target)
+    with keeping_history(args, speculator, tokenizer):
         loaded = None if options["compile"] else partial(pack_models, args)
         policy = {one.name: getattr(args, one.name) for one in fields(Policy)}
         Server(target, speculator, config, loaded=loaded, **options, **policy)

@@ -212,7 +212,9 @@ def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
     if layout != SPECULATORS.name:
         return ["does not read this layout; convert to speculators"]
     if missing := " and ".join(config.shared_with_target or ()):
-        return [f"takes what lies in memory for the missing {missing}; convert with --whole TARGET writes them in"]
+        return [
+            f"takes what lies in memory for the missing {missing}; convert with --self-contained TARGET writes them in"
+        ]
     return []
 
 

@@ -345,8 +345,8 @@ class ChunkedLoss:
 def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
     """Return the metrics of chains at the ``counted`` positions (steps, batch, length - 1), for a draft of one step.
 
-    A language model's k-th draft token after a position is its first one k - 1 positions later, as long as the draft
-    tokens before it are those of the text. So the metrics of step 0 are shifted.
+    A language model's k-th draft token after a position is its first one k - 1 positions later. That holds as long as
+    the draft tokens before it are those of the text. So the metrics of step 0 are shifted.
     """
     steps = range(len(counted))
     later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "confidence", "inside")}

@@ -101,7 +101,11 @@ def test_flat_layouts_are_written(case: str, to: str, tmp_path: Path) -> None:
     [
         ("sp_dflash_draft_qwen3", "dflash", "a vocabulary of its own, and ends its windows at the root"),
         ("sp_dspark_qwen3_gated_sliding", "deepspec", "sliding layers, and has no embeddings"),
-        ("sp_dspark_qwen3_gated_sliding", "deepspec", r"no head of its own \(--whole TARGET writes them in\)"),
+        (
+            "sp_dspark_qwen3_gated_sliding",
+            "deepspec",
+            r"no head of its own \(--self-contained TARGET writes them in\)",
+        ),
         ("zl_dflash_qwen3", "deepspec", "has no deepspec layout"),
     ],
 )

@@ -601,14 +601,18 @@ def test_a_draft_that_borrows_is_written_whole_for_readers_that_lend_nothing(tmp
     shared = AutoDraftModel.from_pretrained(source).config.shared_with_target
     assert shared == ["embed_tokens"]
     convert(source, tmp_path / "borrows")
-    missing = "takes what lies in memory for the missing embed_tokens; convert with --whole TARGET writes them in"
+    missing = (
+        "takes what lies in memory for the missing embed_tokens; convert with --self-contained TARGET writes them in"
+    )
     assert inspect(tmp_path / "borrows").engines["speculators"] == [missing]
-    convert(tmp_path / "borrows", tmp_path / "whole", whole=True, target=target)
+    convert(tmp_path / "borrows", tmp_path / "whole", self_contained=True, target=target)
     assert inspect(tmp_path / "whole").engines["speculators"] == []
     whole = AutoModel.from_pretrained(tmp_path / "whole")
     assert torch.equal(whole.embed_tokens.weight, target.get_input_embeddings().weight)
     assert torch.equal(logits(whole, case), logits(AutoDraftModel.from_pretrained(source, target=target), case))
-    with pytest.raises(ValueError, match="whole=True needs target="):
+    with pytest.raises(ValueError, match="self_contained=True needs target="):
+        convert(tmp_path / "borrows", tmp_path / "no", self_contained=True)
+    with pytest.raises(TypeError, match="whole is now called self_contained"):
         convert(tmp_path / "borrows", tmp_path / "no", whole=True)
 
 

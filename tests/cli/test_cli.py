@@ -30,9 +30,9 @@ from transformers import (
 import hf_spec
 from hf_spec import HybridSpeculator, SpeculationConfig, cli, demo
 from hf_spec.cli import main
-from hf_spec.cli.common import goes_on, length_of, tree_of
+from hf_spec.cli.common import length_of, resume_hint, tree_of
 from hf_spec.cli.demo import highlighted
-from hf_spec.cli.loading import load_models, load_speculator, to_be_read
+from hf_spec.cli.loading import load_models, load_speculator, unloaded
 from hf_spec.cli.messages import as_typed, showing_messages
 from hf_spec.cli.training import RECIPE_HELP
 from hf_spec.metrics import RowStats
@@ -240,39 +240,39 @@ def test_bench_limits_prompts_and_leaves_baselines_out(models, prompts, capsys):
 def test_bench_measures_a_memory_and_goes_on_where_a_file_of_rounds_ends(models, prompts, tmp_path, capsys):
     rounds = tmp_path / "rounds.jsonl"
     options = ["--prompts-per-category", "1", "--max-new-tokens", "4", "--warmup", "0", "--no-baselines"]
-    call = ["bench", models["target"], "--prompts", prompts, *options, "--draft", "memory", "--rounds", str(rounds)]
+    call = ["bench", models["target"], "--prompts", prompts, *options, "--draft", "history", "--rounds", str(rounds)]
     assert main(call) == 0
     first, kept = capsys.readouterr().out, rounds.read_bytes()
-    assert "memory chain" in first
+    assert "history chain" in first
     assert main(call) == 0
     assert (capsys.readouterr().out, rounds.read_bytes()) == (first, kept)  # the same seconds: nothing was run
     assert main([*call, "--temperature", "1"]) == 1
-    assert "measured otherwise (settings)" in capsys.readouterr().err
+    assert "measured with other settings (settings)" in capsys.readouterr().err
 
 
 def test_a_draft_and_a_memory_are_measured_beside_each_alone(models, prompts, capsys):
     options = ["--prompts-per-category", "1", "--max-new-tokens", "4", "--warmup", "0", "--no-baselines"]
-    drafts = [models["twin"], "memory", f"memory+{models['twin']}"]
+    drafts = [models["twin"], "history", f"history+{models['twin']}"]
     assert main(["bench", models["target"], "--prompts", prompts, *options, "--draft", *drafts]) == 0
     out = capsys.readouterr().out
-    assert {"twin", "memory", "memory+twin"} <= set(re.findall(r"^\s*(\S+) chain\s", out, re.MULTILINE))
-    assert main(["bench", models["target"], "--prompts", prompts, *options, "--draft", "memory+ngram"]) == 1
+    assert {"twin", "history", "history+twin"} <= set(re.findall(r"^\s*(\S+) chain\s", out, re.MULTILINE))
+    assert main(["bench", models["target"], "--prompts", prompts, *options, "--draft", "history+ngram"]) == 1
     assert "needs a draft with weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["memory", "memory+mtp", "memory+DRAFT"])
+@pytest.mark.parametrize("name", ["history", "history+mtp", "history+DRAFT"])
 def test_what_a_name_stands_for(name, models):
     target = AutoModelForCausalLM.from_pretrained(models["target"])
-    if name == "memory+mtp":
-        found = to_be_read(name)
+    if name == "history+mtp":
+        found = unloaded(name)
         assert isinstance(found, HybridSpeculator) and found.draft == "mtp"
         with pytest.raises(ValueError, match="mtp"):
             load_models(models["target"], [name], "float32", "cpu", lambda draft: [])
         return
     found = load_speculator(name.replace("DRAFT", models["twin"]), target, "float32")
     memory = found.memory if isinstance(found, HybridSpeculator) else found
-    assert isinstance(found, HybridSpeculator) is (name != "memory") and memory is not None
-    assert to_be_read("ngram") == "ngram"
+    assert isinstance(found, HybridSpeculator) is (name != "history") and memory is not None
+    assert unloaded("ngram") == "ngram"
 
 
 def test_bench_searches_trees_and_writes_the_fastest(models, prompts, tmp_path, capsys):
@@ -392,7 +392,7 @@ def test_files_that_may_not_be_written_are_told_before_anything_is_loaded(tmp_pa
         assert f"you may not write to {place}; " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["", " ", "memory+"])
+@pytest.mark.parametrize("name", ["", " ", "history+"])
 @pytest.mark.parametrize(
     "command",
     [
@@ -407,7 +407,13 @@ def test_files_that_may_not_be_written_are_told_before_anything_is_loaded(tmp_pa
 def test_a_draft_has_a_name(command, name, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([*command.split(), name])
-    assert f"{name!r} names no draft: write ngram, memory, " in capsys.readouterr().err
+    assert f"{name!r} names no draft: write ngram, history, " in capsys.readouterr().err
+
+
+def test_the_old_name_of_an_option_of_convert_is_refused_with_the_new_one(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", "no-draft", "out", "--whole", "no-model"])
+    assert "argument --whole: it is now called --self-contained" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--batch-size", "--max-length", "--max-new-tokens", "--num-proc", "--threads"])
@@ -439,7 +445,10 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate nowhere/at/all --speculator ngram --prompt x", "the target 'nowhere/at/all' is not found: there"),
         ("bench nowhere/model --prompts {prompts}", "the target 'nowhere/model' is not found: there is no such"),
         ("prepare {prompts} {empty} --target nowhere/model", "the target 'nowhere/model' is not found: there is"),
-        ("convert {eagle} {empty} --whole nowhere/model", "the target 'nowhere/model' is not found: there is"),
+        (
+            "convert {eagle} {empty} --self-contained nowhere/model",
+            "the target 'nowhere/model' is not found: there is",
+        ),
         ("generate {target} --speculator nowhere/draft --prompt x", "'nowhere/draft' is not found: there is no such"),
         ("inspect nowhere/draft", "'nowhere/draft' is not found: there is no such directory, and it was not downl"),
         ("convert {eagle} {empty} --verifier org/not!", "verifier is 'org/not!', which is neither a name on the Hub"),
@@ -449,7 +458,10 @@ def test_prepare_counts_from_one(option, capsys):
         ("generate {target} --speculator {bad} --prompt x", "bad' is a file; pass the directory of a model"),
         ("inspect {bad}", "bad' is a file; pass the directory of a model"),
         ("generate {cut} --speculator ngram --prompt x", "a weight file of the target '{cut}' is cut off or damaged"),
-        ("convert {eagle} {empty} --whole {cut}", "a weight file of the target '{cut}' is cut off or damaged"),
+        (
+            "convert {eagle} {empty} --self-contained {cut}",
+            "a weight file of the target '{cut}' is cut off or damaged",
+        ),
         ("generate {mute} --speculator ngram --prompt x", "no tokenizer can be read at the target '{mute}'; copy "),
         ("prepare {empty} out --target {target}", "no data can be read at '{empty}': "),
         ("prepare {target} out --target {target}", "no data can be read at '{target}': "),
@@ -509,7 +521,10 @@ def test_inspect_counts_small_drafts_too(capsys):
 
 
 def test_convert_writes_in_what_a_draft_borrows(tmp_path, capsys):
-    assert main(["convert", str(demo.path("draft-mtp")), str(tmp_path / "whole"), "--whole", str(demo.path())]) == 0
+    assert (
+        main(["convert", str(demo.path("draft-mtp")), str(tmp_path / "whole"), "--self-contained", str(demo.path())])
+        == 0
+    )
     assert re.search("from target +nothing", capsys.readouterr().out)
     assert main(["convert", str(demo.path("draft-mtp")), str(tmp_path / "borrowing")]) == 0
     assert re.search("from target +.*lm_head", capsys.readouterr().out)
@@ -695,7 +710,7 @@ def test_an_interrupted_command_says_where_it_goes_on(models, prompts, tmp_path,
         place.touch()
         assert main([*command, *files]) == 130
         assert f"hf-spec: stopped. The same command resumes after what {place} holds\n" in capsys.readouterr().err
-    assert goes_on("out")(argparse.Namespace(out=tmp_path / "no.jsonl")) == ""
+    assert resume_hint("out")(argparse.Namespace(out=tmp_path / "no.jsonl")) == ""
     assert main(["generate", models["target"], "--prompt", PROMPT]) == 130
     assert "goes on" not in capsys.readouterr().err
 

@@ -158,7 +158,7 @@ def test_what_is_measured_are_the_drafts_that_are_there(place):
     subprocess.run(call, check=True, env=commands(place) | {"THREADS": "1", "MORE": "--warmup 0"})
     (found,) = (place / "results").glob("*-own.json")
     figures = json.loads(found.read_text())["figures"]["overall"]
-    methods = ["ngram chain", "memory chain", "eagle3 chain", "memory+eagle3 chain", "mtp chain"]
+    methods = ["ngram chain", "history chain", "eagle3 chain", "history+eagle3 chain", "mtp chain"]
     assert [name for name in figures if name.endswith("chain")] == methods
     assert all(figures[name]["mean_accepted_length"] > 1.2 for name in methods[2:])
 
@@ -197,7 +197,7 @@ def write_figures(results, monkeypatch):
     prompts.write_text("\n".join(map(json.dumps, rows)))
     file = results / "float32-batch1-temperature0-1.json"
     options = ["--max-new-tokens", "8", "--warmup", "0", "--json", str(file)]
-    assert main(["bench", str(demo.path()), "--draft", "ngram", "memory", "--prompts", str(prompts), *options]) == 0
+    assert main(["bench", str(demo.path()), "--draft", "ngram", "history", "--prompts", str(prompts), *options]) == 0
     return json.loads(file.read_text())
 
 
@@ -217,7 +217,7 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, capsys):
     assert "| EAGLE-3 | 4,096 | 25% | 1.40 |" in page
     assert (tmp_path / "benchmarks-curves.png").read_bytes().startswith(b"\x89PNG")
     assert "secret" not in (results / "training-eagle3.json").read_text()
-    names = {"plain": "plain", "prompt lookup": "prompt lookup", "ngram chain": "n-grams", "memory chain": "history"}
+    names = {"plain": "plain", "prompt lookup": "prompt lookup", "ngram chain": "n-grams", "history chain": "history"}
     speeds = {names[method]: f"{one['ratio_to_plain']:.2f}" for method, one in report["figures"]["overall"].items()}
     assert len(speeds) == 4 and all(f"| {name} | {speed}" in page for name, speed in speeds.items())
     others = [name for name in speeds if name != "plain"]

@@ -1,4 +1,4 @@
-"""``--memory-file``: what one run of a command wrote, the next one remembers."""
+"""``--history-file``: what one run of a command wrote, the next one remembers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def texts(file: Path) -> list[str]:
     return [TOKENIZER.decode(one, skip_special_tokens=True) for one in read_remembered(file, TOKENIZER).texts()]
 
 
-@pytest.mark.parametrize("speculator", ["memory", f"memory+{demo.path('draft-medusa')}"], ids=["alone", "draft"])
+@pytest.mark.parametrize("speculator", ["history", f"history+{demo.path('draft-medusa')}"], ids=["alone", "draft"])
 def test_the_second_run_copies_the_first(speculator: str, tmp_path: Path, capsys: Any) -> None:
     file, said = tmp_path / "memory.safetensors", []
     call = ["generate", TARGET, "--speculator", speculator, "--prompt", PROMPT, *OPTIONS]
-    for more in ([], ["--memory-file", str(file)], ["--memory-file", str(file)]):
+    for more in ([], ["--history-file", str(file)], ["--history-file", str(file)]):
         assert main([*call, *more]) == 0
         out, err = capsys.readouterr()
         said.append((out, int(err.split(" tokens in ")[1].split(" steps")[0])))
@@ -49,7 +49,7 @@ def test_the_second_run_copies_the_first(speculator: str, tmp_path: Path, capsys
 def test_answers_of_a_file_of_prompts_are_remembered(tmp_path: Path) -> None:
     file, prompts = tmp_path / "memory.safetensors", tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in (PROMPT, "Tom and Lily")), encoding="utf-8")
-    call = ["generate", TARGET, "--speculator", "memory", "--prompts", str(prompts), "--memory-file", str(file)]
+    call = ["generate", TARGET, "--speculator", "history", "--prompts", str(prompts), "--history-file", str(file)]
     assert main([*call, "--out", str(tmp_path / "out.jsonl"), *OPTIONS]) == 0
     assert len(texts(file)) == 2
 
@@ -61,7 +61,7 @@ def test_a_larger_memory_loses_nothing(tmp_path: Path) -> None:
     larger.save(file, TOKENIZER)
     before = read_remembered(file, TOKENIZER)
     assert len(before.tokens) > 100_000  # what the command would remember by itself
-    call = ["generate", TARGET, "--speculator", "memory", "--prompt", PROMPT, "--memory-file", str(file)]
+    call = ["generate", TARGET, "--speculator", "history", "--prompt", PROMPT, "--history-file", str(file)]
     assert main([*call, *OPTIONS]) == 0
     after = read_remembered(file, TOKENIZER)
     assert after.size == 150_000 and after.tokens[: len(before.tokens)] == before.tokens
@@ -78,21 +78,35 @@ def test_a_chat_is_remembered_that_ends_in_an_error(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("builtins.input", read)
     with pytest.raises(RuntimeError, match="the terminal is gone"):
-        main(["chat", TARGET, "--speculator", "memory", "--memory-file", str(file), *OPTIONS])
+        main(["chat", TARGET, "--speculator", "history", "--history-file", str(file), *OPTIONS])
     assert "Tell me a story." in texts(file)[0]
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
 @pytest.mark.parametrize(
     ("speculator", "cure"),
-    [("ngram", "take memory\n"), ("auto", "take memory\n"), ("mtp", "take memory, or memory+mtp\n")],
+    [("ngram", "take history\n"), ("auto", "take history\n"), ("mtp", "take history, or history+mtp\n")],
 )
 def test_a_file_without_a_memory_is_refused(
     command: str, speculator: str, cure: str, tmp_path: Path, capsys: Any
 ) -> None:
-    call = [command, TARGET, "--speculator", speculator, "--memory-file", str(tmp_path / "memory")]
+    call = [command, TARGET, "--speculator", speculator, "--history-file", str(tmp_path / "memory")]
     assert main([*call, *(["--prompt", PROMPT] if command == "generate" else [])]) == 1
     assert f"--speculator {speculator} has none: {cure}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "said"),
+    [
+        (["--speculator", "memory"], "'memory': memory is now called history: write 'history'"),
+        (["--speculator", "memory+DRAFT"], "memory is now called history: write 'history+DRAFT'"),
+        (["--speculator", "history", "--memory-file", "FILE"], "--memory-file: it is now called --history-file"),
+    ],
+)
+def test_old_names_are_refused_with_the_new_ones(old: list[str], said: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", TARGET, "--prompt", PROMPT, *old])
+    assert said in capsys.readouterr().err
 
 
 def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, capsys: Any) -> None:
@@ -102,7 +116,7 @@ def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, caps
     memory.learn([[1, 2, 3]])
     memory.save(file, other)
     before = file.read_bytes()
-    call = ["generate", TARGET, "--speculator", "memory", "--prompt", PROMPT, "--memory-file", str(file), *OPTIONS]
+    call = ["generate", TARGET, "--speculator", "history", "--prompt", PROMPT, "--history-file", str(file), *OPTIONS]
     assert main(call) == 1
     assert "tokenizer" in capsys.readouterr().err
     assert file.read_bytes() == before
@@ -116,7 +130,7 @@ def test_a_server_that_is_told_to_end_keeps_its_memory(number: int, tmp_path: Pa
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    call = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "memory", "--memory-file", str(file)]
+    call = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "history", "--history-file", str(file)]
     options = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
     with subprocess.Popen([*call, *options], env=environment(), stderr=subprocess.DEVNULL) as server:
         try:
@@ -151,7 +165,7 @@ def test_threads_count_no_signals() -> None:
     """The option works where commands are called outside of the main thread, too."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from hf_spec.cli.remembering import _exit_on_sigterm
+    from hf_spec.cli.history_file import _exit_on_sigterm
 
     def inside() -> bool:
         with _exit_on_sigterm():

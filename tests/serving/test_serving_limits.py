@@ -312,7 +312,17 @@ def test_sigterm_ends_a_server_in_time_and_its_memory_is_kept(options, tmp_path)
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     file = tmp_path / "memory.safetensors"
-    command = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "memory", "--memory-file", str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_spec",
+        "serve",
+        TARGET,
+        "--speculator",
+        "history",
+        "--history-file",
+        str(file),
+    ]
     more = ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--shutdown-seconds", "1", *options]
     process = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True, env=os.environ)
 

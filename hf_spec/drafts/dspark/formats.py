@@ -62,7 +62,10 @@ def write_deepspec(draft: Any) -> Files:
         ("sliding_attention" in config.layer_kinds, "has sliding layers"),
         (config.block_causal, "has causal blocks"),
         (any(getattr(config, name) not in (None, 1.0) for name in SCALES), "scales or caps its numbers"),
-        (bool(config.shared_with_target), "has no embeddings or no head of its own (--whole TARGET writes them in)"),
+        (
+            bool(config.shared_with_target),
+            "has no embeddings or no head of its own (--self-contained TARGET writes them in)",
+        ),
     ]
     heads = {name: getattr(config, name) for name in HEADS}
     ids = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}

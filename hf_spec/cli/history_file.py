@@ -1,4 +1,4 @@
-"""``--memory-file FILE``: start with the texts of earlier runs."""
+"""``--history-file FILE``: start with the texts of earlier runs."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .common import writable
+from .common import refuse_old_name, writable
 
 if TYPE_CHECKING:
     from ..drafts.base import Speculator
 
 
-def add_memory_file(add: Any) -> None:
-    """Declare the option; ``check_memory_file`` and ``remembering`` read it."""
-    add("--memory-file", type=writable, metavar="FILE", help="of --speculator memory or memory+DRAFT: begin with "
+def add_history_file(add: Any) -> None:
+    """Declare the option; ``check_history_file`` and ``keeping_history`` read it."""
+    add("--history-file", type=writable, metavar="FILE", help="of --speculator history or history+DRAFT: begin with "
         "the texts there, and save all texts there at the end; readable by you alone")  # fmt: skip
+    add("--memory-file", type=refuse_old_name("--history-file"), help=argparse.SUPPRESS)
 
 
-def check_memory_file(args: argparse.Namespace) -> None:
-    """Raise a ValueError for ``--memory-file`` with a speculator that keeps no history."""
-    if args.memory_file is not None and args.speculator.partition("+")[0] != "memory":
-        both = "" if args.speculator in ("ngram", "auto") else f", or memory+{args.speculator}"
+def check_history_file(args: argparse.Namespace) -> None:
+    """Raise a ValueError for ``--history-file`` with a speculator that keeps no history."""
+    if args.history_file is not None and args.speculator.partition("+")[0] != "history":
+        both = "" if args.speculator in ("ngram", "auto") else f", or history+{args.speculator}"
         raise ValueError(
-            f"--memory-file keeps earlier texts, and --speculator {args.speculator} uses none: take memory" + both
+            f"--history-file keeps earlier texts, and --speculator {args.speculator} uses none: take history" + both
         )
 
 
 @contextlib.contextmanager
-def remembering(
+def keeping_history(
     args: argparse.Namespace, speculator: Speculator, tokenizer: Any, writes: bool = True
 ) -> Iterator[None]:
     """Load the history of ``speculator`` from the file, and save it at the end, whatever ends the command.
 
     Errors: a ValueError for a history of another tokenizer, an OSError for a damaged one.
     """
-    if args.memory_file is None:
+    if args.history_file is None:
         yield
         return
     from ..drafts.ngram.hybrid import HybridSpeculator
@@ -46,8 +47,8 @@ def remembering(
     from ..drafts.ngram.remembered import read_remembered
 
     memory: Any = speculator.memory if isinstance(speculator, HybridSpeculator) else speculator
-    if args.memory_file.exists():
-        found = read_remembered(args.memory_file, tokenizer)
+    if args.history_file.exists():
+        found = read_remembered(args.history_file, tokenizer)
         if found.size > memory.memory.size:  # or texts would be dropped
             memory.memory = Memory(found.size)
         memory.learn([*found.texts()])
@@ -56,7 +57,7 @@ def remembering(
             yield
     finally:
         if writes:
-            memory.save(args.memory_file, tokenizer)
+            memory.save(args.history_file, tokenizer)
 
 
 @contextlib.contextmanager
