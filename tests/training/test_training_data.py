@@ -317,7 +317,7 @@ def test_prompts_end_where_answers_begin() -> None:
         (
             chats(CHAT, CHAT),
             UNLIKE,
-            "2 examples have answers that the chat template does not begin as .* generation %}",
+            "2 examples have answers whose beginning the chat template .* generation %}",
         ),
     ],
 )
