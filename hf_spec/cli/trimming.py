@@ -14,7 +14,7 @@ from ..checkpoints.trimming import frequent, read_vocabulary, trimmed
 from ..metrics import SpeculationStats
 from ..scoring.plain import input_device
 from ..untrusted import printable
-from .loading import load_target, room_for
+from .loading import limited_length, load_target
 
 if TYPE_CHECKING:
     from ..integration import SpeculativeModel
@@ -77,7 +77,7 @@ def _answers(
             attention_mask=torch.ones_like(ids),
             speculator=draft,
             speculation_config=draft.defaults(),
-            max_new_tokens=room_for(ANSWER, ids.shape[1], model),
+            max_new_tokens=limited_length(ANSWER, ids.shape[1], model),
             do_sample=False,
             return_dict_in_generate=True,
         )
