@@ -93,7 +93,7 @@ def train(rollouts: Rollouts, speculator: str | None, options: argparse.Namespac
     )
     callbacks = []
     if speculator == "history":
-        callbacks.append(RolloutCallback(NgramSpeculator(remember=100_000)))
+        callbacks.append(RolloutCallback(NgramSpeculator(history_size=100_000)))
     elif speculator == "eagle3":
         draft = AutoModel.from_pretrained(options.draft)
         learning = DraftTrainingArguments(

@@ -115,7 +115,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 SPECULATORS = {
     "n-grams": lambda small: NgramSpeculator(max_ngram=2),
-    "memory": lambda small: NgramSpeculator(remember=1000),
+    "memory": lambda small: NgramSpeculator(history_size=1000),
     "small": lambda small: small,
     "small and memory": HybridSpeculator,
 }

@@ -27,8 +27,8 @@ from hf_spec.checkpoints.files import read_checkpoint
 from hf_spec.checkpoints.inspection import inspect
 from hf_spec.checkpoints.resolve import common_tokens
 from hf_spec.cli import main
-from hf_spec.drafts.ngram.memory import FIRST_PLACES, Memory
-from hf_spec.drafts.ngram.remembered import Remembered, write_remembered
+from hf_spec.drafts.ngram.history_file import SavedHistory, write_history
+from hf_spec.drafts.ngram.suffix_index import FIRST_PLACES, SuffixIndex
 from hf_spec.training import FeatureCache, regenerate
 from hf_spec.training.recipe import read_recipe
 from hf_spec.training.resuming import checkpoint_to_resume
@@ -111,21 +111,21 @@ def test_pipes_in_what_training_left_are_passed_over(tmp_path: Path, ends: None)
 @pytest.mark.parametrize("size", ["1" + "0" * 15, "0", "9" * 5000, "-1", "1e9", "\u0661"])
 def test_a_memory_file_says_its_size_and_takes_no_room_for_it(size: str, tmp_path: Path) -> None:
     file = tmp_path / "memory"
-    write_remembered(file, Remembered(size, [1, 2, 3]), tokenizer())  # type: ignore[arg-type]
+    write_history(file, SavedHistory(size, [1, 2, 3]), tokenizer())  # type: ignore[arg-type]
     if size[:2] != "10":
         with pytest.raises(OSError, match="holds no token ids of this tokenizer"):
             NgramSpeculator.load(file, tokenizer())
         return
-    memory = NgramSpeculator.load(file, tokenizer()).memory
+    memory = NgramSpeculator.load(file, tokenizer()).history
     assert memory is not None and memory.size == 10**15 and memory.nbytes < 1_000_000
 
 
 def test_a_memory_that_grows_finds_what_one_of_its_full_size_does(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(0, 9, (50,), generator=generator).tolist() for _ in range(200)]
-    growing = Memory(20_000)
-    monkeypatch.setattr("hf_spec.drafts.ngram.memory.FIRST_PLACES", 30)
-    whole = Memory(20_000)
+    growing = SuffixIndex(20_000)
+    monkeypatch.setattr("hf_spec.drafts.ngram.suffix_index.FIRST_PLACES", 30)
+    whole = SuffixIndex(20_000)
     assert growing.nbytes < whole.nbytes
     for text in texts:
         growing.add(text)

@@ -84,7 +84,7 @@ def _decodes_alike(
         return False
     own, asked = manager.speculation.speculator, manager.speculation.asked
     one, other = (
-        (type(drafting), getattr(drafting, "model", None), getattr(drafting, "memory", None))
+        (type(drafting), getattr(drafting, "model", None), getattr(drafting, "history", None))
         for drafting in (own, speculator)
     )
     return asked == config and (own is speculator or (one == other and one[1] is not None))

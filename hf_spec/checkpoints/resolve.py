@@ -20,7 +20,7 @@ from ..drafts.files import Checkpoint
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.hybrid import HybridSpeculator
-from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
+from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
@@ -143,7 +143,7 @@ def _best_at_hand(target: PreTrainedModel) -> Speculator:
             found.check(target, found.settings(None))
             logger.info(f"speculator='auto' is {place} for {target.config.name_or_path or type(target).__name__}")
             return found
-    return NgramSpeculator(remember=REMEMBERED)
+    return NgramSpeculator(history_size=DEFAULT_HISTORY_SIZE)
 
 
 def _own_layers(target: PreTrainedModel) -> Speculator:

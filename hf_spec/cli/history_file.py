@@ -19,7 +19,7 @@ def add_history_file(add: Any) -> None:
     """Declare the option; ``check_history_file`` and ``keeping_history`` read it."""
     add("--history-file", type=writable, metavar="FILE", help="of --speculator history or history+DRAFT: begin with "
         "the texts there, and save all texts there at the end; readable by you alone")  # fmt: skip
-    add("--memory-file", type=refuse_old_name("--history-file"), help=argparse.SUPPRESS)
+    add("--history-file", type=refuse_old_name("--history-file"), help=argparse.SUPPRESS)
 
 
 def check_history_file(args: argparse.Namespace) -> None:
@@ -42,22 +42,22 @@ def keeping_history(
     if args.history_file is None:
         yield
         return
+    from ..drafts.ngram.history_file import read_history
     from ..drafts.ngram.hybrid import HybridSpeculator
-    from ..drafts.ngram.memory import Memory
-    from ..drafts.ngram.remembered import read_remembered
+    from ..drafts.ngram.suffix_index import SuffixIndex
 
-    memory: Any = speculator.memory if isinstance(speculator, HybridSpeculator) else speculator
+    history: Any = speculator.history if isinstance(speculator, HybridSpeculator) else speculator
     if args.history_file.exists():
-        found = read_remembered(args.history_file, tokenizer)
-        if found.size > memory.memory.size:  # or texts would be dropped
-            memory.memory = Memory(found.size)
-        memory.learn([*found.texts()])
+        found = read_history(args.history_file, tokenizer)
+        if found.size > history.history.size:  # or texts would be dropped
+            history.history = SuffixIndex(found.size)
+        history.learn([*found.texts()])
     try:
         with _exit_on_sigterm():
             yield
     finally:
         if writes:
-            memory.save(args.history_file, tokenizer)
+            history.save(args.history_file, tokenizer)
 
 
 @contextlib.contextmanager

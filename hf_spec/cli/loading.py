@@ -15,7 +15,7 @@ from ..checkpoints.resolve import as_speculator, load_draft
 from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
 from ..drafts.ngram.hybrid import HybridSpeculator
-from ..drafts.ngram.speculator import REMEMBERED, NgramSpeculator
+from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
 from ..packing.packing import pack
 from ..scoring.plain import input_device, position_limit, space_after
 from ..settings import SpeculationConfig
@@ -133,7 +133,7 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
 def unloaded(name: str) -> str | Speculator:
     """Return what ``as_speculator`` takes for the name of a draft, which is not loaded yet."""
     if name == "history":
-        return NgramSpeculator(remember=REMEMBERED)
+        return NgramSpeculator(history_size=DEFAULT_HISTORY_SIZE)
     return with_history(name.removeprefix(WITH_HISTORY)) if name.startswith(WITH_HISTORY) else name
 
 

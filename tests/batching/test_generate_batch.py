@@ -32,8 +32,8 @@ from hf_spec import (
 )
 from hf_spec.batching.drafting import join_proposals, split_proposal
 from hf_spec.batching.engine import SpeculativeManager
+from hf_spec.drafts.ngram.history_file import SavedHistory
 from hf_spec.drafts.ngram.hybrid import with_chains
-from hf_spec.drafts.ngram.remembered import Remembered
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -425,16 +425,16 @@ def test_uninstall_leaves_transformers_as_it_was(model: PreTrainedModel) -> None
 
 def test_requests_share_a_memory() -> None:
     texts = plain_texts(target(), PROMPT_LIST, greedy())
-    speculator, lengths = NgramSpeculator(remember=2_000), []
+    speculator, lengths = NgramSpeculator(history_size=2_000), []
     for at_most in (4, 16):
         found, _ = serve(target(), PROMPT_LIST, at_most, speculator=speculator, speculation_config=CHAIN)
         assert [output.generated_tokens for output in found] == texts
         lengths.append(SpeculationStats.merge([output.speculation for output in found]).mean_accepted_length)
     assert lengths[1] > 1.5 * lengths[0]
-    assert speculator.memory is not None
-    remembered = list(Remembered(2_000, speculator.memory.tokens()).texts())
+    assert speculator.history is not None
+    saved = list(SavedHistory(2_000, speculator.history.tokens()).texts())
     whole = [prompt + text for prompt, text in zip(PROMPT_LIST, texts, strict=True)]
-    assert sorted(remembered) == sorted(whole * 2)
+    assert sorted(saved) == sorted(whole * 2)
 
 
 def test_draft_and_memory_together() -> None:

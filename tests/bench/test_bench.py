@@ -164,7 +164,7 @@ def test_a_perfect_draft_shows_in_every_figure(target, twin, tokenizer):
 
 
 def test_forwards_of_a_draft_beside_a_memory_are_forwards(target, twin):
-    memory = hf_spec.NgramSpeculator(remember=100)
+    memory = hf_spec.NgramSpeculator(history_size=100)
     contenders = [Contender("both", hf_spec.HybridSpeculator(twin, memory)), Contender("memory", memory)]
     *_, both, alone = _methods(target, contenders, BenchSettings(baselines=False))
     assert both.draft is (twin.model if isinstance(twin, VanillaSpeculator) else twin)
@@ -450,12 +450,12 @@ def test_one_round_has_no_spread(target, tokenizer):
 
 
 def test_a_memory_has_not_read_the_answers_before_they_are_asked_for(target, tokenizer):
-    memory = hf_spec.NgramSpeculator(remember=1000)
+    memory = hf_spec.NgramSpeculator(history_size=1000)
     bench(target, tokenizer, [Contender("memory", memory)], [CAT], warmup=3, baselines=False)
     prompt = tuple(CAT.render([], tokenizer))
     assert len(prompt) > 8
-    remembered = memory.memory.tokens()
-    assert sum(tuple(remembered[i : i + len(prompt)]) == prompt for i in range(len(remembered))) == 1
+    saved = memory.history.tokens()
+    assert sum(tuple(saved[i : i + len(prompt)]) == prompt for i in range(len(saved))) == 1
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_auto_is_the_first_known_draft_that_is_whole_and_fits(
 @pytest.mark.usefixtures("entries", "cache")
 def test_auto_is_ngrams_where_nothing_is_at_hand(target: PreTrainedModel) -> None:
     found = hf_spec.as_speculator("auto", target)
-    assert isinstance(found, hf_spec.NgramSpeculator) and found.memory is not None
+    assert isinstance(found, hf_spec.NgramSpeculator) and found.history is not None
     assert hf_spec.as_speculator("auto", target) is found  # what it remembers is not forgotten
 
 

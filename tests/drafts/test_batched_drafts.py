@@ -262,18 +262,18 @@ def test_a_padded_row_joins_as_what_it_is_or_not_at_all(kind: str) -> None:
 
 
 def hybrid() -> HybridSpeculator:
-    memory = NgramSpeculator(remember=500)
+    memory = NgramSpeculator(history_size=500)
     memory.learn([[*range(10, 40)], [60] * 9 + [61, 62]])
     return HybridSpeculator(as_speculator(draft("eagle3", "gemma3_text"), model("gemma3_text")), memory)
 
 
-def remembering() -> NgramSpeculator:
-    speculator = NgramSpeculator(remember=500)
+def kept_history() -> NgramSpeculator:
+    speculator = NgramSpeculator(history_size=500)
     speculator.learn([[*range(10, 40)], [60] * 9 + [61, 62]])
     return speculator
 
 
-@pytest.mark.parametrize("make", [hybrid, remembering])
+@pytest.mark.parametrize("make", [hybrid, kept_history])
 @torch.no_grad()
 def test_joined_memories_guess_as_each_alone(make: Callable[[], Speculator]) -> None:
     """What became text follows what is remembered in one row, so that its chain is taken and the draft's put off."""
@@ -317,7 +317,7 @@ def test_requests_with_draft_and_memory_are_asked_together(monkeypatch: pytest.M
         return late
 
     monkeypatch.setattr(Drafters, "propose", counted)
-    speculator = HybridSpeculator(draft("eagle3", "gemma3_text"), NgramSpeculator(remember=300))
+    speculator = HybridSpeculator(draft("eagle3", "gemma3_text"), NgramSpeculator(history_size=300))
     found, _ = serve(model("gemma3_text"), PROMPTS, 4, speculator=speculator, speculation_config=CHAIN)
     assert [output.generated_tokens for output in found] == texts("gemma3_text")
     assert set(groups) == {1}

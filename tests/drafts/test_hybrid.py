@@ -45,7 +45,7 @@ from hf_spec.proposal import PAD_NODE
 from hf_spec.verify.result import VerificationResult
 
 ROUNDS = 20_000
-REMEMBERED = (2, 0, 1)  # what a memory says in every round
+DEFAULT_HISTORY_SIZE = (2, 0, 1)  # what a memory says in every round
 
 
 def p_of(name: str, proposal: Proposal) -> Tensor:
@@ -69,7 +69,7 @@ def mixed(name: str, way: str, rounds: int = ROUNDS) -> Proposal:
     assert proposal.q is not None
     tokens, parents, q = proposal.tokens[:rounds], proposal.parents[:rounds], proposal.q[:rounds]
     proposal = replace(proposal, tokens=tokens, parents=parents, q=q)
-    path = REMEMBERED[: guesses_in(name)]
+    path = DEFAULT_HISTORY_SIZE[: guesses_in(name)]
     if way == "branches":
         return with_branches(proposal, [{path[:end]: 0.5 for end in range(1, len(path) + 1)}] * rounds)
     takes = torch.arange(rounds) % 2 == 0 if way == "instead" else tokens[:, 1] == 0
@@ -172,7 +172,7 @@ class _FixedDrafter(Drafter):
 
 
 def hybrid(draft: Any, *texts: list[int], **options: Any) -> HybridSpeculator:
-    memory = NgramSpeculator(remember=1_000)
+    memory = NgramSpeculator(history_size=1_000)
     memory.learn(texts)
     return HybridSpeculator(draft, memory, **options)
 
@@ -273,7 +273,7 @@ def test_text_is_that_of_plain_generate(batch: str, config: SpeculationConfig) -
     if rows > 1:  # rows end at different times
         options["eos_token_id"] = [3, 9, 14, 40]
     plain = target().generate(**inputs, **options)
-    speculator, lengths_found = HybridSpeculator(draft(), NgramSpeculator(remember=300)), []
+    speculator, lengths_found = HybridSpeculator(draft(), NgramSpeculator(history_size=300)), []
     for _ in range(2):
         out = target().generate(
             **inputs, **options, speculator=speculator, speculation_config=config, return_dict_in_generate=True
@@ -315,7 +315,7 @@ def test_sampled_text_has_the_targets_distribution(case: str, monkeypatch: pytes
         return whole
 
     monkeypatch.setattr(f"hf_spec.drafts.ngram.hybrid.{joined.__name__}", watched)
-    memory = NgramSpeculator(remember=2_000, min_chance=0.1)
+    memory = NgramSpeculator(history_size=2_000, min_chance=0.1)
     speculator = HybridSpeculator(VanillaSpeculator(guesser()), memory, draft_tokens=1 if case == "chain" else None)
     assert deviation(sample(speculator, HYBRID[case]), distribution()) < TOO_FAR
     assert (True, True) in seen, "no step had both"
@@ -327,7 +327,7 @@ def test_drafts_are_found_for_the_target() -> None:
     given = HybridSpeculator(draft(), draft_tokens=2)
     made = as_speculator(given, target())
     assert isinstance(made, HybridSpeculator)
-    assert (made.memory, made.draft_depth) == (given.memory, 2)
+    assert (made.history, made.draft_depth) == (given.history, 2)
     with pytest.raises(ValueError, match="no multi-token-prediction layers"):
         target().generate(**prompts(1, (4,)), max_new_tokens=2, speculator=HybridSpeculator("mtp"))
 
@@ -335,7 +335,7 @@ def test_drafts_are_found_for_the_target() -> None:
 def test_bad_values_are_refused() -> None:
     with pytest.raises(ValueError, match="draft with weights"):
         HybridSpeculator("ngram")
-    with pytest.raises(TypeError, match=r"NgramSpeculator\(remember="):
+    with pytest.raises(TypeError, match=r"NgramSpeculator\(history_size="):
         HybridSpeculator(draft(), NgramSpeculator())
     with pytest.raises(ValueError, match="draft_tokens"):
         HybridSpeculator(draft(), draft_tokens=0)

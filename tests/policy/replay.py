@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_spec.drafts.ngram.lookups import Lookups, agreeing
-from hf_spec.drafts.ngram.memory import agreement
+from hf_spec.drafts.ngram.lookups import Lookups, num_accepted
 from hf_spec.drafts.ngram.speculator import TextIndex
+from hf_spec.drafts.ngram.suffix_index import match_length
 from hf_spec.policy import acceptance, adaptive, cost
 from hf_spec.policy.base import DraftSource, Estimate, StepObservation
 from hf_spec.policy.store import Profile
@@ -60,7 +60,7 @@ def looked_up(number: int) -> dict[int, tuple[tuple[int, ...], int]]:
         ngrams = (tuple(text.tokens[-size:]) for size in range(4, 0, -1))
         ngram = next((one for one in ngrams if text.places(one)), ())
         chain = next(text.continuations(ngram, 16), ())
-        found[done] = chain, agreement(text.tokens, text.places(ngram)[-1], text.tokens) if chain else 0
+        found[done] = chain, match_length(text.tokens, text.places(ngram)[-1], text.tokens) if chain else 0
     return found
 
 
@@ -80,7 +80,7 @@ def decode(kind: str, number: int, profile: Profile, machine: str, seed: int) ->
             chances = lookups.chances(0, ids[:done], tuple(chain), agreed)
             plan = policy.plan(1, [Estimate(DraftSource.NGRAM, [chances])])
             length = min(plan.length, len(chain))
-            right = agreeing(chain[:length], ids[done:])
+            right = num_accepted(chain[:length], ids[done:])
         else:
             plan = policy.plan(1, [profile.acceptance.estimate(DraftSource.MODEL, 1, min(FIRST, room))])
             place = done - answer["prompt"] - 1

@@ -100,7 +100,7 @@ def test_what_changes_times_or_acceptance_has_a_profile_of_its_own() -> None:
     half = copy.deepcopy(target()).bfloat16()
     calls: list[Any] = [
         policy_of("ngram"),
-        policy_of(NgramSpeculator(remember=50)),
+        policy_of(NgramSpeculator(history_size=50)),
         policy_of(NgramSpeculator(corpus=[[1, 2, 3]])),
         policy_of(NgramSpeculator(max_ngram=2)),
         policy_of(HybridSpeculator(draft())),
@@ -156,7 +156,7 @@ def test_whatever_lengths_are_chosen_the_text_is_plain_generates(
     force_lengths(monkeypatch, lambda rows: next(plain_steps, chance.choice([0, 0, 1, 4, 7])))
     foreign = kind.startswith("eagle")
     model = load_target(kind) if foreign else target()
-    memory = NgramSpeculator(remember=1000)
+    memory = NgramSpeculator(history_size=1000)
     own = {"ngram": "ngram", "memory": memory, "hybrid": HybridSpeculator(draft(), memory)}
     speculator = load_draft(kind) if foreign else own.get(kind, draft())
     inputs = prompts(3, (9, 6, 3), vocab_size=60)
@@ -280,7 +280,7 @@ def test_a_chain_is_the_beginning_of_the_one_that_was_not_ended(sampling: bool) 
 
 
 def test_a_memory_drafts_as_much_as_the_policy_says() -> None:
-    memory = NgramSpeculator(remember=99)
+    memory = NgramSpeculator(history_size=99)
     memory.learn([list(range(20))])
     ids = torch.tensor([[1, 2]])
     asked = (target(), ids, torch.ones_like(ids), None, memory.defaults(), lambda x: x, False)

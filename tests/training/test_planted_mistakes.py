@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import export
-from hf_spec.drafts.ngram.remembered import Remembered, read_remembered, write_remembered
+from hf_spec.drafts.ngram.history_file import SavedHistory, read_history, write_history
 from hf_spec.metrics import Counts
 from hf_spec.training import DraftTrainer, measure
 from hf_spec.training.evaluation import acceptance, prompts_of, sums_of
@@ -147,8 +147,8 @@ def test_the_last_checkpoint_is_that_of_the_most_steps(tmp_path: Path) -> None:
 
 def test_a_memory_file_keeps_the_largest_token_and_cuts_texts_at_those_beyond(tmp_path: Path) -> None:
     largest = max(tokenizer().get_vocab().values())
-    write_remembered(tmp_path / "memory", Remembered(100, [1, largest, 2, largest + 1, 3, -1]), tokenizer())
-    assert [*read_remembered(tmp_path / "memory", tokenizer()).texts()] == [[1, largest, 2], [3]]
+    write_history(tmp_path / "memory", SavedHistory(100, [1, largest, 2, largest + 1, 3, -1]), tokenizer())
+    assert [*read_history(tmp_path / "memory", tokenizer()).texts()] == [[1, largest, 2], [3]]
 
 
 def test_a_prompt_is_of_the_first_document_of_a_pack() -> None:

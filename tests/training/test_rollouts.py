@@ -45,7 +45,7 @@ SPECULATORS: dict[str, Any] = {
     "eagle3": lambda: draft("eagle3"),
     "medusa": lambda: draft("medusa"),
     "mtp": lambda: draft("mtp"),
-    "memory": lambda: NgramSpeculator(remember=1000),
+    "memory": lambda: NgramSpeculator(history_size=1000),
 }
 
 
@@ -206,7 +206,7 @@ def test_a_policy_gets_its_default_back() -> None:
     set_speculator(model, "ngram", config)
     default = stored_for(model)
     for ends in ((True,), (False, True)):
-        callback = RolloutCallback(NgramSpeculator(remember=100))
+        callback = RolloutCallback(NgramSpeculator(history_size=100))
         for is_unpadded in ends:
             callback.on_train_begin(None, None, None, model=model)
             if is_unpadded:
@@ -242,7 +242,7 @@ def test_a_policy_is_read_as_it_generates(tmp_path: Path) -> None:
 
 def test_a_memory_serves_rollouts() -> None:
     model, rows = policy(), inputs()
-    callback = RolloutCallback(NgramSpeculator(remember=2000), SpeculationConfig(num_speculative_tokens=6))
+    callback = RolloutCallback(NgramSpeculator(history_size=2000), SpeculationConfig(num_speculative_tokens=6))
     callback.on_train_begin(None, None, None, model=model)
     lengths = [
         model.generate(**rows, max_new_tokens=24, do_sample=False, return_dict_in_generate=True).speculation

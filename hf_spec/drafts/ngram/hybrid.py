@@ -1,4 +1,4 @@
-"""A neural draft and a memory together: what was written before is copied, what is new is guessed."""
+"""A neural draft and a history together: what was written before is copied, what is new is guessed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ...proposal import PAD_NODE, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
 from ..lazy import LazyDrafter
-from .recall import Guesses, Path, chances_of, judge, shortened
-from .speculator import DEPTH, REMEMBERED, NgramSpeculator
+from .speculator import DEFAULT_HISTORY_SIZE, DEPTH, NgramSpeculator
+from .suffix_decoding import Continuations, Path, calibrated, record_outcome, truncated
 
 
 class HybridSpeculator(Speculator):
-    """Propose with a ``draft``, and with a ``memory`` wherever that promises more.
+    """Propose with a ``draft``, and with a ``history`` wherever that promises more.
 
     In chains each sequence takes the draft tokens of which more are expected to be accepted. For the history that
     follows from their probabilities, for the draft from its latest acceptance. A draft that no sequence wants is not
@@ -34,7 +34,7 @@ class HybridSpeculator(Speculator):
 
     Args:
         draft: whatever ``generate`` takes as ``speculator``, but for ``"ngram"``.
-        memory: a ``NgramSpeculator(remember=...)``; by default one of 100,000 tokens.
+        history: a ``NgramSpeculator(history_size=...)``; by default one of 100,000 tokens.
         draft_tokens: the longest draft of ``draft``, by default the number it has alone. Only
             ``num_speculative_tokens`` bounds the history.
 
@@ -42,24 +42,24 @@ class HybridSpeculator(Speculator):
         ValueError, TypeError: for values outside these.
     """
 
-    def __init__(self, draft: Any, memory: NgramSpeculator | None = None, draft_tokens: int | None = None) -> None:
-        memory = NgramSpeculator(remember=REMEMBERED) if memory is None else memory
-        if not isinstance(memory, NgramSpeculator) or memory.memory is None:
-            raise TypeError(f"memory must be a NgramSpeculator(remember=...), got {memory!r:.80}")
+    def __init__(self, draft: Any, history: NgramSpeculator | None = None, draft_tokens: int | None = None) -> None:
+        history = NgramSpeculator(history_size=DEFAULT_HISTORY_SIZE) if history is None else history
+        if not isinstance(history, NgramSpeculator) or history.history is None:
+            raise TypeError(f"history must be a NgramSpeculator(history_size=...), got {history!r:.80}")
         if isinstance(draft, NgramSpeculator | HybridSpeculator) or draft == "ngram":
             raise ValueError("a HybridSpeculator needs a draft with weights; what looks its guesses up works alone")
         if draft_tokens is not None and not (is_int(draft_tokens) and draft_tokens >= 1):
             raise ValueError(f"draft_tokens must be a whole number of at least 1, or None, got {draft_tokens!r}")
-        self.draft, self.memory, self.draft_tokens = draft, memory, draft_tokens
+        self.draft, self.history, self.draft_tokens = draft, history, draft_tokens
 
     def with_draft(self, draft: Speculator) -> HybridSpeculator:
-        """Return one with another object for the same draft, that shares the memory."""
+        """Return one with another object for the same draft, that shares the history."""
         if draft is self.draft:
             return self
-        return HybridSpeculator(draft, self.memory, self.draft_tokens)
+        return HybridSpeculator(draft, self.history, self.draft_tokens)
 
     def estimates_acceptance(self, batch_size: int) -> bool:
-        """Return True: the memory says how likely its guesses are."""
+        """Return True: the history says how likely its guesses are."""
         return True
 
     @property
@@ -69,9 +69,9 @@ class HybridSpeculator(Speculator):
 
     @property
     def profile_key(self) -> tuple[Hashable, ...]:
-        """Name the draft and the kind of memory."""
+        """Name the draft and the kind of history."""
         own = (*super().profile_key, self.draft_depth)
-        return (*own, *self._draft.profile_key, *self.memory.profile_key)
+        return (*own, *self._draft.profile_key, *self.history.profile_key)
 
     def draft_forwards(self, length: int) -> int:
         """Count the forwards of the draft."""
@@ -87,12 +87,12 @@ class HybridSpeculator(Speculator):
         return self._draft.feature_layers(target)
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
-        """Raise a ValueError with cause and cure if draft or memory cannot serve ``target``."""
+        """Raise a ValueError with cause and cure if draft or history cannot serve ``target``."""
         self._draft.check(target, None if config is None else self._drafts_own(config))
-        self.memory.check(target)
+        self.history.check(target)
 
     def defaults(self) -> SpeculationConfig:
-        """Return the draft's settings, with chains deep enough for a memory."""
+        """Return the draft's settings, with chains deep enough for a history."""
         own = self._draft.defaults()
         return own if not isinstance(own.tree, str | None) else own.merge(num_speculative_tokens=DEPTH)
 
@@ -108,7 +108,7 @@ class HybridSpeculator(Speculator):
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
         """Let both take in the texts of a finished call."""
         self._draft.learn(texts)
-        self.memory.learn(texts)
+        self.history.learn(texts)
 
     @property
     def draft_depth(self) -> int:
@@ -130,17 +130,17 @@ class HybridSpeculator(Speculator):
 
 
 class HybridDrafter(Drafter):
-    """Ask the memory first, then the draft for the rows that want it."""
+    """Ask the history first, then the draft for the rows that want it."""
 
     def __init__(self, speculator: HybridSpeculator, request: DraftContext) -> None:
-        self._rows = speculator.memory.texts(request).rows()
+        self._rows = speculator.history.texts(request).rows()
         self._draft, self._draft_depth = speculator.start_draft(request), speculator.draft_depth
-        self._min_chance, self._policy = speculator.memory.min_chance, request.policy
+        self._min_chance, self._policy = speculator.history.min_chance, request.policy
         self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
         self._begun = False  # the draft has drafted
         self._is_chain = request.config.tree is None
         self._width = 1 if self._is_chain else request.config.tree_topk
-        self._last: list[tuple[Guesses, bool]] = []  # by row, the memory's chain, and whether it was verified
+        self._last: list[tuple[Continuations, bool]] = []  # by row, the history's chain, and whether it was verified
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Take in ``accepted``, look up what may follow, and let the draft guess where that is not much."""
@@ -148,7 +148,7 @@ class HybridDrafter(Drafter):
         for (texts, number), tokens in zip(self._rows, emitted, strict=True):
             texts.extend(number, tokens)
         for (guesses, was_verified), new in zip(self._last, emitted, strict=bool(self._last)):
-            judge(self._calibration, guesses, new, was_verified)
+            record_outcome(self._calibration, guesses, new, was_verified)
         self._last = []
         nodes = None if self._is_chain else limit
         found = [texts.guesses(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows]
@@ -173,9 +173,9 @@ class HybridDrafter(Drafter):
         self._last += [({}, False)] * len(other._rows) if self._last else []
         return True
 
-    def _chains(self, accepted: AcceptedTokens, limit: int, found: list[Guesses]) -> Proposal:
+    def _chains(self, accepted: AcceptedTokens, limit: int, found: list[Continuations]) -> Proposal:
         # Decided before the draft is asked: a token that it samples must not decide whether it counts.
-        chances = [chances_of(guesses, self._calibration) for guesses in found]
+        chances = [calibrated(guesses, self._calibration) for guesses in found]
         longest = min(limit, self._draft_depth)
         model = self._policy.acceptance.estimate(DraftSource.MODEL, len(found), longest)
         plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances), model])
@@ -183,7 +183,7 @@ class HybridDrafter(Drafter):
         drafted = self._draft.propose(accepted, min(longest, plan.model_length) if drafts else 0)
         self.had_backlog, self._begun = drafts and not self._begun, self._begun or drafts
         taken = [plan.length > 0 and source is DraftSource.NGRAM for source in plan.sources]
-        found = [shortened(paths, plan.length) if takes else paths for paths, takes in zip(found, taken, strict=True)]
+        found = [truncated(paths, plan.length) if takes else paths for paths, takes in zip(found, taken, strict=True)]
         self._last = list(zip(found, taken, strict=True))
         chains = [max(guesses, key=len, default=()) if takes else None for guesses, takes in self._last]
         return with_chains(drafted, chains)
@@ -208,7 +208,7 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
     return Proposal(tokens, parents, width, q, is_chain=True, chosen=taken.expand_as(tokens))
 
 
-def with_branches(proposal: Proposal, found: Sequence[Guesses]) -> Proposal:
+def with_branches(proposal: Proposal, found: Sequence[Continuations]) -> Proposal:
     """Let the chosen paths in ``found`` join the trees of ``proposal``, behind what they share."""
     if not any(found):
         return proposal
@@ -228,7 +228,7 @@ def with_branches(proposal: Proposal, found: Sequence[Guesses]) -> Proposal:
     return Proposal(tokens, parents, depth, q, chosen=chosen)
 
 
-def _grown(tokens: list[int], parents: list[int], paths: Guesses) -> tuple[list[int], list[int]]:
+def _grown(tokens: list[int], parents: list[int], paths: Continuations) -> tuple[list[int], list[int]]:
     """Return the tokens and parents of a row's tree with the nodes of ``paths`` that it lacks behind its own."""
     tokens, parents = tokens[:], parents[:]
     known: dict[Path, int] = {(): 0}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...policy.acceptance import AcceptanceEstimator
 from ...policy.base import DraftSource
 
-TOLD_APART = 4  # tokens of a match, up to which every length has its own record; then every power of two
+EXACT_LENGTHS = 4  # tokens of a match, up to which every length has its own record; then every power of two
 
 
 class _Lookup(NamedTuple):
@@ -32,7 +32,7 @@ class Lookups:
 
     def chances(self, row: int, text: Sequence[int], chain: tuple[int, ...], agreed: int) -> list[float]:
         """Return the chance of each guess of ``chain``, which stood behind ``agreed`` tokens that end the ``text``."""
-        waiting, level = self._waiting[row], level_of(agreed)
+        waiting, level = self._waiting[row], match_class(agreed)
         while waiting and waiting[0].start + len(waiting[0].chain) <= len(text):
             self._judge(waiting.popleft(), text)
         if chain:
@@ -41,7 +41,7 @@ class Lookups:
 
     def _judge(self, lookup: _Lookup, text: Sequence[int]) -> None:
         start, chain, level = lookup
-        right = agreeing(chain, text[start : start + len(chain)])
+        right = num_accepted(chain, text[start : start + len(chain)])
         self._acceptance.record(DraftSource.NGRAM, [len(chain)], [right], level)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -53,12 +53,12 @@ class Lookups:
         self._waiting += other._waiting
 
 
-def level_of(agreed: int) -> int:
+def match_class(agreed: int) -> int:
     """Number the matches that are judged alike, from 1 on: of 1, 2, 3, 4, 5 to 7, 8 to 15, ... tokens."""
-    return max(1, agreed) if agreed <= TOLD_APART else TOLD_APART + agreed.bit_length() - 2
+    return max(1, agreed) if agreed <= EXACT_LENGTHS else EXACT_LENGTHS + agreed.bit_length() - 2
 
 
-def agreeing(drafted: Sequence[int], tokens: Sequence[int]) -> int:
+def num_accepted(drafted: Sequence[int], tokens: Sequence[int]) -> int:
     """Count the tokens at the beginning of ``drafted`` that are those of the text."""
     same = [one == token for one, token in zip(drafted, tokens, strict=False)]
     return [*same, False].index(False)

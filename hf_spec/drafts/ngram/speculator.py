@@ -20,16 +20,16 @@ from ...policy.base import DraftSource, Estimate
 from ...proposal import NO_PARENT, PAD_NODE, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
+from .history_file import SavedHistory, read_history, write_history
 from .lookups import Lookups
-from .memory import BREAK, LOOK_BACK, Memory, agreement
-from .recall import Guesses, Path, Texts, chances_of, judge, shortened
-from .remembered import Remembered, read_remembered, write_remembered
+from .suffix_decoding import Continuations, Path, Texts, calibrated, record_outcome, truncated
+from .suffix_index import BREAK, LOOK_BACK, SuffixIndex, match_length
 
 Match = Literal["recent", "frequent"]
 
-# How deep a memory guesses where nobody says: its chains end by themselves where they become unlikely.
+# How deep a history guesses where nobody says: its chains end by themselves where they become unlikely.
 DEPTH = 16
-REMEMBERED = 100_000  # tokens of a memory, 10 MB, where nobody says how large it is to be
+DEFAULT_HISTORY_SIZE = 100_000  # tokens of a history, 10 MB, where nobody says how large it is to be
 
 
 class NgramSpeculator(Speculator):
@@ -40,7 +40,7 @@ class NgramSpeculator(Speculator):
     has at most ``num_tree_tokens`` draft tokens. In a static tree, rank r at a node is its r-th child in that merged
     tree. These draft tokens have no distribution: ``sample_draft`` and ``confidence_threshold`` do not apply.
 
-    With ``remember`` it keeps a history: prompts and outputs of finished calls, of all sequences and threads. The
+    With ``history_size`` it keeps a history: prompts and outputs of finished calls, of all sequences and threads. The
     oldest are dropped first. Matches are then as long as the texts agree, and drafts as long as they are probable. The
     sequences of a batch look in each other's text, too (suffix decoding, arXiv 2411.04975; docs/history.md). The text
     stays the target's. But which draft tokens are tried, and so how many random numbers sampling takes, depends on
@@ -53,7 +53,7 @@ class NgramSpeculator(Speculator):
             tokens the most frequent one among the latest 32 occurrences.
         corpus: sequences of token ids to look in besides the text, after it where matches are equally long. They are
             indexed once, here.
-        remember: tokens that the history holds, about 100 bytes each; ``None`` for no history. ``max_ngram`` and
+        history_size: tokens that the history holds, about 100 bytes each; ``None`` for no history. ``max_ngram`` and
             ``match`` are for lookups without one.
         min_chance: with a history, drop draft tokens that are less probable than this. The probability of a draft
             token includes that of all before it. It is estimated from how often the token followed, and after how long
@@ -70,25 +70,32 @@ class NgramSpeculator(Speculator):
         match: Match = "recent",
         corpus: Iterable[Sequence[int]] = (),
         *,
-        remember: int | None = None,
+        history_size: int | None = None,
         min_chance: float = 0.1,
+        **unknown: Any,
     ) -> None:
+        if "remember" in unknown:
+            raise TypeError("NgramSpeculator: remember is now called history_size.")
+        if unknown:
+            raise TypeError(f"NgramSpeculator has no argument {sorted(unknown)[0]!r}.")
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram} and max_ngram={max_ngram}")
         if match not in get_args(Match):
             raise ValueError(f"match must be one of {get_args(Match)}, got {match!r}")
-        if remember is not None and not (is_int(remember) and remember >= 1):
-            raise ValueError(f"remember must be a whole number of tokens, at least 1, or None, got {remember!r}")
+        if history_size is not None and not (is_int(history_size) and history_size >= 1):
+            raise ValueError(
+                f"history_size must be a whole number of tokens, at least 1, or None, got {history_size!r}"
+            )
         if not 0 < min_chance <= 1:
             raise ValueError(f"min_chance must be above 0 and at most 1, got {min_chance!r}")
         self.sizes = range(max_ngram, min_ngram - 1, -1)
         self.match, self.min_chance = match, min_chance
-        self.memory = None if remember is None else Memory(remember)
+        self.history = None if history_size is None else SuffixIndex(history_size)
         self.corpus = TextIndex(self.sizes)
         sequences = [_token_ids(sequence) for sequence in corpus]
         self._largest = max(chain.from_iterable(sequences), default=BREAK)
-        # With a memory, the corpus is one that keeps everything.
-        self._lasting = Memory(sum(map(len, sequences)) + len(sequences)) if remember and sequences else None
+        # With a history, the corpus is one that keeps everything.
+        self._lasting = SuffixIndex(sum(map(len, sequences)) + len(sequences)) if history_size and sequences else None
         for sequence in sequences:
             if self._lasting is not None:
                 self._lasting.add(sequence)
@@ -96,17 +103,17 @@ class NgramSpeculator(Speculator):
                 self.corpus.extend([*sequence, BREAK])
 
     def estimates_acceptance(self, batch_size: int) -> bool:
-        """Tell whether there is a memory, which knows it; for one sequence the length of a match says it, too.
+        """Tell whether there is a history, which knows it; for one sequence the length of a match says it, too.
 
-        In batches without a memory the average over all places was 13 % faster (docs/performance.md).
+        In batches without a history the average over all places was 13 % faster (docs/performance.md).
         """
-        return self.memory is not None or batch_size == 1
+        return self.history is not None or batch_size == 1
 
     @property
     def profile_key(self) -> tuple[Hashable, ...]:
-        """Tell n-grams with a memory, with a corpus and of other match lengths apart."""
+        """Tell n-grams with a history, with a corpus and of other match lengths apart."""
         has_corpus = self._lasting is not None or bool(self.corpus.tokens)
-        return (*super().profile_key, self.memory is not None, has_corpus, self.sizes, self.match, self.min_chance)
+        return (*super().profile_key, self.history is not None, has_corpus, self.sizes, self.match, self.min_chance)
 
     def draft_forwards(self, length: int) -> int:
         """Return 0: what is looked up takes no forward."""
@@ -125,64 +132,64 @@ class NgramSpeculator(Speculator):
                 f"the corpus holds token {self._largest} and the target knows {vocabulary} tokens: they were made by "
                 "different tokenizers. Make the corpus with the target's."
             )
-        if self.memory is not None and self.memory.largest >= vocabulary:
+        if self.history is not None and self.history.largest >= vocabulary:
             raise ValueError(
-                f"the memory holds token {self.memory.largest} and the target knows {vocabulary} tokens: it remembers "
-                "texts of another tokenizer. Take a NgramSpeculator(remember=...) per tokenizer."
+                f"the history holds token {self.history.largest} and the target knows {vocabulary} tokens: it holds "
+                "texts of another tokenizer. Take a NgramSpeculator(history_size=...) per tokenizer."
             )
 
     def defaults(self) -> SpeculationConfig:
-        """Return chains of 16 with a memory, which end by themselves; the common settings without one."""
-        return SpeculationConfig(num_speculative_tokens=None if self.memory is None else DEPTH)
+        """Return chains of 16 with a history, which end by themselves; the common settings without one."""
+        return SpeculationConfig(num_speculative_tokens=None if self.history is None else DEPTH)
 
     def drafter(self, request: DraftContext) -> Drafter:
         """Index the prompt of every row."""
-        return NgramDrafter(self, request) if self.memory is None else RememberingDrafter(self, request)
+        return NgramDrafter(self, request) if self.history is None else SuffixDrafter(self, request)
 
     def texts(self, request: DraftContext) -> Texts:
-        """Start the texts of a call with a memory, which hold the prompts of ``request``.
+        """Start the texts of a call with a history, which hold the prompts of ``request``.
 
-        Errors: a ValueError without a memory.
+        Errors: a ValueError without a history.
         """
-        if self.memory is None:
-            raise ValueError("this NgramSpeculator has no memory; make it with NgramSpeculator(remember=...)")
-        memories = [self.memory, *([] if self._lasting is None else [self._lasting])]
-        texts = Texts(len(request.input_ids), memories, self.sizes[-1])
+        if self.history is None:
+            raise ValueError("this NgramSpeculator has no history; make it with NgramSpeculator(history_size=...)")
+        histories = [self.history, *([] if self._lasting is None else [self._lasting])]
+        texts = Texts(len(request.input_ids), histories, self.sizes[-1])
         for row, prompt in enumerate(request.prompts()):
             texts.extend(row, prompt)
         return texts
 
     @property
     def learns(self) -> bool:
-        return self.memory is not None
+        return self.history is not None
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:
-        """Remember the ``texts`` of a finished call, if there is a memory."""
-        if self.memory is not None:
+        """Remember the ``texts`` of a finished call, if there is a history."""
+        if self.history is not None:
             for text in texts:
-                self.memory.add(text)
+                self.history.add(text)
 
     def save(self, path: str | os.PathLike[str], tokenizer: Any) -> None:
         """Write what is remembered to a file, whole or not at all, for ``load`` with the same ``tokenizer``.
 
-        It holds the texts of all calls, as readable as the texts themselves. Errors: a ValueError without a memory, an
-        OSError where nothing can be written.
+        It holds the texts of all calls, as readable as the texts themselves. Errors: a ValueError without a history,
+        an OSError where nothing can be written.
         """
-        if self.memory is None:
-            raise ValueError("there is no memory to save; make one with NgramSpeculator(remember=...)")
-        write_remembered(path, Remembered(self.memory.size, self.memory.tokens()), tokenizer)
+        if self.history is None:
+            raise ValueError("there is no history to save; make one with NgramSpeculator(history_size=...)")
+        write_history(path, SavedHistory(self.history.size, self.history.tokens()), tokenizer)
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], tokenizer: Any, *, remember: int | None = None, **options: Any
+        cls, path: str | os.PathLike[str], tokenizer: Any, *, history_size: int | None = None, **options: Any
     ) -> NgramSpeculator:
-        """Go on with the memory that ``save`` wrote to ``path``; ``options`` are those of the constructor.
+        """Go on with the history that ``save`` wrote to ``path``; ``options`` are those of the constructor.
 
-        ``remember`` is by default that of the saved one; of a smaller one the latest tokens stay. Errors: a ValueError
-        if it was written with another tokenizer or version, an OSError if it cannot be read or is damaged.
+        ``history_size`` is by default that of the saved one; of a smaller one the latest tokens stay. Errors: a
+        ValueError if it was written with another tokenizer or version, an OSError if it cannot be read or is damaged.
         """
-        found = read_remembered(path, tokenizer)
-        speculator = cls(remember=found.size if remember is None else remember, **options)
+        found = read_history(path, tokenizer)
+        speculator = cls(history_size=found.size if history_size is None else history_size, **options)
         speculator.learn([*found.texts()])
         return speculator
 
@@ -287,7 +294,7 @@ class NgramDrafter(Drafter):
             ngram = tuple(row.tokens[-size:])
             for index in (row, self._speculator.corpus):
                 if places := index.places(ngram):
-                    return agreement(index.tokens, places[-1], row.tokens)
+                    return match_length(index.tokens, places[-1], row.tokens)
         return 0
 
     def _tree(self, row: TextIndex, depth: int) -> list[Path]:
@@ -312,7 +319,7 @@ class NgramDrafter(Drafter):
                     yield path
 
 
-class RememberingDrafter(Drafter):
+class SuffixDrafter(Drafter):
     """Guess from the texts of a call and from what is remembered of earlier ones. Lives on the CPU."""
 
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
@@ -320,7 +327,7 @@ class RememberingDrafter(Drafter):
         self._shape = _Shape(request.config)
         self._min_chance, self._policy = speculator.min_chance, request.policy
         self._calibration = request.policy.acceptance.calibration[DraftSource.NGRAM]
-        self._last: list[Guesses] = [{} for _ in self._rows]  # chains, by row
+        self._last: list[Continuations] = [{} for _ in self._rows]  # chains, by row
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Take in ``accepted`` and look up what may follow, at most ``limit`` tokens of it."""
@@ -334,7 +341,7 @@ class RememberingDrafter(Drafter):
         ]
         if shape.is_chain:
             for guesses, new in zip(self._last, emitted, strict=True):
-                judge(self._calibration, guesses, new, scored=True)
+                record_outcome(self._calibration, guesses, new, scored=True)
             self._last = found = self._planned(found)
         ranks = shape.ranks
         trees = [list(guesses) if ranks is None else _of_ranks(guesses, ranks) for guesses in found]
@@ -347,16 +354,16 @@ class RememberingDrafter(Drafter):
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too; each keeps looking in the texts of its own call."""
-        assert isinstance(other, RememberingDrafter)
+        assert isinstance(other, SuffixDrafter)
         self._rows += other._rows
         self._last += other._last
         return True
 
-    def _planned(self, found: list[Guesses]) -> list[Guesses]:
+    def _planned(self, found: list[Continuations]) -> list[Continuations]:
         """Leave out of the rows' chains what the policy says is not worth its time."""
-        chances = [chances_of(guesses, self._calibration) for guesses in found]
+        chances = [calibrated(guesses, self._calibration) for guesses in found]
         plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances)])
-        return [shortened(guesses, plan.length) for guesses in found]
+        return [truncated(guesses, plan.length) for guesses in found]
 
 
 def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:

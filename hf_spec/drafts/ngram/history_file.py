@@ -1,4 +1,4 @@
-"""The file of a memory: token ids in a safetensors file, and a hash of their tokenizer. Nothing in it is executed."""
+"""The file of a history: token ids in a safetensors file, and a hash of their tokenizer. Nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ...untrusted import check_ends
-from .memory import BREAK
+from .suffix_index import BREAK
 
 FORMAT, VERSION = "hf_spec memory", "1"
-SIZE = re.compile(r"[1-9][0-9]{0,17}")  # the size of a memory, as written in a file
+SIZE = re.compile(r"[1-9][0-9]{0,17}")  # the size of a history, as written in a file
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """The content of a memory of ``size`` tokens: ``tokens``, the oldest first, with BREAK after each text."""
+class SavedHistory:
+    """The content of a history of ``size`` tokens: ``tokens``, the oldest first, with BREAK after each text."""
 
     size: int
     tokens: list[int]
@@ -36,14 +36,14 @@ class Remembered:
         return (list(run) for is_break, run in groupby(self.tokens, BREAK.__eq__) if not is_break)
 
 
-def write_remembered(path: str | os.PathLike[str], remembered: Remembered, tokenizer: Any) -> None:
-    """Write ``remembered`` to ``path`` atomically: the old file stays until the new one is complete.
+def write_history(path: str | os.PathLike[str], saved: SavedHistory, tokenizer: Any) -> None:
+    """Write ``saved`` to ``path`` atomically: the old file stays until the new one is complete.
 
     Targets have more tokens than their tokenizers, as padding, and may sample one. In the file such an id would look
     like damage, so BREAK replaces it, and the text is cut in two there.
     """
-    marks = {"format": FORMAT, "version": VERSION, "size": str(remembered.size), "tokenizer": _mark(tokenizer)}
-    tokens, most = torch.tensor(remembered.tokens, dtype=torch.int32), _largest(tokenizer)
+    marks = {"format": FORMAT, "version": VERSION, "size": str(saved.size), "tokenizer": _mark(tokenizer)}
+    tokens, most = torch.tensor(saved.tokens, dtype=torch.int32), _largest(tokenizer)
     content = save({"tokens": tokens.masked_fill(tokens > most, BREAK)}, metadata=marks)
     folder, name = os.path.split(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
@@ -58,8 +58,8 @@ def write_remembered(path: str | os.PathLike[str], remembered: Remembered, token
         Path(partial).unlink(missing_ok=True)
 
 
-def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
-    """Read what ``write_remembered`` wrote with the same ``tokenizer``. Errors: those of ``NgramSpeculator.load``."""
+def read_history(path: str | os.PathLike[str], tokenizer: Any) -> SavedHistory:
+    """Read what ``write_history`` wrote with the same ``tokenizer``. Errors: those of ``NgramSpeculator.load``."""
     if os.path.isdir(path):
         raise IsADirectoryError(f"{path} is a directory; pass a file that NgramSpeculator.save wrote")
     check_ends(path)
@@ -69,25 +69,25 @@ def read_remembered(path: str | os.PathLike[str], tokenizer: Any) -> Remembered:
             _refuse(path, marks, tokenizer)
             tokens, size = file.get_tensor("tokens"), marks["size"]
     except (SafetensorError, KeyError) as error:
-        raise OSError(f"{path} is cut off, damaged or no memory ({error}); remove it and begin a new one") from error
+        raise OSError(f"{path} is cut off, damaged or no history ({error}); remove it and begin a new one") from error
     is_list = tokens.dtype == torch.int32 and tokens.ndim == 1
     if not (is_list and SIZE.fullmatch(size) and _all_known(tokens, _largest(tokenizer))):
         raise OSError(f"{path} holds no token ids of this tokenizer; remove it and begin a new one")
-    return Remembered(int(size), tokens.tolist())
+    return SavedHistory(int(size), tokens.tolist())
 
 
 def _refuse(path: str | os.PathLike[str], marks: dict[str, str], tokenizer: Any) -> None:
     if marks.get("format") != FORMAT:
-        raise OSError(f"{path} is no memory; pass a file that NgramSpeculator.save wrote")
+        raise OSError(f"{path} is no history; pass a file that NgramSpeculator.save wrote")
     if marks.get("version") != VERSION:
         raise ValueError(
-            f"{path} is a memory of version {marks.get('version')}, and this hf_spec reads version {VERSION}: update "
-            "hf_spec, or begin a new memory"
+            f"{path} is a history of version {marks.get('version')}, and this hf_spec reads version {VERSION}: update "
+            "hf_spec, or begin a new history"
         )
     if marks.get("tokenizer") != _mark(tokenizer):
         raise ValueError(
-            f"the memory {path} was written with another tokenizer, whose ids stand for other words. Load it with "
-            "that one, for a target that uses it, or begin a new memory: NgramSpeculator(remember=...)"
+            f"the history {path} was written with another tokenizer, whose ids stand for other words. Load it with "
+            "that one, for a target that uses it, or begin a new history: NgramSpeculator(history_size=...)"
         )
 
 

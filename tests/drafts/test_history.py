@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
 from twins import BATCHES, TREE, paths_of, target, tokenizer
 
-import hf_spec.drafts.ngram.memory
-import hf_spec.drafts.ngram.recall
+import hf_spec.drafts.ngram.suffix_decoding
+import hf_spec.drafts.ngram.suffix_index
 from hf_spec import NgramSpeculator, SpeculationConfig
-from hf_spec.drafts.ngram.memory import BLOCK, BREAK, LONGEST_MATCH, SIZES, Memory, Place
-from hf_spec.drafts.ngram.recall import DOUBT, best_continuations
-from hf_spec.drafts.ngram.remembered import Remembered, read_remembered
+from hf_spec.drafts.ngram.history_file import SavedHistory, read_history
+from hf_spec.drafts.ngram.suffix_decoding import DOUBT_VOTES, best_continuations
+from hf_spec.drafts.ngram.suffix_index import BLOCK, BREAK, LONGEST_MATCH, SIZES, Place, SuffixIndex
 
 Guess = tuple[int, ...]
 
@@ -34,8 +34,8 @@ Guess = tuple[int, ...]
 @pytest.fixture
 def look_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at every place: in a tiny memory, others share the hash of an n-gram and count among those looked at."""
-    monkeypatch.setattr(hf_spec.drafts.ngram.memory, "LOOK_BACK", 10_000)
-    monkeypatch.setattr(hf_spec.drafts.ngram.recall, "LOOK_BACK", 10_000)
+    monkeypatch.setattr(hf_spec.drafts.ngram.suffix_index, "LOOK_BACK", 10_000)
+    monkeypatch.setattr(hf_spec.drafts.ngram.suffix_decoding, "LOOK_BACK", 10_000)
 
 
 def naive_places(tokens: list[int], context: list[int], size: int) -> list[tuple[list[int], int, int]]:
@@ -63,7 +63,7 @@ def told(places: Any, depth: int) -> list[tuple[list[int], int]]:
 def test_finds_what_a_scan_finds(seed: int) -> None:
     rng = random.Random(seed)
     size = rng.choice([5, 40, 100, 300])
-    memory, everything = Memory(size), [0] * 0
+    memory, everything = SuffixIndex(size), [0] * 0
     for _ in range(30):
         text = random_text(rng, rng.randint(0, min(BLOCK - 1, size)))
         memory.add(text)
@@ -92,7 +92,7 @@ def naive_guesses(places: list[Place], text: list[int], depth: int, least: float
             if right and position + len(path) < len(whole):
                 votes[whole[position + len(path)]] += length + len(path)
         for token, number in votes.items():
-            likely = chance * number / (DOUBT + sum(votes.values()))
+            likely = chance * number / (DOUBT_VOTES + sum(votes.values()))
             if token != BREAK and likely >= least:
                 found[*path, token] = likely
                 walk((*path, token), likely)
@@ -146,10 +146,10 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
     """Rows look in their own text, in each other's, also in those that left, in the corpus, and in the memory."""
     rng = random.Random(seed)
     books = [random_text(rng, 50) for _ in range(rng.choice([0, 2]))]
-    speculator = NgramSpeculator(corpus=books, remember=1_000, min_chance=0.05)
+    speculator = NgramSpeculator(corpus=books, history_size=1_000, min_chance=0.05)
     earlier = [random_text(rng, BLOCK - 1) for _ in range(2)]
     speculator.learn(earlier)
-    remembered = [[*text, BREAK] for text in (*books, *earlier)]
+    saved = [[*text, BREAK] for text in (*books, *earlier)]
     texts = [random_text(rng, rng.randint(1, 60)) for _ in range(4)]
     drafters = {
         "chain": start(texts, speculator, num_speculative_tokens=5),
@@ -165,7 +165,7 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
             assert proposal.q is None and proposal.chosen is None
             assert proposal.root.tolist() == [texts[row][-1] for row in rows]
             for number, row in enumerate(rows):
-                every = naive_drafter(texts, row, remembered, 5, 0.05)
+                every = naive_drafter(texts, row, saved, 5, 0.05)
                 found = {path: every[path] for path in paths_of(proposal, number)}
                 if kind == "dynamic":
                     check_guesses(found, every, 7)
@@ -179,7 +179,7 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
 
 
 def test_static_trees_rank_by_chance() -> None:
-    speculator = NgramSpeculator(remember=100, min_chance=0.05)
+    speculator = NgramSpeculator(history_size=100, min_chance=0.05)
     speculator.learn([[1, 7, 5], [1, 7, 6], [1, 8, 9]])
 
     def found(paths: list[tuple[int, ...]]) -> list[Guess]:
@@ -193,7 +193,7 @@ def test_static_trees_rank_by_chance() -> None:
 
 def test_a_row_that_stays_is_judged_by_its_own_chain() -> None:
     def trusted(prompts: list[list[int]], first: list[list[int]], staying: list[int]) -> list[float]:
-        speculator = NgramSpeculator(remember=100)
+        speculator = NgramSpeculator(history_size=100)
         speculator.learn([[1, 7, 8, 9], [2, 3, 4, 5]])
         drafter = start(prompts, speculator)
         drafter.propose(news(first), 3)
@@ -207,7 +207,7 @@ def test_a_row_that_stays_is_judged_by_its_own_chain() -> None:
 
 
 def test_longer_matches_and_common_ones_are_followed_deeper() -> None:
-    memory = Memory(1_000)
+    memory = SuffixIndex(1_000)
     memory.add([*range(20), 50, *range(20, 60)])
 
     def depth(context: list[int]) -> int:
@@ -222,7 +222,7 @@ def test_longer_matches_and_common_ones_are_followed_deeper() -> None:
 
 def test_memory_stays_bounded() -> None:
     rng = random.Random(0)
-    memory = Memory(3_000)
+    memory = SuffixIndex(3_000)
     most = 0
     for length in [10, 5_000, *[400] * 60]:
         memory.add([rng.randrange(50_000) for _ in range(length)])
@@ -234,7 +234,7 @@ def test_memory_stays_bounded() -> None:
 
 def test_next_turn_adds_only_what_is_new() -> None:
     rng = random.Random(0)
-    memory, talk = Memory(100_000), [rng.randrange(1_000) for _ in range(500)]
+    memory, talk = SuffixIndex(100_000), [rng.randrange(1_000) for _ in range(500)]
     memory.add(talk)
     for _ in range(20):
         talk = talk + [rng.randrange(1_000) for _ in range(30)]
@@ -247,7 +247,7 @@ def test_next_turn_adds_only_what_is_new() -> None:
 @pytest.mark.usefixtures("look_at_all")
 def test_known_beginnings_are_forgotten_with_the_text() -> None:
     rng = random.Random(0)
-    memory, talk = Memory(1_000), [rng.randrange(1_000) for _ in range(300)]
+    memory, talk = SuffixIndex(1_000), [rng.randrange(1_000) for _ in range(300)]
     memory.add(talk)
     memory.add([rng.randrange(1_000) for _ in range(999)])
     assert memory.find(talk, 8, 5) == []
@@ -275,7 +275,7 @@ def plain(given: dict[str, Tensor], **options: Any) -> Tensor:
     "config", [None, SpeculationConfig(num_speculative_tokens=9), TREE], ids=["own", "chain", "tree"]
 )
 def test_text_is_that_of_plain_generate(batch: str, config: SpeculationConfig | None) -> None:
-    given, speculator = inputs(batch), NgramSpeculator(remember=500)
+    given, speculator = inputs(batch), NgramSpeculator(history_size=500)
     expected, lengths = plain(given), []
     for _ in range(2):
         out = target().generate(
@@ -300,7 +300,7 @@ def whole_texts(given: dict[str, Tensor], sequences: Tensor) -> list[list[int]]:
 
 
 def test_finished_calls_are_remembered_without_padding() -> None:
-    given, speculator = inputs(), NgramSpeculator(remember=500)
+    given, speculator = inputs(), NgramSpeculator(history_size=500)
     end = int(plain(given)[0, 13 + 5])  # a token of row 0
     sequences = plain(given, eos_token_id=end, pad_token_id=0, speculator=speculator)
     expected = []
@@ -308,8 +308,8 @@ def test_finished_calls_are_remembered_without_padding() -> None:
         prompt = len(text) - (sequences.shape[1] - 13)
         stop = text.index(end, prompt) + 1 if end in text[prompt:] else len(text)
         expected += [*text[:stop], BREAK]
-    assert speculator.memory is not None
-    assert speculator.memory.tokens() == expected
+    assert speculator.history is not None
+    assert speculator.history.tokens() == expected
     assert len(expected) < 13 + 9 + 5 + 3 * (24 + 1), "row 0 ends early"
 
 
@@ -328,17 +328,17 @@ class Breaks(StoppingCriteria):
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_nothing_of_an_abandoned_call_is_remembered(kind: type[BaseException]) -> None:
-    given, speculator = inputs(), NgramSpeculator(remember=500)
+    given, speculator = inputs(), NgramSpeculator(history_size=500)
     plain(given, speculator=speculator)
-    assert speculator.memory is not None
-    before = speculator.memory.tokens()
+    assert speculator.history is not None
+    before = speculator.history.tokens()
     with pytest.raises(kind, match="enough"):
         plain(inputs("eight"), speculator=speculator, stopping_criteria=StoppingCriteriaList([Breaks(kind)]))
-    assert speculator.memory.tokens() == before
+    assert speculator.history.tokens() == before
 
 
 def test_threads_share_a_memory() -> None:
-    speculator = NgramSpeculator(remember=5_000)
+    speculator = NgramSpeculator(history_size=5_000)
     prompts = [torch.randint(3, 99, (1, 8), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     expected = [plain({"input_ids": ids}) for ids in prompts]
     wrong: list[int] = []
@@ -355,8 +355,8 @@ def test_threads_share_a_memory() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert speculator.memory is not None
-    texts = list(Remembered(5_000, speculator.memory.tokens()).texts())
+    assert speculator.history is not None
+    texts = list(SavedHistory(5_000, speculator.history.tokens()).texts())
     assert sorted(texts) == sorted(text[0].tolist() for text in expected for _ in range(3))
 
 
@@ -364,20 +364,20 @@ def test_threads_share_a_memory() -> None:
     "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"]
 )
 def test_a_copy_remembers_the_same_and_goes_on_by_itself(copied: Any) -> None:
-    speculator = NgramSpeculator(remember=100)
-    assert speculator.memory is not None
-    speculator.memory.add([3, 4, 5, 6])
+    speculator = NgramSpeculator(history_size=100)
+    assert speculator.history is not None
+    speculator.history.add([3, 4, 5, 6])
     other = copied(speculator)
-    assert other.memory.tokens() == [3, 4, 5, 6, BREAK] and other.memory.find([3, 4], 2, 2)
-    other.memory.add([7, 8])
-    assert len(speculator.memory) == 5 and len(other.memory) == 8
+    assert other.history.tokens() == [3, 4, 5, 6, BREAK] and other.history.find([3, 4], 2, 2)
+    other.history.add([7, 8])
+    assert len(speculator.history) == 5 and len(other.history) == 8
     assert torch.equal(plain(inputs(), speculator=other), plain(inputs()))
 
 
 def test_rows_without_guesses_take_an_ordinary_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is sent to the device, and nothing but the root is scored, of a chain or of a tree."""
     for config in ({}, {"tree": "dynamic"}):
-        for speculator in (NgramSpeculator(), NgramSpeculator(remember=9)):
+        for speculator in (NgramSpeculator(), NgramSpeculator(history_size=9)):
             drafter, new = start([[1, 2, 3]], speculator, **config), news([[4]])
             with monkeypatch.context() as patched:
                 patched.setattr(torch, "tensor", None)
@@ -389,7 +389,7 @@ def test_rows_without_guesses_take_an_ordinary_step(monkeypatch: pytest.MonkeyPa
 
 
 def filled() -> NgramSpeculator:
-    speculator = NgramSpeculator(remember=40)
+    speculator = NgramSpeculator(history_size=40)
     speculator.learn([[3, 4, 5, 6], list(range(10, 30))])
     return speculator
 
@@ -398,10 +398,10 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     speculator, file = filled(), tmp_path / "new" / "memory.safetensors"
     speculator.save(file, tokenizer())
     again = NgramSpeculator.load(file, tokenizer(), min_chance=0.3)
-    assert again.memory is not None and speculator.memory is not None
-    assert (again.memory.tokens(), again.memory.size, again.min_chance) == (speculator.memory.tokens(), 40, 0.3)
+    assert again.history is not None and speculator.history is not None
+    assert (again.history.tokens(), again.history.size, again.min_chance) == (speculator.history.tokens(), 40, 0.3)
     assert paths_of(start([[1]], again).propose(news([[12]]), 2), 0) == [(13,)]
-    smaller = NgramSpeculator.load(file, tokenizer(), remember=10).memory
+    smaller = NgramSpeculator.load(file, tokenizer(), history_size=10).history
     assert smaller is not None and smaller.tokens() == [*range(21, 30), BREAK]
     assert file.stat().st_mode & 0o77 == 0, "texts of users, for nobody else to read"
     assert [one.name for one in file.parent.iterdir()] == ["memory.safetensors"]
@@ -419,7 +419,7 @@ def other_tokenizer() -> PreTrainedTokenizerFast:
 def test_files_of_others_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "memory"
     filled().save(file, tokenizer())
-    with pytest.raises(ValueError, match=r"another tokenizer.*begin a new memory"):
+    with pytest.raises(ValueError, match=r"another tokenizer.*begin a new history"):
         NgramSpeculator.load(file, other_tokenizer())
     with pytest.raises(TypeError, match="must be a tokenizer"):
         NgramSpeculator.load(file, "gpt2")
@@ -433,10 +433,10 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"version 2.*update"):
         NgramSpeculator.load(file, tokenizer())
     save_file({"weight": torch.zeros(3)}, file)
-    with pytest.raises(OSError, match="is no memory"):
+    with pytest.raises(OSError, match="is no history"):
         NgramSpeculator.load(file, tokenizer())
     file.write_bytes(pickle.dumps({"tokens": [1, 2]}))
-    with pytest.raises(OSError, match="no memory"):
+    with pytest.raises(OSError, match="no history"):
         NgramSpeculator.load(file, tokenizer())
     with pytest.raises(IsADirectoryError, match="is a directory; pass a file that"):
         NgramSpeculator.load(tmp_path, tokenizer())
@@ -450,7 +450,7 @@ def marked(file: Path) -> dict[str, str]:
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    speculator, file = NgramSpeculator(remember=9), tmp_path / "memory"
+    speculator, file = NgramSpeculator(history_size=9), tmp_path / "memory"
     speculator.learn([[3, 98]])
     speculator.check(target())
     speculator.learn([[3, 99]])
@@ -466,11 +466,11 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 
 def test_a_token_that_the_tokenizer_has_not_makes_no_file_unreadable(tmp_path: Path) -> None:
     """Targets have more tokens than their tokenizers, as padding, and may draw one."""
-    speculator, file = NgramSpeculator(remember=40), tmp_path / "memory"
+    speculator, file = NgramSpeculator(history_size=40), tmp_path / "memory"
     speculator.learn([[3, 4, 500, 5, 6], [7, 8]])
     speculator.save(file, tokenizer())
-    assert [*read_remembered(file, tokenizer()).texts()] == [[3, 4], [5, 6], [7, 8]]
-    again = NgramSpeculator.load(file, tokenizer()).memory
+    assert [*read_history(file, tokenizer()).texts()] == [[3, 4], [5, 6], [7, 8]]
+    again = NgramSpeculator.load(file, tokenizer()).history
     assert again is not None and again.tokens() == [3, 4, BREAK, 5, 6, BREAK, 7, 8, BREAK]
 
 
@@ -491,11 +491,15 @@ def test_a_file_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_bad_values_are_refused() -> None:
-    for remember in (0, -5, 2.5, True, "all"):
-        with pytest.raises(ValueError, match="remember must be a whole number"):
-            NgramSpeculator(remember=remember)  # type: ignore[arg-type]
+    for history_size in (0, -5, 2.5, True, "all"):
+        with pytest.raises(ValueError, match="history_size must be a whole number"):
+            NgramSpeculator(history_size=history_size)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="remember is now called history_size"):
+        NgramSpeculator(history_size=100)
+    with pytest.raises(TypeError, match="no argument 'size'"):
+        NgramSpeculator(size=100)
     for chance in (0, -0.1, 1.5):
         with pytest.raises(ValueError, match="min_chance"):
-            NgramSpeculator(remember=9, min_chance=chance)
-    with pytest.raises(ValueError, match="no memory to save"):
+            NgramSpeculator(history_size=9, min_chance=chance)
+    with pytest.raises(ValueError, match="no history to save"):
         NgramSpeculator().save("nowhere", tokenizer())

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from hf_spec import NgramSpeculator, demo
 from hf_spec.cli import main
-from hf_spec.drafts.ngram.remembered import read_remembered
+from hf_spec.drafts.ngram.history_file import read_history
 
 TARGET = str(demo.path())
 TOKENIZER = AutoTokenizer.from_pretrained(TARGET)
@@ -30,7 +30,7 @@ OPTIONS += ["--num-speculative-tokens", "8"]
 
 
 def texts(file: Path) -> list[str]:
-    return [TOKENIZER.decode(one, skip_special_tokens=True) for one in read_remembered(file, TOKENIZER).texts()]
+    return [TOKENIZER.decode(one, skip_special_tokens=True) for one in read_history(file, TOKENIZER).texts()]
 
 
 @pytest.mark.parametrize("speculator", ["history", f"history+{demo.path('draft-medusa')}"], ids=["alone", "draft"])
@@ -55,15 +55,15 @@ def test_answers_of_a_file_of_prompts_are_remembered(tmp_path: Path) -> None:
 
 
 def test_a_larger_memory_loses_nothing(tmp_path: Path) -> None:
-    file, larger = tmp_path / "memory.safetensors", NgramSpeculator(remember=150_000)
+    file, larger = tmp_path / "memory.safetensors", NgramSpeculator(history_size=150_000)
     generator = random.Random(0)
     larger.learn([[generator.randrange(1, 2000) for _ in range(1000)] for _ in range(120)])
     larger.save(file, TOKENIZER)
-    before = read_remembered(file, TOKENIZER)
+    before = read_history(file, TOKENIZER)
     assert len(before.tokens) > 100_000  # what the command would remember by itself
     call = ["generate", TARGET, "--speculator", "history", "--prompt", PROMPT, "--history-file", str(file)]
     assert main([*call, *OPTIONS]) == 0
-    after = read_remembered(file, TOKENIZER)
+    after = read_history(file, TOKENIZER)
     assert after.size == 150_000 and after.tokens[: len(before.tokens)] == before.tokens
 
 
@@ -112,7 +112,7 @@ def test_old_names_are_refused_with_the_new_ones(old: list[str], said: str, caps
 def test_a_memory_of_another_tokenizer_is_refused_and_stays(tmp_path: Path, capsys: Any) -> None:
     file, other = tmp_path / "memory.safetensors", AutoTokenizer.from_pretrained(TARGET)
     other.add_tokens(["<another>"])
-    memory = NgramSpeculator(remember=100)
+    memory = NgramSpeculator(history_size=100)
     memory.learn([[1, 2, 3]])
     memory.save(file, other)
     before = file.read_bytes()

@@ -1,14 +1,14 @@
 """Measure the gain of a history of earlier calls: tokens per forward of the target, with and without it.
 
-    python examples/memory.py                                    # the demo family, offline
-    python examples/memory.py --target DIR --draft DIR --prompts prompts.jsonl --json memory.json
+    python examples/history.py                                    # the demo family, offline
+    python examples/history.py --target DIR --draft DIR --prompts prompts.jsonl --json memory.json
 
-Each set is a series of calls, one prompt each, in which a history (``memory``) grows from nothing. Four sets ship: ten
-small changes to one function, shown or only described; a support chat; ten beginnings of one story. A file of JSON
+Each set is a series of calls, one prompt each, in which a history (``history``) grows from nothing. Four sets ship:
+ten small changes to one function, shown or only described; a support chat; ten beginnings of one story. A file of JSON
 lines, as for ``hf-spec bench``, adds one per category. Draft lengths are fixed, so another run finds the same figures.
 
-    python examples/memory.py --target DIR --prompts prompts.jsonl --write-texts texts.json    # plain generate, once
-    python examples/memory.py --texts texts.json --min-chance 0.05 0.1 0.2 0.3                 # no model
+    python examples/history.py --target DIR --prompts prompts.jsonl --write-texts texts.json    # plain generate, once
+    python examples/history.py --texts texts.json --min-chance 0.05 0.1 0.2 0.3                 # no model
 
 Greedy text is the same with any draft, so lookups can be measured over saved texts.
 """
@@ -155,7 +155,7 @@ def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, Speculati
     }
     for chance in chances:
         name = "memory" if len(chances) == 1 else f"memory {chance}"
-        found[name] = (NgramSpeculator(remember=100_000, min_chance=chance), chain(16))
+        found[name] = (NgramSpeculator(history_size=100_000, min_chance=chance), chain(16))
     if draft is None:
         return found
     tree = SpeculationConfig(num_speculative_tokens=5, tree="dynamic", tree_topk=4, num_tree_tokens=12)
@@ -237,12 +237,12 @@ def costs(tokens: int = 100_000) -> dict[str, float]:
     """Fill a history with nearly random text, and return its bytes and microseconds per token."""
     generator = torch.Generator().manual_seed(0)
     texts = (torch.rand(tokens // 500, 500, generator=generator) ** 3 * 5_000).long().tolist()
-    speculator = NgramSpeculator(remember=tokens)
+    speculator = NgramSpeculator(history_size=tokens)
     start = time.perf_counter()
     speculator.learn(texts)
     learnt = time.perf_counter() - start
-    assert speculator.memory is not None
-    memory, text = speculator.memory, texts[7]
+    assert speculator.history is not None
+    memory, text = speculator.history, texts[7]
     start = time.perf_counter()
     for end in range(8, 408):
         for size in (8, 4, 2, 1):

@@ -8,25 +8,26 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ...policy.acceptance import Calibration
-from .lookups import agreeing
-from .memory import BREAK, LOOK_BACK, SIZES, Memory, Place, agreement
+from .lookups import num_accepted
+from .suffix_index import BREAK, LOOK_BACK, SIZES, Place, SuffixIndex, match_length
 
 Path = tuple[int, ...]
-Guesses = dict[Path, float]  # paths, each behind its beginnings, and their chances
+Continuations = dict[Path, float]  # paths, each behind its beginnings, and their chances
 
 # What speaks against every continuation, in places that agree with the text in one token: measured, docs/history.md.
-DOUBT = 2.0
+DOUBT_VOTES = 2.0
 
 
 class Texts:
     """Hold the growing texts of a call, and find where their ends were written before.
 
-    Each looks in itself, in the others, and in the ``memories``. Texts keep their numbers, also when their rows leave.
+    Each looks in itself, in the others, and in the ``histories``. Texts keep their numbers, also when their rows
+    leave.
     """
 
-    def __init__(self, count: int, memories: Sequence[Memory], least_match: int = 1) -> None:
+    def __init__(self, count: int, histories: Sequence[SuffixIndex], least_match: int = 1) -> None:
         self.texts: list[list[int]] = [[] for _ in range(count)]
-        self._memories, self._least_match = memories, least_match
+        self._memories, self._least_match = histories, least_match
         shortest = max(size for size in SIZES if size <= least_match)
         self._sizes = [size for size in SIZES if size >= shortest]
         # For each size of n-gram: where it stands, as number of the text and position behind it.
@@ -46,7 +47,7 @@ class Texts:
                     places.setdefault(tuple(text[end - size :]), []).append((number, end))
             text.append(token)
 
-    def guesses(self, number: int, depth: int, width: int, nodes: int | None, min_chance: float) -> Guesses:
+    def guesses(self, number: int, depth: int, width: int, nodes: int | None, min_chance: float) -> Continuations:
         """Return what may follow a text, and the chance of each: see ``best_continuations``."""
         text = self.texts[number]
         return best_continuations(text, self._find(text, depth), depth, width, nodes, min_chance)
@@ -58,39 +59,39 @@ class Texts:
                 places = self._places[size].get(tuple(text[-size:]), [])[-LOOK_BACK:]
                 own = ((self.texts[other], position) for other, position in reversed(places))
                 found: list[Place] = [
-                    (tokens, position, agreement(tokens, position, text)) for tokens, position in own
+                    (tokens, position, match_length(tokens, position, text)) for tokens, position in own
                 ]
-                for memory in self._memories:
-                    found += memory.find(text, size, depth)
+                for history in self._memories:
+                    found += history.find(text, size, depth)
                 if found := [place for place in found if place[2] >= self._least_match]:
                     return found
         return []
 
 
-def judge(calibration: Calibration, guesses: Guesses, new: Sequence[int], scored: bool) -> None:
+def record_outcome(calibration: Calibration, guesses: Continuations, new: Sequence[int], scored: bool) -> None:
     """Compare a chain with the ``new`` tokens: all of it if it was ``scored``, else as far as the text goes.
 
-    A chain that was not scored is judged, too: a memory that was wrong once would never be believed again.
+    A chain that was not scored is judged, too: a history that was wrong once would never be believed again.
     """
     chain, chances = max(guesses, key=len, default=()), list(guesses.values())
-    right = agreeing(chain, new)
+    right = num_accepted(chain, new)
     for place, chance in enumerate(chances if scored else chances[: len(new)]):
         calibration.record(chance, place < right)
 
 
-def chances_of(guesses: Guesses, calibration: Calibration) -> list[float]:
+def calibrated(guesses: Continuations, calibration: Calibration) -> list[float]:
     """Return the chances of a chain's guesses as they turn out; none is more likely than those before it."""
     return [*itertools.accumulate((calibration(chance) for chance in guesses.values()), min)]
 
 
-def shortened(guesses: Guesses, depth: int) -> Guesses:
+def truncated(guesses: Continuations, depth: int) -> Continuations:
     """Leave out what is more than ``depth`` deep."""
     return {path: chance for path, chance in guesses.items() if len(path) <= depth}
 
 
 def best_continuations(
     text: list[int], places: Sequence[Place], depth: int, width: int, nodes: int | None, min_chance: float
-) -> Guesses:
+) -> Continuations:
     """Return the likeliest continuations of ``text`` as a tree, the best first, every one behind its beginnings.
 
     A place that agrees over m tokens has m votes for the token behind it, and one more for each that it was right
@@ -100,7 +101,7 @@ def best_continuations(
     """
     tie = itertools.count()
     waiting: list[tuple[float, int, Path, Sequence[Place]]] = [(-1.0, next(tie), (), places)]
-    found: Guesses = {}
+    found: Continuations = {}
     while waiting and (nodes is None or len(found) <= nodes):
         chance, _, path, behind = heapq.heappop(waiting)
         found[path] = -chance
@@ -111,7 +112,7 @@ def best_continuations(
             elif tokens is text:  # a copy that reaches the end of the text goes on with itself: a period
                 voters[path[position - len(tokens)]].append((tokens, position + 1, votes + 1))
         votes_of = {token: sum(votes for _, _, votes in group) - len(group) for token, group in voters.items()}
-        total = DOUBT + sum(votes_of.values())
+        total = DOUBT_VOTES + sum(votes_of.values())
         tokens_behind = sorted((token for token in votes_of if token != BREAK), key=votes_of.__getitem__, reverse=True)
         for token in tokens_behind[:width]:  # of equally many votes, the one of the latest place
             if (likely := -chance * votes_of[token] / total) >= min_chance:

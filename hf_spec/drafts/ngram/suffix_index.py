@@ -1,4 +1,4 @@
-"""A memory of finished texts: their latest tokens, and an index from n-grams to what followed them.
+"""A history of finished texts: their latest tokens, and an index from n-grams to what followed them.
 
 Each position is indexed by the last 1, 2, 4 and 8 tokens before it. A match is then extended backwards for as long as
 tokens are equal. All data is in flat arrays: about 100 bytes a token, whatever the texts are. The method is known as
@@ -30,7 +30,7 @@ BLOCK = 64
 Place = tuple[Sequence[int], int, int]
 
 
-class Memory:
+class SuffixIndex:
     """The latest ``size`` tokens of finished texts; threads may share it.
 
     A text that begins like a remembered one, such as the next turn of a conversation, adds only its new part.
@@ -72,7 +72,7 @@ class Memory:
             return self._tokens[len(self._tokens) - len(self) :].tolist()
 
     def add(self, text: Sequence[int]) -> None:
-        """Remember a finished ``text``; the oldest tokens go, and of a text longer than the memory its beginning."""
+        """Remember a finished ``text``; the oldest tokens go, and of a text longer than the history its beginning."""
         with self._lock:
             self.largest = max(self.largest, *text) if text else self.largest
             known = self._known(text)
@@ -97,7 +97,7 @@ class Memory:
                 if self._tokens[index - size : index] == ngram:
                     start = max(first, index - LONGEST_MATCH)
                     copied = self._tokens[start : index + depth]
-                    found.append((copied, index - start, agreement(copied, index - start, context)))
+                    found.append((copied, index - start, match_length(copied, index - start, context)))
                 place = before[index]
         return found
 
@@ -165,7 +165,7 @@ def _beginnings(text: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield end, beginning
 
 
-def agreement(tokens: Sequence[int], position: int, context: Sequence[int]) -> int:
+def match_length(tokens: Sequence[int], position: int, context: Sequence[int]) -> int:
     """Count how many ``tokens`` before ``position`` equal the last ones of ``context``."""
     most = min(position, len(context), LONGEST_MATCH)
     for length in range(1, most + 1):
