@@ -411,7 +411,9 @@ def cut_draft_vocabulary(flags: dict[str, Any], target: PreTrainedConfig) -> Non
     """Set a ``draft_vocab_size`` among ``flags`` that is above the target's vocabulary to that, with a warning."""
     size, whole = flags.get("draft_vocab_size"), target.get_text_config().vocab_size
     if is_int(size) and size > whole:
-        logger.warning(f"draft_vocab_size is {size}, but the target has {whole} tokens: the draft guesses all of them")
+        logger.warning(
+            f"draft_vocab_size is {size}, but the target has {whole} tokens: the draft predicts all of them"
+        )
         flags["draft_vocab_size"] = whole
 
 

@@ -49,12 +49,12 @@ DOCUMENTATION = """
         With hf_spec, `generate` knows three more keywords. The text has the same distribution with them as without.
 
         speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
-            What guesses: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft. `False` turns off
-            what `hf_spec.set_speculator` or a generation config asks for.
+            The source of draft tokens: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft.
+            `False` turns off what `hf_spec.set_speculator` or a generation config asks for.
         speculation_config (`hf_spec.SpeculationConfig`, *optional*):
-            How to guess and how to verify; by default as the draft says, and as many tokens as pays.
+            How to draft and verify. By default as the draft says, with an adaptive draft length.
         num_speculative_tokens (`int` or `"auto"`, *optional*):
-            Length of a chain of guesses, depth of a tree, in every step. Left out, it is chosen from step to step by
+            Length of a chain, or depth of a tree, in every step. Left out, it is chosen from step to step by
             what pays, and may be 0; when sampling after a seed was set, no clock is read for it. `"auto"`: it is
             read then, too.
 
@@ -272,7 +272,7 @@ def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> Non
         raise ValueError("speculation_config and num_speculative_tokens need a speculator; pass speculator=...")
     if isinstance(given.get("assistant_model"), Speculator):
         raise ValueError(
-            f"assistant_model takes a language model, and {type(given['assistant_model']).__name__} only guesses for "
+            f"assistant_model takes a language model, and {type(given['assistant_model']).__name__} only drafts for "
             "one; pass it as speculator=..."
         )
 

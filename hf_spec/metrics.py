@@ -92,7 +92,7 @@ class Counts:
 
 @dataclass
 class RowStats(Counts):
-    """The counts of one row, and its tokens: ``guessed[i]`` tells whether ``tokens[i]`` was an accepted draft token.
+    """The counts of one row, and its tokens: ``drafted[i]`` tells whether ``tokens[i]`` was an accepted draft token.
 
     ``seconds`` run from the row's first token to its last.
     """

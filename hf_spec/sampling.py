@@ -143,7 +143,7 @@ def noise_shapes(draws: Sequence[tuple[Sequence[int], int]], vocabulary: int, de
 
 def noise_for(shapes: Sequence[Shape], vocabulary: int, device: torch.device) -> list[Tensor]:
     """Draw what ``draw_distinct`` draws with, of ``noise_shapes``."""
-    if not shapes:  # guesses are chosen: no operator is spent
+    if not shapes:  # deterministic draft tokens need no noise
         return []
     sizes = [math.prod(shape) for shape in shapes]
     noise = torch.empty(sum(sizes), dtype=widest_float(device), device=device)

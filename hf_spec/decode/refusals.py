@@ -67,9 +67,7 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
     if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
         raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
     if (generation_config.num_beams or 1) > 1:
-        raise _refusal(
-            f"num_beams={generation_config.num_beams}: guesses are verified for one text per row; use num_beams=1"
-        )
+        raise _refusal(f"num_beams={generation_config.num_beams}: one text per sequence is verified; use num_beams=1")
     for name in OTHER_WAYS:
         if getattr(generation_config, name, None):
             raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`")
@@ -83,7 +81,7 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
             "generate writes other text then, too); call model.eval() first"
         )
     if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
-        raise _refusal("use_cache=False: guesses are scored over a cache; leave use_cache at True")
+        raise _refusal("use_cache=False: draft tokens are scored over a cache; leave use_cache at True")
     refuse_cache(generation_config.cache_implementation)
 
 
@@ -93,7 +91,7 @@ def refuse_cache(implementation: str | None) -> None:
     if implementation not in (None, "dynamic", "static", "hybrid"):
         raise _refusal(
             f"cache_implementation={implementation!r}: only the dynamic and the static cache can take rejected "
-            "guesses back; leave cache_implementation unset, or set it to 'static'"
+            "draft tokens back; leave cache_implementation unset, or set it to 'static'"
         )
 
 
@@ -124,7 +122,7 @@ def _refuse_target(
         )
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     if implementation.startswith("flash") and (batch > 1 or config.tree is not None):
-        asked = "a tree of guesses" if config.tree is not None else "rows that advance by different amounts"
+        asked = "a tree of draft tokens" if config.tree is not None else "rows that advance by different amounts"
         raise _refusal(
             f"{implementation} takes no custom mask, which {asked} needs; load the model with "
             "attn_implementation='sdpa'"

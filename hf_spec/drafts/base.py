@@ -1,7 +1,7 @@
 """What every kind of draft is to the loop: a ``Speculator`` that starts a ``Drafter`` for one ``generate`` call.
 
 A speculator is what the user passes: weights or a rule, no conversation. A drafter is the state of one call. It is
-told which tokens became text and says what might come next; it does not know whether or how its guesses are verified.
+given the accepted tokens and proposes what may come next. It does not know how its draft tokens are verified.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DraftContext:
 
 
 def draft_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor:
-    """Turn logits (..., draft vocabulary) of ``draft`` into the log-probabilities of guesses over the target's."""
+    """Turn logits (..., draft vocabulary) of ``draft`` into log-probabilities over the target's vocabulary."""
     whole: Tensor = draft.over_target(logits)
     if (missing := request.vocabulary - whole.shape[-1]) != 0:  # negative: the target's head knows fewer tokens
         whole = torch.nn.functional.pad(whole, (0, missing), value=-torch.inf)
@@ -86,7 +86,7 @@ def draft_log_probs(draft: Any, request: DraftContext, logits: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class AcceptedTokens:
-    """What became text since the last proposal.
+    """The tokens that were emitted since the last proposal.
 
     ``tokens`` (batch, m) are right-padded, ``counts`` (batch,) of them count, at least one per row; the last one is
     the next root. ``features`` (batch, m, widths) stand EAGLE-wise: ``features[:, j]`` belong to the position *before*
@@ -143,7 +143,7 @@ class AcceptedTokens:
 
     @classmethod
     def joined(cls, parts: Sequence[AcceptedTokens]) -> AcceptedTokens:
-        """Put together what became text in several steps of the same rows, the first one first."""
+        """Put together the tokens of several steps of the same rows, the first one first."""
         if len(parts) == 1:
             return parts[0]
         first, width = parts[0], sum(part.tokens.shape[1] for part in parts)
@@ -194,7 +194,7 @@ class DraftOutput(ModelOutput):
 
 
 class Drafter(ABC):
-    """Guess for one ``generate`` call.
+    """The state of a draft in one ``generate`` call.
 
     ``had_backlog`` tells whether the last proposal took longer than usual, because tokens of earlier plain steps had
     to be read first.
@@ -204,7 +204,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Take in ``accepted`` and guess what follows: at most ``limit`` tokens deep, which may be 0."""
+        """Read ``accepted`` and propose what follows: at most ``limit`` tokens deep, which may be 0."""
 
     @abstractmethod
     def keep_rows(self, rows: Tensor) -> None:
@@ -236,7 +236,7 @@ def ask(drafter: Any, accepted: AcceptedTokens, limit: int) -> Proposal:
     if not isinstance(proposal, Proposal):
         raise TypeError(
             f"{name} returned {proposal!r:.80}; return a hf_spec.Proposal, such as "
-            "Proposal.chain(accepted.root, guesses) or Proposal.nothing(accepted.root)."
+            "Proposal.chain(accepted.root, draft tokens) or Proposal.nothing(accepted.root)."
         )
     problem = _misshapen(proposal, len(accepted.tokens))
     if problem is None and proposal.tokens.device.type == "cpu":
@@ -253,14 +253,14 @@ def _misshapen(proposal: Proposal, rows: int) -> str | None:
     if tokens.ndim != 2 or len(tokens) != rows or parents.shape != tokens.shape:
         return (
             f"tokens have shape {tuple(tokens.shape)} and parents {tuple(parents.shape)}; make both (rows, 1 + "
-            f"guesses), with {rows} rows here"
+            f"draft tokens), with {rows} rows here"
         )
     if (q := proposal.q) is not None:
         count = tokens.shape[1] - 1 if proposal.is_chain else min(q.shape[1] if q.ndim == 3 else 0, tokens.shape[1])
         if q.ndim != 3 or q.shape[:2] != (rows, count) or not q.is_floating_point():
             return (
                 f"q has shape {tuple(q.shape)} and is {q.dtype}; make it float32, shape (rows, parents, vocabulary): "
-                f"the distribution that the children of each parent were drawn from, here ({rows}, {count}, ...)"
+                f"the distribution that the children of each parent were sampled from, here ({rows}, {count}, ...)"
             )
     return None
 
@@ -277,12 +277,12 @@ def _misguided(proposal: Proposal, roots: list[int]) -> str | None:
         return None
     later = proposal.parents[:, 1:]
     if bool((later == NO_PARENT).any()) or bool((later > cached_arange(later.shape[1], later.device)).any()):
-        return "a guess has no parent, or one that stands behind it; put parents before their children"
+        return "a draft token has no parent, or one that comes after it; put parents before their children"
     return None
 
 
 def _misdrawn(proposal: Proposal) -> str | None:
-    """Say what is wrong with ``q``, where draft tokens were drawn from it, or return ``None``."""
+    """Say what is wrong with ``q``, where draft tokens were sampled from it, or return ``None``."""
     if (q := proposal.q) is None:
         return None
     drawn = proposal.present.clone()
@@ -292,13 +292,13 @@ def _misdrawn(proposal: Proposal) -> str | None:
     row, node = drawn.nonzero(as_tuple=True)
     parent = proposal.parents[row, node]
     if bool((parent >= q.shape[1]).any()):
-        return f"q has {q.shape[1]} parents, and a draft token was drawn after a later one; make q longer"
+        return f"q has {q.shape[1]} parents, and a draft token was sampled after a later one; make q longer"
     if bool((proposal.tokens[row, node] >= q.shape[2]).any()):
-        return f"a draft token was drawn from q, which has {q.shape[2]} tokens, and is none of them"
+        return f"a draft token was sampled from q, which has {q.shape[2]} tokens, and is none of them"
     is_used = q.new_zeros(q.shape[:2], dtype=torch.bool)
     is_used[row, parent] = True
     used = q[is_used]
-    cure = "q must hold the probabilities that the draft tokens were drawn from; if they were chosen, leave q at None"
+    cure = "q must be what the draft tokens were sampled from; if they are deterministic, leave q at None"
     if not bool((used >= 0).all()):  # nan is neither
         return f"q has negative numbers or nan; {cure}"
     sums = used.sum(-1)
@@ -366,7 +366,7 @@ class Speculator(ABC):
 
     @abstractmethod
     def drafter(self, request: DraftContext) -> Drafter:
-        """Start guessing for one call."""
+        """Start a drafter for one call."""
 
     @property
     def learns(self) -> bool:
@@ -381,6 +381,6 @@ class Speculator(ABC):
 
 
 def network_of(speculator: Speculator) -> nn.Module | None:
-    """Return the weights that guess; ``None`` where there are none."""
+    """Return the weights of the draft; ``None`` where there are none."""
     own = speculator if isinstance(speculator, nn.Module) else getattr(speculator, "model", None)
     return own if isinstance(own, nn.Module) else None

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from ..proposal import Proposal
 from .base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from .static import OpenKeys, StaticDrafter, StaticKeys, as_mask
-from .trees import Ahead, at_depth, grow
+from .trees import PreparedDraft, at_depth, grow
 
 
 class BlockGrowth:
@@ -48,7 +48,7 @@ class BlockDrafter(StaticDrafter):
         self._keys: StaticKeys | None = None  # the context, if slots are fixed
         self._cache = draft.new_cache(len(request.input_ids), self.device)
         self._padding: Tensor | None = None  # (batch, prompt), 0 at padding
-        self.deepest = draft.config.num_guesses
+        self.deepest = draft.config.num_draft_tokens
         self._read_prompt(static)
 
     @property
@@ -90,7 +90,7 @@ class BlockDrafter(StaticDrafter):
             )
             return self._cache
         keys = self._keys.opened()
-        rotary = self._draft.rotary_emb(context, keys.aim(context.shape[1]) - self._keys.before)
+        rotary = self._draft.rotary_emb(context, keys.reserve(context.shape[1]) - self._keys.before)
         self._draft.write_context(context, rotary, keys)
         keys.commit(accepted.counts)
         return keys
@@ -98,9 +98,9 @@ class BlockDrafter(StaticDrafter):
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Cache what was accepted before the root, run one block, and grow a proposal from it."""
         on_draft = accepted.to(self.device, self.dtype)
-        return self.grow_proposal(on_draft, min(limit, self._draft.config.num_guesses)).to(accepted.tokens.device)
+        return self.grow_proposal(on_draft, min(limit, self._draft.config.num_draft_tokens)).to(accepted.tokens.device)
 
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         cache = self._remember(accepted)
         if limit == 0:
             return Proposal.nothing(accepted.root)
@@ -108,10 +108,10 @@ class BlockDrafter(StaticDrafter):
         if self._keys is not None:
             positions, masks = self._block(self._keys, cache, limit + (not self._draft.config.sample_from_anchor))
         given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
-        output: DraftOutput = self._draft(accepted.root[:, None], **given, num_guesses=limit)
+        output: DraftOutput = self._draft(accepted.root[:, None], **given, num_draft_tokens=limit)
         said = self.growth(self._draft, self._request, accepted.root, output)
         config, sample = self._request.config, self._request.sample
-        return grow(accepted.root, said.first, said.step, config, limit, sample, said.confidence, ahead)
+        return grow(accepted.root, said.first, said.step, config, limit, sample, said.confidence, prepared)
 
     def _block(self, keys: StaticKeys, opened: OpenKeys, slots: int) -> tuple[Tensor, Any]:
         """Choose a block's columns; return the positions of the roots (batch, 1) and the masks by kind of layer."""
@@ -120,7 +120,7 @@ class BlockDrafter(StaticDrafter):
         for kind in dict.fromkeys(self._draft.config.layer_kinds):
             seen = self._draft.seen(opened.lengths, slots, column, kind) & keys.known[:, None]
             masks[kind] = as_mask(seen, self._draft.layer_config, self._draft.dtype)
-        return opened.aim(slots)[:, :1] - keys.before, masks
+        return opened.reserve(slots)[:, :1] - keys.before, masks
 
     def read(self, accepted: AcceptedTokens) -> None:
         self._remember(accepted)

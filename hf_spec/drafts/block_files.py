@@ -75,7 +75,7 @@ def read_flat(
         "dtype": raw.get("dtype", raw.get("torch_dtype")),
     }
     config, tensors = completed(kind, given, layers.vocab_size, tensors)
-    speculators_config["proposal_methods"][0]["speculative_tokens"] = config.num_guesses
+    speculators_config["proposal_methods"][0]["speculative_tokens"] = config.num_draft_tokens
     config.speculators_config = speculators_config
     return config, tensors
 

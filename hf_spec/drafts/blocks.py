@@ -89,17 +89,17 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
     final_logit_softcapping: float | None = None
 
     @property
-    def num_guesses(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Count the draft tokens of a block."""
         return self.block_size - (not self.sample_from_anchor)
 
     @property
     def num_speculative_tokens(self) -> int:
-        return min(self.num_guesses, super().num_speculative_tokens)
+        return min(self.num_draft_tokens, super().num_speculative_tokens)
 
     def describe(self) -> dict[str, str]:
         window = getattr(self.layers, "sliding_window", None) if "sliding_attention" in self.layer_kinds else None
-        more = {"blocks": f"{self.num_guesses} guesses per block, mask token {self.mask_token_id}"}
+        more = {"blocks": f"{self.num_draft_tokens} draft tokens per block, mask token {self.mask_token_id}"}
         return super().describe() | more | ({} if window is None else {"window": str(window)})
 
     @property
@@ -124,13 +124,16 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
             flags.setdefault("sliding_window_non_causal", True)  # vLLM takes False for causal blocks in every layer
         config = super().for_target(target, shape, **flags)
         if "speculators_config" not in flags:
-            config._default_method()["speculative_tokens"] = config.num_guesses
+            config._default_method()["speculative_tokens"] = config.num_draft_tokens
         return config
 
     def _fill_in(self) -> None:
         super()._fill_in()
-        if self.speculators_config == default_speculators_config(self.speculators_model_type) and self.num_guesses:
-            self._default_method()["speculative_tokens"] = self.num_guesses
+        if (
+            self.speculators_config == default_speculators_config(self.speculators_model_type)
+            and self.num_draft_tokens
+        ):
+            self._default_method()["speculative_tokens"] = self.num_draft_tokens
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Write the fields that other readers do not know only where they say something."""
@@ -142,9 +145,9 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
         if not (is_int(self.block_size) and self.block_size >= 1):
             raise ValueError(f"block_size is {self.block_size!r}; set a whole number of slots, the root's included")
         super().validate()
-        if self.num_guesses < 1:
+        if self.num_draft_tokens < 1:
             raise ValueError(
-                "block_size is 1, and the slot of the root guesses nothing; set at least 2, or sample_from_anchor=True"
+                "block_size is 1, and the root's slot predicts nothing; set at least 2, or sample_from_anchor=True"
             )
         check_mask_token(self.mask_token_id, self.layers.vocab_size)
         if self.block_causal and self.sliding_window_non_causal:
@@ -186,14 +189,15 @@ class BlockDraftModel(DraftModel):
         position_ids: Tensor | None = None,
         attention_mask: Any = None,
         past_key_values: Cache | None = None,
-        num_guesses: int | None = None,
+        num_draft_tokens: int | None = None,
     ) -> DraftOutput:
         """Draft a block after each of the roots ``input_ids`` (batch, blocks).
 
         ``features`` (batch, length, features x target width) are context that ``past_key_values`` does not hold yet,
         up to the position before the root. ``hidden_states`` are the same after ``fuse``. ``attention_mask`` (batch,
         context) is 0 where context is padding, or a dict of masks by kind of layer. ``position_ids`` (batch, blocks)
-        are those of the roots. Blocks have ``config.num_guesses`` draft tokens, or ``num_guesses`` if that is fewer.
+        are those of the roots. Blocks have ``config.num_draft_tokens`` draft tokens, or ``num_draft_tokens`` if that
+        is fewer.
 
         Returns logits (batch, blocks x draft tokens, draft vocabulary), the hidden states of all slots, (batch, blocks
         x slots, hidden), and the cache with the context. Several blocks need masks that hide them from each other.
@@ -204,9 +208,9 @@ class BlockDraftModel(DraftModel):
         if hidden_states is not None and hidden_states.shape[1]:
             self.remember(hidden_states, cache, attention_mask)
             cast(TreeKVCache, cache).commit(input_ids[:, :0], [hidden_states.shape[1]] * len(input_ids), in_place=True)
-        guesses = min(num_guesses or self.config.num_guesses, self.config.num_guesses)
+        count = min(num_draft_tokens or self.config.num_draft_tokens, self.config.num_draft_tokens)
         unused = int(not self.config.sample_from_anchor)
-        slots = torch.arange(guesses + unused, device=input_ids.device)
+        slots = torch.arange(count + unused, device=input_ids.device)
         if position_ids is None:
             position_ids = self._next_positions(cast(TreeKVCache, cache), attention_mask)
         if not isinstance(attention_mask, dict):
@@ -216,8 +220,8 @@ class BlockDraftModel(DraftModel):
         positions = (position_ids[:, :, None] + slots).flatten(1)  # (batch, blocks x slots)
         hidden = self.decode(self.embed(tokens.flatten(1)), (), positions, attention_mask, cache)
         hidden = self.norm(hidden)
-        guessing = hidden.unflatten(1, (-1, len(slots)))[:, :, unused:].flatten(1, 2)
-        return DraftOutput(self.logits(guessing), hidden, cache)
+        predicting = hidden.unflatten(1, (-1, len(slots)))[:, :, unused:].flatten(1, 2)
+        return DraftOutput(self.logits(predicting), hidden, cache)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         embeds, scale = super().embed(input_ids), self.config.input_embedding_scale
@@ -326,7 +330,7 @@ class BlockDraftModel(DraftModel):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def unroll_steps(self, wanted: int) -> int:
-        return self.config.num_guesses
+        return self.config.num_draft_tokens
 
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         """Draft a block after each anchor at once; step k is draft token k."""
@@ -360,7 +364,7 @@ class BlockDraftModel(DraftModel):
 
         ``roots`` (batch, blocks) are indices into ``input_ids`` (batch, length), which hold the true next tokens.
         """
-        return hidden[:, :, hidden.shape[2] - self.config.num_guesses :]
+        return hidden[:, :, hidden.shape[2] - self.config.num_draft_tokens :]
 
     def trained_logits(self, states: Tensor) -> Tensor:
         """Turn trained states (..., width) into logits (..., draft vocabulary)."""

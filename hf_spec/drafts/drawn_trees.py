@@ -31,7 +31,7 @@ from torch import Tensor
 from ..device_tensors import cached_arange, cached_full
 from ..proposal import NO_PARENT, PAD_NODE, Proposal
 from ..sampling import draw_distinct
-from .forest import Step, TreeFrontier
+from .frontier import Step, TreeFrontier
 
 # Probability that a sampled sibling is the accepted one, given that its parent is: BASE + OWN q(it) for the first one,
 # BASE (1 - q(first)) + OWN q(it) for the others. AVERAGE is that of each sibling, given that the ones before it are
@@ -108,7 +108,7 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
     ``root`` (batch,) and ``log_probs`` (batch, vocabulary) are as in ``grow``. ``noise`` holds the random numbers of
     each level, see ``draw_distinct``.
     """
-    forest, grown = TreeFrontier(step), _Grown([], [], [], [])
+    tree, grown = TreeFrontier(step), _Grown([], [], [], [])
     log_probs = log_probs[:, None]
     promise = log_probs.new_ones((len(root), 1))  # of the level's expanded nodes, (batch, n)
     # Draft tokens that may still be sampled, (batch, 1).
@@ -124,8 +124,8 @@ def grow_drawn(root: Tensor, log_probs: Tensor, step: Step, plan: Plan, noise: I
         left = left - taken.flatten(1).sum(1, keepdim=True)
         promise, pick = (_after(promise, own, plan) * taken).flatten(1).topk(below.width)
         grown.picked.append(pick)
-        above = pick // level.children if forest.depth else None
-        log_probs = forest.expand(drawn.flatten(1).gather(1, pick), above)
+        above = pick // level.children if tree.depth else None
+        log_probs = tree.expand(drawn.flatten(1).gather(1, pick), above)
     return grown.tree(root, plan)
 
 

@@ -63,7 +63,7 @@ class DraftModel(PreTrainedModel, Speculator):
     _skip_keys_device_placement = ["past_key_values", CACHE]  # noqa: RUF012
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
 
-    num_readers = 1  # see AutoregressiveDrafter
+    num_modules = 1  # see AutoregressiveDrafter
     ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.keep_drafting`` after each token of a chain
     layers: nn.ModuleList
     d2t: Tensor | None
@@ -150,9 +150,9 @@ class DraftModel(PreTrainedModel, Speculator):
     def set_vocabulary(self, ids: Tensor) -> None:
         """Set the draft vocabulary to the target's tokens ``ids`` (draft vocabulary,), which must ascend."""
         if self.d2t is None or self.t2d is None:
-            raise ValueError("this draft guesses the whole vocabulary: set draft_vocab_size to reduce it")
+            raise ValueError("this draft predicts the whole vocabulary: set draft_vocab_size to reduce it")
         if ids.shape != self.d2t.shape:
-            raise ValueError(f"ids has shape {tuple(ids.shape)}; this draft guesses {len(self.d2t)} tokens")
+            raise ValueError(f"ids has shape {tuple(ids.shape)}; this draft predicts {len(self.d2t)} tokens")
         _check_ids(ids, len(self.t2d))
         ids = ids.to(self.d2t)
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))

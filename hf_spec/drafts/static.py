@@ -26,7 +26,7 @@ from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import TreeMask, depths_with
 from ..scoring.rings import fewest_slots, power_of_two
 from .base import AcceptedTokens, DraftContext, Drafter
-from .trees import Ahead, max_expanded_nodes
+from .trees import PreparedDraft, max_expanded_nodes
 
 MASKED_LAYER_TYPES = ("full_attention", "sliding_attention")  # layers for which masks can be built here
 MASKED_ATTENTION = ("sdpa", "eager")  # attention implementations for which they can
@@ -68,8 +68,8 @@ class StaticDrafter(Drafter):
         """Return the number of tokens that its distributions cover."""
 
     @abstractmethod
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
-        """Read accepted tokens and draft up to ``limit`` deep; ``ahead`` is what was prepared outside the graph."""
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
+        """Read accepted tokens and draft up to ``limit`` deep; ``prepared`` is what was prepared outside the graph."""
 
     @abstractmethod
     def read(self, accepted: AcceptedTokens) -> None:
@@ -167,11 +167,11 @@ class OpenKeys:
             block = TreeMask(lengths, self._open, count, slots, keys.known, depths, ancestors, window, depth)
             column = block.columns_of_nodes()
             masks[kind] = as_mask(block.seen_from(column), config, dtype)
-        self.aim(count)
+        self.reserve(count)
         self._depths = depths
         return column - keys.before, masks
 
-    def aim(self, count: int) -> Tensor:
+    def reserve(self, count: int) -> Tensor:
         """Reserve columns for ``count`` new nodes, and return them (seats, nodes)."""
         device = self.lengths.device
         self._row = torch.arange(len(self.lengths), device=device)[:, None]
@@ -238,21 +238,21 @@ class CompiledDrafter(Drafter):
         self._depth = min(compiler.depth, inner.deepest or compiler.depth)
         self._open = max_expanded_nodes(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
-        self._row_in_seat: Tensor | None = None  # (seats,); None if no seat is empty
+        self._row_of_padded: Tensor | None = None  # (seats,); None if no seat is empty
         end = request.input_ids.shape[1] + 1 + compiler.depth + 1 + self._open
         self._inner.make_room(fewest_slots(None if compiler.most_new is None else end + compiler.most_new))
-        self._sit(list(range(len(self._lengths))))
+        self._pad_batch(list(range(len(self._lengths))))
 
-    def _sit(self, rows: list[int]) -> None:
+    def _pad_batch(self, rows: list[int]) -> None:
         seats = power_of_two(len(rows))
         device = self._request.input_ids.device
         filled = rows + rows[:1] * (seats - len(rows))
         if filled != list(range(len(filled))) or seats != len(self._lengths):
             self._inner.keep_rows(to_device(filled, device))
         self._lengths = [self._lengths[row] for row in rows]
-        self._row_in_seat = None
+        self._row_of_padded = None
         if seats > len(rows):
-            self._row_in_seat = to_device([*range(len(rows))] + [0] * (seats - len(rows)), device)
+            self._row_of_padded = to_device([*range(len(rows))] + [0] * (seats - len(rows)), device)
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens and draft at full depth, of which ``limit`` is kept."""
@@ -265,15 +265,17 @@ class CompiledDrafter(Drafter):
             self._inner.read(self._padded(rest, rest.tokens.shape[1]))
         padded = self._padded(accepted, width)
         proposal = self._compiler(
-            _grow_proposal, self._inner.draft, self._inner, padded, self._depth, self._ahead(limit)
+            _grow_proposal, self._inner.draft, self._inner, padded, self._depth, self._prepare(limit)
         )
         proposal = proposal.map_tensors(lambda one: lasting(one[: len(amounts)]))
         return proposal.truncate(limit).to(accepted.tokens.device)
 
-    def _ahead(self, limit: int) -> Ahead:
+    def _prepare(self, limit: int) -> PreparedDraft:
         request, inner, rows = self._request, self._inner, len(self._lengths)
-        ahead = Ahead.of(request.config, self._depth, limit, rows, inner.vocabulary, request.sample, inner.device)
-        return ahead if self._row_in_seat is None else ahead.seated(self._row_in_seat.to(inner.device))
+        prepared = PreparedDraft.of(
+            request.config, self._depth, limit, rows, inner.vocabulary, request.sample, inner.device
+        )
+        return prepared if self._row_of_padded is None else prepared.for_rows(self._row_of_padded.to(inner.device))
 
     def _padded(self, accepted: AcceptedTokens, width: int) -> AcceptedTokens:
         missing = width - accepted.tokens.shape[1]
@@ -281,24 +283,24 @@ class CompiledDrafter(Drafter):
         features = (
             None if accepted.features is None else torch.nn.functional.pad(accepted.features, (0, 0, 0, missing))
         )
-        tokens, counts, features = map(self._in_seats, (tokens, accepted.counts, features))
+        tokens, counts, features = map(self._pad_rows, (tokens, accepted.counts, features))
         return AcceptedTokens(tokens, counts, features).to(self._inner.device, self._inner.dtype)
 
-    def _in_seats(self, rows: Any) -> Any:
+    def _pad_rows(self, rows: Any) -> Any:
         """Return the rows of all seats, contiguous every time: each memory layout would need a graph of its own."""
         if rows is None:
             return None
-        if self._row_in_seat is None:
+        if self._row_of_padded is None:
             return rows.clone(memory_format=torch.contiguous_format)
-        return rows.index_select(0, self._row_in_seat.to(rows.device))
+        return rows.index_select(0, self._row_of_padded.to(rows.device))
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
-        self._sit(to_list(rows))
+        self._pad_batch(to_list(rows))
 
 
-def _grow_proposal(inner: StaticDrafter, accepted: AcceptedTokens, limit: int, ahead: Ahead) -> Proposal:
-    return inner.grow_proposal(accepted, limit, ahead)
+def _grow_proposal(inner: StaticDrafter, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft) -> Proposal:
+    return inner.grow_proposal(accepted, limit, prepared)
 
 
 def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, AcceptedTokens]:
@@ -318,7 +320,7 @@ def _split(accepted: AcceptedTokens, width: int) -> tuple[AcceptedTokens, Accept
 
 def not_compiled(draft: Any, reason: str) -> None:
     """Warn once that a call is compiled but its ``draft`` is not."""
-    logger.warning_once(f"{type(draft).__name__} is not compiled for guessing, but run as it is: {reason}.")
+    logger.warning_once(f"{type(draft).__name__} is not compiled for drafting, but runs as it is: {reason}.")
 
 
 def drafter_for(kind: Any, draft: Any, request: DraftContext) -> Drafter:

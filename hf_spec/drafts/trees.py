@@ -1,7 +1,7 @@
 """Grow a proposal depth by depth: chains, static trees, dynamic trees, trees drawn without replacement.
 
-A drafter that steps through its own model (vanilla, EAGLE, MTP) brings one function, ``Step``; what to guess and which
-guesses to follow is decided here, the same way for all of them.
+A drafter that steps through its own model (vanilla, EAGLE, MTP) brings one function, ``Step``; which tokens to
+propose and which to expand is decided here, in the same way for all of them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..proposal import NO_PARENT, PAD_NODE, Proposal, tree_from_paths
 from ..sampling import Shape, best, draw_distinct, likeliest, noise_for, noise_shapes, widest_float
 from ..settings import SpeculationConfig
 from .drawn_trees import Plan, grow_drawn, plan_drawn
-from .forest import Step, TreeFrontier
+from .frontier import Step, TreeFrontier
 
-# How probable it is that the next guess of each chain will be accepted, (batch,), as the last step saw it.
+# The probability that the next token of each chain is accepted, (batch,), as the last step saw it.
 Confidence = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
-class Ahead:
+class PreparedDraft:
     """What is made before a proposal that is one graph: in there, no random number is drawn and nothing uploaded.
 
     ``layout`` is that of a static tree, ``plan`` that of a drawn one, ``noise`` what each level draws with.
@@ -48,7 +48,7 @@ class Ahead:
         vocabulary: int,
         sample: bool,
         device: torch.device,
-    ) -> Ahead:
+    ) -> PreparedDraft:
         """Prepare a proposal ``depth`` deep for ``rows`` rows, of which the levels up to ``drawn`` are wanted.
 
         The random numbers are those that ``grow`` would draw itself, in the same order.
@@ -67,7 +67,7 @@ class Ahead:
         unused = [torch.zeros(shape, dtype=widest_float(device), device=device) for shape in shapes[drawn:]]
         return cls(layout, plan, noise_for(shapes[:drawn], vocabulary, device) + unused)
 
-    def seated(self, rows: Tensor) -> Ahead:
+    def for_rows(self, rows: Tensor) -> PreparedDraft:
         """Give each seat the random numbers of the row that sits there, ``rows`` (seats,)."""
         return replace(self, noise=[one.index_select(0, rows) for one in self.noise])
 
@@ -93,7 +93,7 @@ def _paths(config: SpeculationConfig, limit: int, sample: bool) -> tuple[tuple[i
 def at_depth(by_depth: Tensor, tokens: Tensor, depth: int, *_: object) -> Tensor:
     """Pick from ``by_depth`` (batch, depths, width) what stands at the depth of the new nodes, as a ``Step`` does.
 
-    For drafts that say at once what follows at each depth, whatever the guesses before: (batch, new, width).
+    For drafts that say at once what follows at each depth, whatever the draft tokens before: (batch, new, width).
     """
     return by_depth[:, depth : depth + 1].expand(-1, tokens.shape[1], -1)
 
@@ -106,30 +106,30 @@ def grow(
     limit: int,
     sample: bool,
     confidence: Confidence | None = None,
-    ahead: Ahead | None = None,
+    prepared: PreparedDraft | None = None,
     keep_drafting: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
     """Grow the kind of proposal that ``config`` asks for.
 
     ``root`` (batch,) is the last token of the text, ``log_probs`` (batch, vocabulary) say what follows it; ``limit``
-    bounds the depth; ``sample`` draws the guesses where it would choose the best ones. ``confidence`` of a draft that
-    knows how far it can be trusted ends chains, instead of the probability of their guesses. ``ahead`` is what was
+    bounds the depth; ``sample`` samples the draft tokens instead of taking the best ones. ``confidence`` of a draft
+    that predicts its own acceptance ends chains, instead of the probability of their tokens. ``prepared`` is what was
     made for a proposal as deep as ``limit``, if it is to be a graph. Outside of graphs ``keep_drafting`` may end
-    chains: it is told after each guess how probable the draft's best one was, (batch,).
+    chains: it gets the draft's top-1 probability after each token, (batch,).
     """
     if limit == 0:
         return Proposal.nothing(root)
     if keep_drafting is not None and config.tree is None:
         return _chain_while(root, log_probs, step, limit, sample, keep_drafting)
-    in_graph = ahead is not None
-    if ahead is None:
-        ahead = Ahead.of(config, limit, limit, len(root), log_probs.shape[-1], sample, root.device)
-    if ahead.plan is not None:
-        return grow_drawn(root, log_probs, step, ahead.plan, iter(ahead.noise))
-    if ahead.layout is not None:
-        return _static(root, log_probs, step, ahead.layout, ahead.noise)
+    in_graph = prepared is not None
+    if prepared is None:
+        prepared = PreparedDraft.of(config, limit, limit, len(root), log_probs.shape[-1], sample, root.device)
+    if prepared.plan is not None:
+        return grow_drawn(root, log_probs, step, prepared.plan, iter(prepared.noise))
+    if prepared.layout is not None:
+        return _static(root, log_probs, step, prepared.layout, prepared.noise)
     if config.tree is None:
-        return _chain(root, log_probs, step, limit, ahead.noise, config.confidence_threshold, confidence, in_graph)
+        return _chain(root, log_probs, step, limit, prepared.noise, config.confidence_threshold, confidence, in_graph)
     return _dynamic(root, log_probs, step, limit, config.tree_topk, config.num_tree_tokens)
 
 
@@ -143,32 +143,32 @@ def _chain(
     confidence: Confidence | None,
     in_graph: bool,
 ) -> Proposal:
-    guesses: list[Tensor] = []
+    draft_tokens: list[Tensor] = []
     by_depth: list[Tensor] = []
     least = math.log(confidence_threshold) if confidence_threshold > 0 else None
     counts = cached_full(0, len(root), root.device)
     going = counts == 0 if least is not None else counts
     for depth in range(limit):
         if depth:
-            log_probs = step(guesses[-1][:, None], depth, None, None)[:, 0]
-        if least is not None and confidence is not None:  # asked before the guess is in, of which it knows nothing
+            log_probs = step(draft_tokens[-1][:, None], depth, None, None)[:, 0]
+        if least is not None and confidence is not None:  # asked before the token is sampled: it must not depend on it
             going = going & (confidence() >= confidence_threshold)
             if not in_graph and not bool(going.any()):
                 break
-        guess = draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else likeliest(log_probs)
-        guesses.append(guess)
+        token = draw_distinct(log_probs, 1, noise[depth])[:, 0] if noise else likeliest(log_probs)
+        draft_tokens.append(token)
         by_depth.append(log_probs)
         if least is None:
             continue
         counts = counts + going
-        if confidence is None:  # once the guess is in, which tells nothing of the next one
-            going = going & (log_probs.gather(1, guess[:, None])[:, 0] >= least)
+        if confidence is None:  # asked after the token is taken: it decides about the next one
+            going = going & (log_probs.gather(1, token[:, None])[:, 0] >= least)
             if not in_graph and not bool(going.any()):
                 break
-    if not guesses:
+    if not draft_tokens:
         return Proposal.nothing(root)
     q = torch.stack(by_depth, dim=1).exp_() if noise else None  # (batch, k, vocabulary)
-    return Proposal.path(torch.stack([root, *guesses], dim=1), None if least is None else counts, q)
+    return Proposal.path(torch.stack([root, *draft_tokens], dim=1), None if least is None else counts, q)
 
 
 def _chain_while(
@@ -179,17 +179,17 @@ def _chain_while(
     sample: bool,
     keep_drafting: Callable[[Tensor], bool],
 ) -> Proposal:
-    """Grow chains of one length, as long as another guess is worth it."""
-    guesses: list[Tensor] = []
+    """Grow chains of one length, as long as ``keep_drafting`` asks for another token."""
+    draft_tokens: list[Tensor] = []
     by_depth: list[Tensor] = []
     while True:
-        guesses.append(draw_distinct(log_probs, 1)[:, 0] if sample else likeliest(log_probs))
+        draft_tokens.append(draw_distinct(log_probs, 1)[:, 0] if sample else likeliest(log_probs))
         by_depth.append(log_probs)
-        if len(guesses) == limit or not keep_drafting(_peak(log_probs)):
+        if len(draft_tokens) == limit or not keep_drafting(_peak(log_probs)):
             break
-        log_probs = step(guesses[-1][:, None], len(guesses), None, None)[:, 0]
+        log_probs = step(draft_tokens[-1][:, None], len(draft_tokens), None, None)[:, 0]
     q = torch.stack(by_depth, dim=1).exp_() if sample else None  # (batch, k, vocabulary)
-    return Proposal.path(torch.stack([root, *guesses], dim=1), None, q)
+    return Proposal.path(torch.stack([root, *draft_tokens], dim=1), None, q)
 
 
 def _peak(scores: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def _static(
 ) -> Proposal:
     """Fill a tree of fixed shape. Rank r is the r-th best child, or the r-th child drawn without replacement."""
     parents, levels = layout
-    forest = TreeFrontier(step)
+    tree = TreeFrontier(step)
     tokens = root[:, None].repeat(1, len(parents))  # (batch, nodes)
     above = torch.full_like(tokens, NO_PARENT)
     q = log_probs.new_zeros((len(root), max(parents) + 1, log_probs.shape[-1])) if noise else None
@@ -246,7 +246,7 @@ def _static(
     for depth, level in enumerate(levels):
         if depth:
             places = None if level.above is None else level.above.expand(len(root), -1)
-            log_probs = forest.expand(tokens[:, level.nodes], places)
+            log_probs = tree.expand(tokens[:, level.nodes], places)
         if q is not None:
             q[:, level.nodes] = log_probs.exp()
         drawn = draw_distinct(log_probs, level.most, noise[depth]) if noise else None
@@ -262,17 +262,17 @@ def _static(
 def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int, nodes: int) -> Proposal:
     """Grow the tree of the most probable texts: EAGLE-2 (arXiv 2406.16858), sections 4.1 and 4.2.
 
-    At each depth the ``top_k`` most probable paths are followed, each by its ``top_k`` best tokens; of all guesses the
-    ``nodes`` on the most probable paths are kept, in the order in which they were made.
+    At each depth the ``top_k`` most probable paths are followed, each by its ``top_k`` best tokens; of all candidates
+    the ``nodes`` on the most probable paths are kept, in the order in which they were made.
     """
     top_k = min(top_k, nodes, log_probs.shape[-1])  # behind a path that as many beat, none is kept
-    forest = TreeFrontier(step)
+    tree = TreeFrontier(step)
     score, token = log_probs.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
-    frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its numbers among all guesses
+    frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its indices among all candidates
     above: Tensor | None = None  # places of its parents in the frontier before
     all_tokens, all_scores, all_parents = [token], [score], [torch.full_like(token, NO_PARENT)]
     for depth in range(1, limit):
-        log_probs = forest.expand(token, above)  # (batch, k, vocabulary)
+        log_probs = tree.expand(token, above)  # (batch, k, vocabulary)
         best_log_probs, best_tokens = log_probs.topk(top_k)  # (batch, k, k)
         scores = best_log_probs + score[:, :, None]
         all_tokens.append(best_tokens.flatten(1))
@@ -287,7 +287,7 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
 
 
 def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, depth: int) -> Proposal:
-    """Keep the best ``nodes`` of all guesses (batch, guesses); they are a tree.
+    """Keep the best ``nodes`` of all candidates (batch, candidates); they are a tree.
 
     A path never becomes more probable by getting longer, so a parent scores at least as much as its child. A child of
     probability 1 ties with its parent; the stable sort keeps the parent first.
@@ -304,10 +304,10 @@ def _keep_best(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, no
 
 
 def bushy(width: int, nodes: int, depth: int) -> list[tuple[int, ...]]:
-    """Spend at most ``nodes`` guesses on a fixed tree of ``depth`` levels, at most ``width`` children each.
+    """Spend at most ``nodes`` draft tokens on a fixed tree of ``depth`` levels, at most ``width`` children each.
 
-    Early guesses decide whether later ones matter: paths are taken in the order of what their ranks promise, where
-    each further rank promises half as much.
+    Early tokens decide whether later ones matter. So paths are taken by expected acceptance, where
+    each further rank counts half as much.
     """
     # (cost, path), cheapest first; a path costs the sum of its ranks and a little for its length
     promise: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]

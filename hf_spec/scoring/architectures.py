@@ -129,7 +129,7 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
     """Say why ``model`` can score chains only, or return ``None`` if it can score trees."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        return f"{name} measures distance (ALiBi) in slots, and no two guesses of a tree share a slot"
+        return f"{name} measures distance (ALiBi) in slots, and no two draft tokens of a tree share a slot"
     if config.model_type == "qwen4_exp_text":
         return f"{name} pools the keys of neighbouring slots, which in a tree do not follow each other"
     if keeps_own_states(model):

@@ -222,7 +222,7 @@ class CompiledForward:
         outputs = self._model(**inputs)  # fails too if it is not the compiler that failed
         _not_compiled[self._model] = reason
         logger.warning(
-            f"{type(self._model).__name__} is not compiled for scoring guesses, but run as it is: {reason}."
+            f"{type(self._model).__name__} is not compiled for scoring draft tokens, but runs as it is: {reason}."
         )
         return outputs
 

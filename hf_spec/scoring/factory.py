@@ -39,7 +39,7 @@ def runner_for(
         if not one_chain:
             raise ValueError(
                 f"{type(model).__name__} cannot be a draft: it keeps recurrent states in a cache of its own kind, "
-                "which takes back one chain of guesses at a time. Use another draft, or 'ngram'."
+                "which rolls back one chain of draft tokens at a time. Use another draft, or 'ngram'."
             )
         return SnapshotRunner(model, feature_layers, hidden_states)
     if isinstance(cache, StaticCache):

@@ -33,7 +33,7 @@ class Ring:
         self.row = torch.empty(0)  # (seats, 1)
         self.slot: Tensor  # (seats, nodes): where the nodes of this forward are written
 
-    def aim(self, columns: Tensor) -> None:
+    def reserve(self, columns: Tensor) -> None:
         """Set the ``columns`` (seats, nodes) at which the next forward writes its nodes."""
         if len(self.row) != len(columns):
             self.row = torch.arange(len(columns), device=columns.device)[:, None]

@@ -193,16 +193,16 @@ class ModelRunner:
         Errors: a ValueError if the proposal is a tree.
         """
         refuse_trees(proposal)
-        guesses = proposal.tokens.shape[1] - 1
-        kwargs = {**model_kwargs, **continued(model_kwargs, guesses)}
+        count = proposal.tokens.shape[1] - 1
+        kwargs = {**model_kwargs, **continued(model_kwargs, count)}
         # Passed to the forward itself: some models' prepare_inputs_for_generation always sets logits_to_keep to 1.
-        kept = {"logits_to_keep": 1 + guesses} if self.model._supports_logits_to_keep() else {}
+        kept = {"logits_to_keep": 1 + count} if self.model._supports_logits_to_keep() else {}
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
         with self._recording(**kept) as record:
             ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
             outputs = self.model._prefill(ids, generation_config, kwargs)
-        self._start_after(input_ids, outputs, model_kwargs, record, 1 + guesses)
-        return Scores(outputs.logits[:, -1 - guesses :])
+        self._start_after(input_ids, outputs, model_kwargs, record, 1 + count)
+        return Scores(outputs.logits[:, -1 - count :])
 
     def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Scores | None:
         """Read a prompt outside ``generate``; return ``None`` if it is empty: there is nothing to score."""
@@ -435,7 +435,7 @@ def refuse_trees(proposal: Proposal) -> None:
     """Raise a ValueError unless ``proposal`` is a chain, where only chains can be read."""
     if not proposal.is_chain:
         raise ValueError(
-            "the drafter guessed a tree where the configuration promised chains, which are read differently: set "
+            "the drafter proposed a tree where the configuration promised chains, which are read differently: set "
             "tree=... in the SpeculationConfig, or build chains with Proposal.chain."
         )
 

@@ -85,7 +85,7 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
         raise ValueError(f"{_why_not_scored(model, name, static, prompt, error)}; {cure}.") from error
     if not apart <= most:  # nan is refused too
         raise ValueError(
-            f"{type(model).__name__} scores a {name} of guesses differently from single steps "
+            f"{type(model).__name__} scores a {name} of draft tokens differently from single steps "
             f"(by {apart:.2g} of its logits' spread), so the text would not be plain generate's; {cure}."
         )
 
@@ -114,7 +114,7 @@ def _why_not_scored(model: PreTrainedModel, shape: str, static: bool, prompt: Pr
     except Exception as own:  # any error of a model that gets too few inputs
         return f"{name} cannot be compared with its own plain steps, which fail with {given} ({in_short(own)})"
     with_what = f" with {given}" if prompt is not None else ""
-    return f"{name} cannot score a {shape} of guesses{with_what} ({in_short(error)})"
+    return f"{name} cannot score a {shape} of draft tokens{with_what} ({in_short(error)})"
 
 
 def reads_prompts_causally(model: PreTrainedModel) -> bool:

@@ -168,11 +168,11 @@ class StaticTreeKVCache(Cache):
                     layer.put(name, by_slot[place])
         self.rings = rings
 
-    def aim(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Set the slots of the ``count`` nodes that the next forward writes."""
         columns = self.rows.lengths[:, None] + cached_arange(count, self.rows.device, self.rows.draft_nodes)
         for ring in self.rings.values():
-            ring.aim(columns)
+            ring.reserve(columns)
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
@@ -373,7 +373,7 @@ class StaticKVView(KVView):
         self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, depth: int | None
     ) -> TreeMask:
         rows, cache = self.cache.rows, self.cache
-        cache.aim(count)
+        cache.reserve(count)
         width = rows.longest + rows.draft_nodes + count
         shape = (rows.lengths, rows.draft_nodes, count, width, self.padding, depths, ancestors)
         return RingMask(*shape, cache.window, depth, end=self._end)

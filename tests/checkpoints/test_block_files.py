@@ -56,7 +56,7 @@ def test_formats_are_recognised(case: str) -> None:
     assert report.config.speculators_model_type == kind
     shared = {"ds": [], "zl": ["embed_tokens", "lm_head"]}.get(case[:2], ["embed_tokens"])
     assert report.config.shared_with_target == (shared if "gated" not in case else ["embed_tokens", "lm_head"])
-    assert "mask" in str(report) and "guesses per block" in str(report)
+    assert "mask" in str(report) and "draft tokens per block" in str(report)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,7 +71,7 @@ def test_what_is_saved_is_loaded_by_the_auto_classes(case: str, tmp_path: Path) 
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("speculators", [type(draft).__name__])
     method = config["speculators_config"]["proposal_methods"][0]
-    assert method["speculative_tokens"] == draft.config.num_guesses == draft.defaults().num_speculative_tokens
+    assert method["speculative_tokens"] == draft.config.num_draft_tokens == draft.defaults().num_speculative_tokens
     source = json.loads((GOLDENS / case / "checkpoint" / "config.json").read_text())
     if case.startswith("sp_"):  # every key of the library is there, and says the same
         ours = {"model_type", "speculators_version", "transformers_version", "auto_map", "dtype"}
@@ -266,8 +266,8 @@ def test_a_new_draft_stands_between_the_targets_own_ends() -> None:
     assert config_for(draft_vocab_size=40).shared_with_target == ["embed_tokens"]
     assert config_for(layers={"hidden_size": 48}, target_hidden_size=32).shared_with_target == []
     config = config_for(DSparkSpeculatorConfig, block_size=6)
-    assert config.num_guesses == config.num_speculative_tokens == 6
-    assert config_for(block_size=6).num_guesses == 5
+    assert config.num_draft_tokens == config.num_speculative_tokens == 6
+    assert config_for(block_size=6).num_draft_tokens == 5
     assert config.layers.model_type == "qwen3"
     assert config.layers.num_hidden_layers == 5
 

@@ -346,7 +346,7 @@ def test_a_draft_that_is_never_right_is_warned_of_once(shape: str, caplog: pytes
         with caplog.at_level(logging.WARNING):
             given = {"speculator": Oracle(plain, wrong), "speculation_config": SHAPES[shape], **options}
             generate(prompts(3), **given)
-        return caplog.text.count("Oracle: none of its guesses was right in 20 steps or more")
+        return caplog.text.count("Oracle: no draft token was accepted in 20 steps or more")
 
     plain = generate(prompts(3)).sequences
     logging.getLogger("transformers").propagate = True

@@ -58,7 +58,7 @@ def case(request: pytest.FixtureRequest) -> str:
 @torch.no_grad()
 def test_slots_say_what_they_say_in_the_peers_code(case: str) -> None:
     io, draft = outputs(case), load_draft(case)
-    ids, features, guesses = io["draft/ids"], io["draft/features"], draft.config.num_guesses
+    ids, features, guesses = io["draft/ids"], io["draft/features"], draft.config.num_draft_tokens
     for length, expected in zip(io["draft/context_len"].tolist(), io["draft/base_logits"], strict=True):
         out = draft(ids[None, length : length + 1], features=features[None, :length])
         torch.testing.assert_close(out.logits[0], expected[-guesses:], **CLOSE)

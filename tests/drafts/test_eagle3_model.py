@@ -327,7 +327,7 @@ def test_the_draft_vocabulary_must_ascend() -> None:
     for bad in ([3, 9, 5, 95], [3, 3, 5, 9], [-1, 2, 3, 4], [1, 2, 3, 96]):
         with pytest.raises(ValueError, match="ascend"):
             draft.set_vocabulary(torch.tensor(bad))
-    with pytest.raises(ValueError, match="guesses 4 tokens"):
+    with pytest.raises(ValueError, match="predicts 4 tokens"):
         draft.set_vocabulary(torch.arange(3))
     assert draft.target_ids.tolist() == [3, 5, 9, 95]
     with pytest.raises(ValueError, match="draft_vocab_size"):

@@ -102,7 +102,7 @@ def naive_guesses(places: list[Place], text: list[int], depth: int, least: float
 
 
 def check_guesses(guesses: dict[Guess, float], every: dict[Guess, float], nodes: int | None = None) -> None:
-    """``guesses`` are all of ``every``, or its best ``nodes``, likeliest first and behind their beginnings."""
+    """``continuations`` are all of ``every``, or its best ``nodes``, likeliest first and behind their beginnings."""
     assert len(guesses) == (len(every) if nodes is None else min(nodes, len(every)))
     assert guesses == {path: pytest.approx(every[path]) for path in guesses}
     assert sorted(guesses.values(), reverse=True) == list(guesses.values())

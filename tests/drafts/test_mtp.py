@@ -18,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 
 import hf_spec
 from hf_spec import AcceptedTokens, DraftContext, SpeculationConfig, TargetMtp
-from hf_spec.drafts.feedback import AutoregressiveDrafter
+from hf_spec.drafts.autoregressive import AutoregressiveDrafter
 from hf_spec.scoring.features import decoder_of
 
 GOLDENS = Path(__file__).parents[1] / "fixtures" / "goldens"
@@ -35,7 +35,7 @@ def golden(case: str) -> tuple[Any, TargetMtp, dict[str, Tensor]]:
 class FirstLayer:
     """The first of several layers, fed its own output from the second guess on."""
 
-    num_readers = 1
+    num_modules = 1
 
     def __init__(self, draft: TargetMtp) -> None:
         self._draft = draft
@@ -174,7 +174,7 @@ def with_layers(case: str, count: int) -> tuple[Any, TargetMtp]:
 @pytest.mark.parametrize("tree", [None, "dynamic"])
 def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree: Any) -> None:
     target, draft = with_layers(case, layers)
-    assert draft.num_readers == layers
+    assert draft.num_modules == layers
     prompt = torch.cat([golden(case)[2]["input_ids"][None, :9] + row for row in range(8)]) % 64
     mask = torch.ones_like(prompt)
     for row, padding in enumerate((0, 3, 6, 1, 0, 8, 2, 5)):

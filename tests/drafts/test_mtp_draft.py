@@ -190,11 +190,11 @@ def test_several_layers_read_what_they_would_read_anew_after_every_rejection() -
 
 def uncached(draft: TargetMtp, ids: Tensor, features: Tensor, steps: int) -> Tensor:
     """Guess with two layers, running both over the whole text at every step: (steps, vocabulary)."""
-    first = draft(ids[None, 1:], features=features[None], reader=0)
+    first = draft(ids[None, 1:], features=features[None], module=0)
     logits, fed, tokens = [first.logits[0, -1]], first.hidden_states, ids[None, 2:]
     for _ in range(steps - 1):
         tokens = torch.cat([tokens, logits[-1].argmax().view(1, 1)], dim=1)
-        second = draft(tokens, hidden_states=fed, reader=1)
+        second = draft(tokens, hidden_states=fed, module=1)
         logits.append(second.logits[0, -1])
         fed = torch.cat([fed, second.hidden_states[:, -1:]], dim=1)
     return torch.stack(logits)

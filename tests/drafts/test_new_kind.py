@@ -17,8 +17,8 @@ from twins import target
 
 from hf_spec import AutoDraftModel, SpeculationConfig, SpeculatorConfig, convert, inspect
 from hf_spec.checkpoints import kinds
+from hf_spec.drafts.autoregressive import AutoregressiveDrafter
 from hf_spec.drafts.base import DraftContext, Drafter, DraftOutput
-from hf_spec.drafts.feedback import AutoregressiveDrafter
 from hf_spec.drafts.files import Files, Format, flat_layers
 from hf_spec.drafts.layers import classes_of
 from hf_spec.drafts.modeling import DraftModel, only_one

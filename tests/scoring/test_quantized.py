@@ -50,7 +50,7 @@ def test_a_head_that_masks_tokens_is_no_reason_to_refuse(shape: str, value: str)
 def test_a_head_that_masks_tokens_hides_no_mistake(trees: bool, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     positions = KVView.positions
     monkeypatch.setattr(KVView, "positions", lambda slots, first, block: positions(slots, first, block) + 1)
-    with pytest.raises(ValueError, match="scores a chain of guesses differently from single steps"):
+    with pytest.raises(ValueError, match="scores a chain of draft tokens differently from single steps"):
         check_target(masked(VALUES[value]), trees)
 
 

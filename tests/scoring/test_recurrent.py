@@ -542,7 +542,7 @@ def carried_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
 def test_planted_mistakes_are_caught(name: str, mistake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name)
     mistake(monkeypatch)
-    with pytest.raises(ValueError, match="of guesses differently from single steps"):
+    with pytest.raises(ValueError, match="of draft tokens differently from single steps"):
         check_target(model, trees=name in STEPPED)
 
 
@@ -550,7 +550,7 @@ def test_planted_mistakes_are_caught(name: str, mistake: Callable[..., None], mo
 def test_a_model_that_misreads_blocks_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reads_blocks(target(name))
     monkeypatch.setattr("hf_spec.scoring.factory.reads_blocks", lambda model: True)
-    with pytest.raises(ValueError, match="a chain of guesses differently from single steps"):
+    with pytest.raises(ValueError, match="a chain of draft tokens differently from single steps"):
         check_target(build(name), trees=False)
 
 

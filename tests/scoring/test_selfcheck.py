@@ -427,11 +427,11 @@ def test_a_model_that_reads_no_text_alone_is_told_from_one_that_reads_no_blocks(
         check_target(model, trees=False)
     handle.remove()
     model.register_forward_pre_hook(needs_one, with_kwargs=True)
-    with pytest.raises(ValueError, match=r"cannot score a chain of guesses \(RuntimeError: no view\)"):
+    with pytest.raises(ValueError, match=r"cannot score a chain of draft tokens \(RuntimeError: no view\)"):
         check_target(model, trees=False)
     ids = torch.ones(2, 7, dtype=torch.long)
     prompt = Prompt(ids, ids, {"attention_mask": ids}, extra=("image_grids",))
-    with pytest.raises(ValueError, match="a chain of guesses with the image_grids of this call"):
+    with pytest.raises(ValueError, match="a chain of draft tokens with the image_grids of this call"):
         check_target(model, trees=False, prompt=prompt)
 
 

@@ -60,7 +60,7 @@ def test_all_blocks_at_once_are_those_of_the_peers_code(case: str, block: int, m
     given, anchors = read(case)
     logits, confidence = logits_of(draft, given)
     found = logits[:, anchors - 1].transpose(0, 1)  # (blocks, guesses, draft vocabulary)
-    wanted = io["block_logits"][:, -draft.config.num_guesses :]
+    wanted = io["block_logits"][:, -draft.config.num_draft_tokens :]
     known = io["block_eval_mask"] if "block_eval_mask" in io else torch.ones(wanted.shape[:2], dtype=torch.bool)
     torch.testing.assert_close(found[known], wanted[known], **CLOSE)
     if confidence is not None:
@@ -71,14 +71,14 @@ def test_all_blocks_at_once_are_those_of_the_peers_code(case: str, block: int, m
 def test_losses_and_gradients_are_those_of_deepspec(case: str) -> None:
     io, draft = outputs(case), load_draft(case)
     given, anchors = read(case)
-    weights = torch.zeros(draft.config.num_guesses, 1, given.input_ids.shape[1] - 1)
-    decay = torch.exp(-torch.arange(draft.config.num_guesses) / 4.0)
+    weights = torch.zeros(draft.config.num_draft_tokens, 1, given.input_ids.shape[1] - 1)
+    decay = torch.exp(-torch.arange(draft.config.num_draft_tokens) / 4.0)
     weights[:, 0, anchors - 1] = (io["block_eval_mask"] * decay).T
     objective = "0.1 nll + 1.8 tv" if "dspark" in case else "nll"
     for layer in draft.output_layers:
         layer.requires_grad_(False)
     draft.embed_tokens.requires_grad_(False)
-    made = draft.unroll(given, draft.config.num_guesses)
+    made = draft.unroll(given, draft.config.num_draft_tokens)
     head = load_target(case).get_output_embeddings()
     loss = ChunkedLoss(made.head, head, objective=objective, chunk=5, confidence=made.confidence)
     total, _ = loss.compute(
@@ -103,7 +103,7 @@ def test_losses_and_gradients_are_those_of_speculators(case: str) -> None:
     """Its divisor counts what the loss leaves weights out of, so the sum is taken here; the rest is ours."""
     io, draft = outputs(case), load_draft(case)
     given, anchors = read(case)
-    guesses = draft.config.num_guesses
+    guesses = draft.config.num_draft_tokens
     logits, confidence = logits_of(draft, given)
     q = logits[:, anchors - 1].transpose(0, 1).log_softmax(-1)  # (blocks, guesses, draft vocabulary)
     p = io["block_targets"][:, -guesses:].log_softmax(-1)
@@ -137,7 +137,7 @@ def test_objectives_are_those_of_speculators(case: str, name: str, objective: st
     """Its ``recipe`` is that of published DSpark drafts; ``dpace`` weighs a block by how far the draft gets in it."""
     io, draft, target = outputs(case), load_draft(case), load_target(case)
     given, anchors = read(case)
-    guesses = draft.config.num_guesses
+    guesses = draft.config.num_draft_tokens
     decay = torch.exp(-torch.arange(guesses) / 4.0) if smoothing is None else torch.ones(guesses)
     mask = io["block_loss_mask"][:, -guesses:]  # (blocks, guesses)
     weights = torch.zeros(guesses, 1, given.input_ids.shape[1] - 1)
@@ -259,7 +259,7 @@ def test_a_block_in_training_is_that_of_drafting(kind: str) -> None:
     documents = torch.tensor([[0] * 20, [0] * 7 + [1] * 13])
     anchors = torch.zeros(2, 20, dtype=torch.bool)
     anchors[0, [3, 9, 14]], anchors[1, [4, 11]] = True, True
-    made = draft.unroll(UnrollInput(ids, documents, features, anchors), draft.config.num_guesses)
+    made = draft.unroll(UnrollInput(ids, documents, features, anchors), draft.config.num_draft_tokens)
     for row, start, root in ((0, 0, 3), (0, 0, 9), (0, 0, 14), (1, 0, 4), (1, 7, 11)):
         out = draft(ids[row : row + 1, root : root + 1], features=features[row : row + 1, start:root])
         hidden = out.hidden_states[:, None]
@@ -281,7 +281,7 @@ def test_training_on_what_was_guessed_says_what_drafting_said(kind: str, from_an
     if kind != "dflash":
         draft.markov_head.markov_w1.weight.mul_(100)  # a correction that is seen
     torch.manual_seed(3)
-    ids, features, guesses = torch.randint(96, (1, 20)), torch.randn(1, 20, 64), draft.config.num_guesses
+    ids, features, guesses = torch.randint(96, (1, 20)), torch.randn(1, 20, 64), draft.config.num_draft_tokens
     drafter, _ = drafter_of(draft, target, ids[:, :10], features[:, :10], sample=True, tree=tree)
     proposal = drafter.propose(news(ids[:, 10:11], features[:, 9:10]), guesses)
     anchors = torch.zeros(1, 20, dtype=torch.bool)
@@ -376,7 +376,7 @@ def confidence_of(draft: Any, target: Any, rows: list[dict[str, list[int]]]) -> 
     ids = torch.tensor([row["input_ids"] for row in rows])
     states = target(ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[layer] for layer in draft.feature_layers(target)], dim=-1)
-    made = draft.unroll(UnrollInput(ids, None, features), draft.config.num_guesses)
+    made = draft.unroll(UnrollInput(ids, None, features), draft.config.num_draft_tokens)
     assert made.confidence is not None
     return float(made.confidence(made.states[0][:, 4:14]).sigmoid().mean())
 

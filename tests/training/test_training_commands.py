@@ -232,7 +232,7 @@ def test_the_recipe_of_a_block_draft_is_one(stories: Path, tmp_path: Path) -> No
     card = (Path(directory) / "README.md").read_text(encoding="utf-8")
     assert '"method": "dspark"' in card and "0.1 nll + 1.8 tv" in card
     draft = AutoModel.from_pretrained(directory)
-    assert (draft.config.speculators_model_type, draft.config.num_guesses) == ("dspark", 3)
+    assert (draft.config.speculators_model_type, draft.config.num_draft_tokens) == ("dspark", 3)
 
 
 def test_a_draft_is_trained_from_features_without_the_targets_weights(

@@ -27,5 +27,5 @@ class DFlashDraftModel(BlockDraftModel):
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
     ) -> dict[str, list[str]]:
-        anchored = ["takes the root's slot for one that guesses nothing"] * config.sample_from_anchor
+        anchored = ["takes the root's slot for one that predicts nothing"] * config.sample_from_anchor
         return engines(config, checkpoint, anchored, "dflash")

@@ -58,7 +58,7 @@ def write_deepspec(draft: Any) -> Files:
     """Write the layout of DeepSpec, for SGLang, vLLM and llama.cpp."""
     config: DSparkSpeculatorConfig = draft.config
     unsaid = [
-        (not config.sample_from_anchor, "does not guess from the root's slot"),
+        (not config.sample_from_anchor, "does not predict from the root's slot"),
         ("sliding_attention" in config.layer_kinds, "has sliding layers"),
         (config.block_causal, "has causal blocks"),
         (any(getattr(config, name) not in (None, 1.0) for name in SCALES), "scales or caps its numbers"),

@@ -131,8 +131,8 @@ class DSparkDraftModel(BlockDraftModel):
 
     def trained_states(self, hidden: Tensor, input_ids: Tensor, roots: Tensor) -> Tensor:
         """Return hidden state, Markov bias after the true token, and confidence, concatenated for each draft token."""
-        guesses, states, state = self.config.num_guesses, [], None
-        unused = hidden.shape[2] - guesses
+        count, states, state = self.config.num_draft_tokens, [], None
+        unused = hidden.shape[2] - count
         for slot in range(hidden.shape[2]):
             place = (roots + max(0, slot - unused)).clamp(max=input_ids.shape[1] - 1)
             reading, confidence = self.read(input_ids.gather(1, place), hidden[:, :, slot], state)

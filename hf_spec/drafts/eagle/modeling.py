@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ..autoregressive import AutoregressiveDrafter
 from ..base import DraftOutput
-from ..feedback import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..layers import classes_of
 from ..modeling import DraftModel, only_one

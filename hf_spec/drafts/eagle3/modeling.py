@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..feedback import AutoregressiveDrafter
+from ..autoregressive import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features

@@ -87,7 +87,7 @@ class MedusaSpeculatorConfig(SpeculatorConfig):
                 f"shared_with_target is {self.shared_with_target!r}; heads read no tokens, so it is ['lm_head'] or []"
             )
         if self.vocab_size is None and not self.shared_with_target:
-            raise ValueError("vocab_size is None; set the number of tokens of the target, which the heads guess among")
+            raise ValueError("vocab_size is None; set the number of tokens of the target, which the heads predict")
         if self.draft_vocab_size is not None and self.draft_vocab_size > (self.vocab_size or 0):
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}, larger than vocab_size {self.vocab_size}; set at most "

@@ -24,7 +24,7 @@ from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
 from ..static import StaticDrafter, drafter_for
-from ..trees import Ahead, at_depth, grow
+from ..trees import PreparedDraft, at_depth, grow
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
 
@@ -155,13 +155,13 @@ class MedusaDrafter(StaticDrafter):
         on_draft = accepted.to(self.device, self.dtype)
         return self.grow_proposal(on_draft, min(limit, len(self._draft.heads))).to(accepted.tokens.device)
 
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         assert accepted.features is not None
         logits = self._draft(features=accepted.last(accepted.features)).logits[:, 0]
         log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
         step = functools.partial(at_depth, log_probs)
         config, sample = self._request.config, self._request.sample
-        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
+        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, prepared=prepared)
 
     def read(self, accepted: AcceptedTokens) -> None:
         """Do nothing: only the last state counts."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, PreTrainedModel
 from transformers import initialization as init
 
+from ..autoregressive import AutoregressiveDrafter
 from ..base import DraftContext, Drafter, DraftOutput
-from ..feedback import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
 from ..static import drafter_for

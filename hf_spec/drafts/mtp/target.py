@@ -1,7 +1,7 @@
 """Multi-token-prediction layers (arXiv 2404.19737, 2412.19437): a decoder layer beside the target's state.
 
 A layer reads a token beside the target's hidden state of the position before, both normed and projected together, and
-guesses the token after it with the target's head. It was trained for one guess, or for as many as there are layers;
+predicts the token after it with the target's head. It was trained for one token, or for as many as there are layers;
 fed its own output it goes on from there::
 
     token ─ embed ─ norm ─┐
@@ -27,8 +27,8 @@ from ...scoring.architectures import why_unsupported
 from ...scoring.cache import has_states
 from ...scoring.names import CACHE
 from ...settings import SpeculationConfig
+from ..autoregressive import AutoregressiveDrafter
 from ..base import DraftContext, Drafter, DraftOutput, Speculator
-from ..feedback import AutoregressiveDrafter
 from ..modeling import MASKS, next_positions, only_one
 from ..static import not_compiled
 
@@ -68,7 +68,7 @@ class TargetMtp(MtpModel, Speculator):
             ) from error
         if has_states(cache):
             raise ValueError(
-                f"the MTP layers of {type(target).__name__} keep recurrent states, which guesses would spoil; use "
+                f"the MTP layers of {type(target).__name__} keep recurrent states, and draft tokens spoil them; use "
                 "another speculator, for example 'ngram'"
             )
         if (reason := why_unsupported(target, cache)) is not None:
@@ -99,7 +99,7 @@ class TargetMtp(MtpModel, Speculator):
         return self.config
 
     @property
-    def num_readers(self) -> int:
+    def num_modules(self) -> int:
         """Count the layers."""
         return len(self.layers)
 
@@ -112,21 +112,21 @@ class TargetMtp(MtpModel, Speculator):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         logits_to_keep: int = 0,
-        reader: int = 0,
+        module: int = 0,
     ) -> DraftOutput:
-        """Take one step of layer ``reader``, as ``EagleDraftModel.forward``."""
+        """Take one step of layer ``module``, as ``EagleDraftModel.forward``."""
         position_ids = next_positions(input_ids, past_key_values) if position_ids is None else position_ids
         state = only_one(features, hidden_states)
         token = _padding.set(attention_mask)
         try:
-            hidden = self.forward_layer(reader, state, position_ids, cast(Any, past_key_values), input_ids=input_ids)
+            hidden = self.forward_layer(module, state, position_ids, cast(Any, past_key_values), input_ids=input_ids)
         finally:
             _padding.reset(token)
-        norm = cast(Any, self.layers[reader]).post_norm
+        norm = cast(Any, self.layers[module]).post_norm
         normed = hidden if norm is None else norm(hidden)  # (batch, length, hidden)
         logits = self._project_to_logits(normed[:, -logits_to_keep:])
         # The next layer is fed the normed state in every family, as transformers does.
-        feeds_normed = self.feeds_normed or reader + 1 < self.num_readers
+        feeds_normed = self.feeds_normed or module + 1 < self.num_modules
         return DraftOutput(logits, normed if feeds_normed else hidden, past_key_values)
 
     def create_masks_for_mtp_layer(

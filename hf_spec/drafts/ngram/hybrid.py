@@ -1,4 +1,4 @@
-"""A neural draft and a history together: what was written before is copied, what is new is guessed."""
+"""A draft model and a history together: each sequence drafts from the better source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class HybridSpeculator(Speculator):
         if not isinstance(history, NgramSpeculator) or history.history is None:
             raise TypeError(f"history must be a NgramSpeculator(history_size=...), got {history!r:.80}")
         if isinstance(draft, NgramSpeculator | HybridSpeculator) or draft == "ngram":
-            raise ValueError("a HybridSpeculator needs a draft with weights; what looks its guesses up works alone")
+            raise ValueError("a HybridSpeculator needs a draft with weights; n-grams work alone")
         if draft_tokens is not None and not (is_int(draft_tokens) and draft_tokens >= 1):
             raise ValueError(f"draft_tokens must be a whole number of at least 1, or None, got {draft_tokens!r}")
         self.draft, self.history, self.draft_tokens = draft, history, draft_tokens
@@ -59,7 +59,7 @@ class HybridSpeculator(Speculator):
         return HybridSpeculator(draft, self.history, self.draft_tokens)
 
     def estimates_acceptance(self, batch_size: int) -> bool:
-        """Return True: the history says how likely its guesses are."""
+        """Return True: the history knows the acceptance probability of its tokens."""
         return True
 
     @property
@@ -112,7 +112,7 @@ class HybridSpeculator(Speculator):
 
     @property
     def draft_depth(self) -> int:
-        """Say how deep the draft guesses at most."""
+        """Return the draft model's longest draft."""
         own = self.draft_tokens or self._draft.defaults().num_speculative_tokens
         return own if isinstance(own, int) else DEFAULT_NUM_SPECULATIVE_TOKENS
 
@@ -143,15 +143,17 @@ class HybridDrafter(Drafter):
         self._last: list[tuple[Continuations, bool]] = []  # by row, the history's chain, and whether it was verified
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Take in ``accepted``, look up what may follow, and let the draft guess where that is not much."""
+        """Take in ``accepted``, look up what may follow, and run the draft where that is not enough."""
         emitted = accepted.emitted
         for (texts, number), tokens in zip(self._rows, emitted, strict=True):
             texts.extend(number, tokens)
-        for (guesses, was_verified), new in zip(self._last, emitted, strict=bool(self._last)):
-            record_outcome(self._calibration, guesses, new, was_verified)
+        for (continuations, was_verified), new in zip(self._last, emitted, strict=bool(self._last)):
+            record_outcome(self._calibration, continuations, new, was_verified)
         self._last = []
         nodes = None if self._is_chain else limit
-        found = [texts.guesses(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows]
+        found = [
+            texts.continuations(number, limit, self._width, nodes, self._min_chance) for texts, number in self._rows
+        ]
         if self._is_chain:
             return self._chains(accepted, limit, found)
         proposal = self._draft.propose(accepted, min(limit, self._draft_depth))
@@ -165,7 +167,7 @@ class HybridDrafter(Drafter):
         self._last = [self._last[row] for row in kept] if self._last else []
 
     def join(self, other: Drafter) -> bool:
-        """Go on with the rows of ``other``, too, if the draft can; what those guessed last teaches nothing."""
+        """Go on with the rows of ``other``, too, if the draft can; nothing is learnt from their last proposals."""
         assert isinstance(other, HybridDrafter)
         if not self._draft.join(other._draft):
             return False
@@ -175,7 +177,7 @@ class HybridDrafter(Drafter):
 
     def _chains(self, accepted: AcceptedTokens, limit: int, found: list[Continuations]) -> Proposal:
         # Decided before the draft is asked: a token that it samples must not decide whether it counts.
-        chances = [calibrated(guesses, self._calibration) for guesses in found]
+        chances = [calibrated(continuations, self._calibration) for continuations in found]
         longest = min(limit, self._draft_depth)
         model = self._policy.acceptance.estimate(DraftSource.MODEL, len(found), longest)
         plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances), model])
@@ -185,12 +187,12 @@ class HybridDrafter(Drafter):
         taken = [plan.length > 0 and source is DraftSource.NGRAM for source in plan.sources]
         found = [truncated(paths, plan.length) if takes else paths for paths, takes in zip(found, taken, strict=True)]
         self._last = list(zip(found, taken, strict=True))
-        chains = [max(guesses, key=len, default=()) if takes else None for guesses, takes in self._last]
+        chains = [max(continuations, key=len, default=()) if takes else None for continuations, takes in self._last]
         return with_chains(drafted, chains)
 
 
 def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
-    """Put chosen ``chains`` in the place of what ``proposal``, of chains, guesses in those rows."""
+    """Put looked-up ``chains`` in those rows of ``proposal``, which holds chains."""
     lengths = [0 if chain is None else len(chain) for chain in chains]
     if not any(lengths):
         return proposal
@@ -199,9 +201,9 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
     table = to_device(rows, proposal.tokens.device)  # (batch, 1 + width)
     taken, steps = table[:, :1] > 0, torch.arange(1 + width, device=table.device)
     parents = torch.where(steps > table[:, :1], PAD_NODE, steps - 1)
-    guesses = torch.where(taken, table[:, 1:], functional.pad(proposal.tokens[:, 1:], (0, width - before)))
+    continuations = torch.where(taken, table[:, 1:], functional.pad(proposal.tokens[:, 1:], (0, width - before)))
     parents = torch.where(taken, parents, functional.pad(proposal.parents, (0, width - before), value=PAD_NODE))
-    tokens = torch.cat([proposal.root[:, None], guesses], dim=1)
+    tokens = torch.cat([proposal.root[:, None], continuations], dim=1)
     if proposal.q is None:
         return Proposal(tokens, parents, width, is_chain=True)
     q = functional.pad(proposal.q, (0, 0, 0, width - proposal.q.shape[1]))
@@ -209,7 +211,7 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
 
 
 def with_branches(proposal: Proposal, found: Sequence[Continuations]) -> Proposal:
-    """Let the chosen paths in ``found`` join the trees of ``proposal``, behind what they share."""
+    """Add the looked-up paths in ``found`` to the trees of ``proposal``, after what they share."""
     if not any(found):
         return proposal
     rows = torch.stack([proposal.tokens, proposal.parents], dim=1).tolist()

@@ -1,4 +1,4 @@
-"""How likely it is that looked-up guesses come true: as often as others did behind a match of the same length."""
+"""Acceptance of n-gram draft tokens, estimated from earlier ones after a match of the same length."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class _Lookup(NamedTuple):
 
 
 class Lookups:
-    """Judge the chains that were looked up for the rows of one call, guessed or not, once their end has become text.
+    """The chains that were looked up in one call, compared with the text once it is long enough.
 
-    So it costs no forward to learn when to guess. ``acceptance`` may be shared by calls.
+    Chains that were not proposed count, too. So it costs no forward to learn when drafting pays. ``acceptance`` may be
+    shared by calls.
     """
 
     def __init__(self, acceptance: AcceptanceEstimator, rows: int) -> None:
@@ -31,7 +32,7 @@ class Lookups:
         self._waiting: list[deque[_Lookup]] = [deque() for _ in range(rows)]
 
     def chances(self, row: int, text: Sequence[int], chain: tuple[int, ...], agreed: int) -> list[float]:
-        """Return the chance of each guess of ``chain``, which stood behind ``agreed`` tokens that end the ``text``."""
+        """Return the acceptance probability of each token of ``chain``, found after ``agreed`` equal tokens."""
         waiting, level = self._waiting[row], match_class(agreed)
         while waiting and waiting[0].start + len(waiting[0].chain) <= len(text):
             self._judge(waiting.popleft(), text)

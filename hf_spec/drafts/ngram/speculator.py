@@ -1,7 +1,8 @@
-"""Guess by looking back: what followed the last few tokens when they last occurred?
+"""N-gram drafts: what followed the last few tokens when they last occurred.
 
-No weights, and no distribution: guesses are looked up, so they are chosen, never drawn (``Proposal.q`` is None). Known
-as prompt lookup decoding; with a corpus to look in besides the text it becomes retrieval (REST, arXiv 2311.08252).
+No weights, and no distribution: draft tokens are looked up, so they are deterministic, never sampled (``Proposal.q``
+is None). Known as prompt lookup decoding; with a corpus to look in besides the text it becomes retrieval (REST, arXiv
+2311.08252).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .suffix_index import BREAK, LOOK_BACK, SuffixIndex, match_length
 
 Match = Literal["recent", "frequent"]
 
-# How deep a history guesses where nobody says: its chains end by themselves where they become unlikely.
+# Draft length with a history by default: its chains end by themselves where they become improbable.
 DEPTH = 16
 DEFAULT_HISTORY_SIZE = 100_000  # tokens of a history, 10 MB, where nobody says how large it is to be
 
@@ -120,10 +121,10 @@ class NgramSpeculator(Speculator):
         return 0
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
-        """Raise a ValueError for a tree of drawn guesses, which cannot be looked up, or a corpus of unknown tokens."""
+        """Raise a ValueError for a sampled tree, which cannot be looked up, or a corpus of unknown tokens."""
         if config is not None and config.tree == "sampled":
             raise ValueError(
-                "tree='sampled' draws its guesses from a draft's distribution, and n-gram guesses are looked up: "
+                "tree='sampled' samples from a draft's distribution, and n-grams have none: "
                 "use tree='dynamic', a list of paths, or None for a chain"
             )
         vocabulary = target.config.get_text_config(decoder=True).vocab_size
@@ -241,12 +242,12 @@ class _Shape:
         self._depths = [*bounds, max(map(len, self.ranks))] if self.ranks else bounds
 
     def depth(self, limit: int) -> int:
-        """Return how deep to guess where ``limit`` tokens are allowed."""
+        """Return the draft length where ``limit`` tokens are allowed."""
         return min([limit, *self._depths])
 
 
 class NgramDrafter(Drafter):
-    """Look up guesses for one ``generate`` call; every row has an index of its own text. Lives on the CPU."""
+    """An index of the text of each sequence of one ``generate`` call, on the CPU, to look up draft tokens in."""
 
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._speculator, self._shape = speculator, _Shape(request.config)
@@ -320,7 +321,7 @@ class NgramDrafter(Drafter):
 
 
 class SuffixDrafter(Drafter):
-    """Guess from the texts of a call and from what is remembered of earlier ones. Lives on the CPU."""
+    """Draft from the texts of a call and from the history of earlier ones. Lives on the CPU."""
 
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._rows = speculator.texts(request).rows()
@@ -336,15 +337,15 @@ class SuffixDrafter(Drafter):
             texts.extend(number, tokens)
         depth = shape.depth(limit)
         found = [
-            texts.guesses(number, depth, shape.width, shape.most_nodes, self._min_chance)
+            texts.continuations(number, depth, shape.width, shape.most_nodes, self._min_chance)
             for texts, number in self._rows
         ]
         if shape.is_chain:
-            for guesses, new in zip(self._last, emitted, strict=True):
-                record_outcome(self._calibration, guesses, new, scored=True)
+            for continuations, new in zip(self._last, emitted, strict=True):
+                record_outcome(self._calibration, continuations, new, scored=True)
             self._last = found = self._planned(found)
         ranks = shape.ranks
-        trees = [list(guesses) if ranks is None else _of_ranks(guesses, ranks) for guesses in found]
+        trees = [list(continuations) if ranks is None else _of_ranks(continuations, ranks) for continuations in found]
         return lay_out(trees, accepted.root, shape.is_chain)
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -361,16 +362,16 @@ class SuffixDrafter(Drafter):
 
     def _planned(self, found: list[Continuations]) -> list[Continuations]:
         """Leave out of the rows' chains what the policy says is not worth its time."""
-        chances = [calibrated(guesses, self._calibration) for guesses in found]
+        chances = [calibrated(continuations, self._calibration) for continuations in found]
         plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances)])
-        return [truncated(guesses, plan.length) for guesses in found]
+        return [truncated(continuations, plan.length) for continuations in found]
 
 
 def lay_out(trees: Sequence[Sequence[Path]], root: Tensor, is_chain: bool) -> Proposal:
     """Lay the rows' trees side by side below ``root`` (batch,), the smaller ones filled up with PAD_NODE nodes.
 
     A tree lists the paths to its nodes, parents before children. Where no row has one, nothing is sent to the device
-    and the step is an ordinary one.
+    and the step is a plain one.
     """
     nodes = max(map(len, trees))
     if nodes == 0:

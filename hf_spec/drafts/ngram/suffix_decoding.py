@@ -47,7 +47,9 @@ class Texts:
                     places.setdefault(tuple(text[end - size :]), []).append((number, end))
             text.append(token)
 
-    def guesses(self, number: int, depth: int, width: int, nodes: int | None, min_chance: float) -> Continuations:
+    def continuations(
+        self, number: int, depth: int, width: int, nodes: int | None, min_chance: float
+    ) -> Continuations:
         """Return what may follow a text, and the chance of each: see ``best_continuations``."""
         text = self.texts[number]
         return best_continuations(text, self._find(text, depth), depth, width, nodes, min_chance)
@@ -68,25 +70,25 @@ class Texts:
         return []
 
 
-def record_outcome(calibration: Calibration, guesses: Continuations, new: Sequence[int], scored: bool) -> None:
+def record_outcome(calibration: Calibration, continuations: Continuations, new: Sequence[int], scored: bool) -> None:
     """Compare a chain with the ``new`` tokens: all of it if it was ``scored``, else as far as the text goes.
 
     A chain that was not scored is judged, too: a history that was wrong once would never be believed again.
     """
-    chain, chances = max(guesses, key=len, default=()), list(guesses.values())
+    chain, chances = max(continuations, key=len, default=()), list(continuations.values())
     right = num_accepted(chain, new)
     for place, chance in enumerate(chances if scored else chances[: len(new)]):
         calibration.record(chance, place < right)
 
 
-def calibrated(guesses: Continuations, calibration: Calibration) -> list[float]:
-    """Return the chances of a chain's guesses as they turn out; none is more likely than those before it."""
-    return [*itertools.accumulate((calibration(chance) for chance in guesses.values()), min)]
+def calibrated(continuations: Continuations, calibration: Calibration) -> list[float]:
+    """Return the calibrated probabilities of a chain; they never rise."""
+    return [*itertools.accumulate((calibration(chance) for chance in continuations.values()), min)]
 
 
-def truncated(guesses: Continuations, depth: int) -> Continuations:
+def truncated(continuations: Continuations, depth: int) -> Continuations:
     """Leave out what is more than ``depth`` deep."""
-    return {path: chance for path, chance in guesses.items() if len(path) <= depth}
+    return {path: chance for path, chance in continuations.items() if len(path) <= depth}
 
 
 def best_continuations(

@@ -38,7 +38,7 @@ def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> di
             ),
         ]
     )
-    return {"vLLM": vllm} | {engine: ["does not guess in parallel with EAGLE-3's layers"] for engine in OTHERS}
+    return {"vLLM": vllm} | {engine: ["does not predict in parallel with EAGLE-3's layers"] for engine in OTHERS}
 
 
 OTHERS = ("SGLang", "llama.cpp")

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...proposal import Proposal
+from ..autoregressive import pairs_of_prompt
 from ..base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
-from ..feedback import pairs_of_prompt
+from ..draft_kv import DraftKV, StaticDraftKV
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
-from ..readers import Reader, StaticDraftKV
 from ..static import StaticDrafter, drafter_for
-from ..trees import Ahead, at_depth, grow
+from ..trees import PreparedDraft, at_depth, grow
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
 
@@ -84,9 +84,9 @@ class PEagleDrafter(StaticDrafter):
     def __init__(self, draft: PEagleDraftModel, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
-        self._reader = (StaticDraftKV if static else Reader)(draft, 0)
+        self._kv = (StaticDraftKV if static else DraftKV)(draft, 0)
         tokens, mask, features = pairs_of_prompt(request, draft.device, draft.layer_config.vocab_size)
-        self._reader.read_prompt(tokens, mask, features=features.to(draft.dtype))
+        self._kv.read_prompt(tokens, mask, features=features.to(draft.dtype))
 
     @property
     def vocabulary(self) -> int:
@@ -97,35 +97,35 @@ class PEagleDrafter(StaticDrafter):
         on_draft = accepted.to(self.device, self.dtype)
         return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         assert accepted.features is not None
         width, more, device = accepted.tokens.shape[1], max(0, limit - 1), self._draft.device
         tokens, given = self._draft.with_masks(accepted.tokens, accepted.features, more)
         seen = ancestors_behind(accepted.counts, width, more) if more else None
-        logits, _ = self._reader.opened().read(tokens, accepted, seen, features=given)
+        logits, _ = self._kv.opened().read(tokens, accepted, seen, features=given)
         later = torch.arange(width, width + more, device=device).expand(len(accepted.counts), -1)
         speaking = torch.cat([accepted.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
         logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
         log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
         step = functools.partial(at_depth, log_probs)
         config, sample = self._request.config, self._request.sample
-        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, ahead=ahead)
+        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, prepared=prepared)
 
     def read(self, accepted: AcceptedTokens) -> None:
         assert accepted.features is not None
-        self._reader.opened().read(accepted.tokens, accepted, features=accepted.features)
+        self._kv.opened().read(accepted.tokens, accepted, features=accepted.features)
 
     def make_room(self, columns: int) -> None:
-        cast(StaticDraftKV, self._reader).keys.make_room(columns)
+        cast(StaticDraftKV, self._kv).keys.make_room(columns)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
-        self._reader.keep_rows(rows.to(self._draft.device))
+        self._kv.keep_rows(rows.to(self._draft.device))
 
     def join(self, other: Drafter) -> bool:
         """Append the rows of ``other``; refuse if some are padded."""
         assert isinstance(other, PEagleDrafter)
-        return self._reader.join(other._reader)
+        return self._kv.join(other._kv)
 
 
 def ancestors_behind(counts: Tensor, width: int, more: int) -> Tensor:

@@ -29,8 +29,8 @@ from ...scoring.plain import (
 from ...scoring.trials import in_short, tried_once
 from ..base import AcceptedTokens, DraftContext
 from ..static import OpenKeys, StaticDrafter, StaticKeys, why_not_static
-from ..trees import Ahead, grow
-from .words import Words
+from ..trees import PreparedDraft, grow
+from .vocabulary_padding import VocabularyPadding
 
 PROBE_TOKENS = 8  # tokens for the test whether a model gives the same logits over fixed slots as over growing ones
 
@@ -88,8 +88,8 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
     mask = torch.ones_like(prompt)
     expected = plain_logits(model, prompt, mask, [rest])
     try:
-        reader = StaticModelKV(model, prompt, mask)
-        logits = reader.run(reader.keys.opened(), rest, None)
+        kv = StaticModelKV(model, prompt, mask)
+        logits = kv.run(kv.keys.opened(), rest, None)
     except Exception as error:  # a model may fail anyhow on slots that are no cache of transformers
         return f"it takes no fixed slots ({in_short(error)})"
     if not bool((difference(logits, expected) <= BLOCK_TOLERANCE.get(precision(model), 1e-3)).all()):
@@ -102,9 +102,9 @@ class FixedVanillaDrafter(StaticDrafter):
 
     def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._draft, self._request = model, request
-        self._words = Words(model, request)
-        tokens = self._words.readable(request.input_ids.to(self.device))
-        self._reader = StaticModelKV(model, tokens, request.attention_mask.to(self.device))
+        self._padding = VocabularyPadding(model, request)
+        tokens = self._padding.readable(request.input_ids.to(self.device))
+        self._kv = StaticModelKV(model, tokens, request.attention_mask.to(self.device))
 
     @property
     def device(self) -> torch.device:
@@ -113,36 +113,36 @@ class FixedVanillaDrafter(StaticDrafter):
 
     @property
     def vocabulary(self) -> int:
-        return self._words.vocabulary
+        return self._padding.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens and draft."""
         on_draft = accepted.to(self.device, self.dtype)
         return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         keys, logits = self._read(accepted)
-        request, words = self._request, self._words
+        request, padding = self._request, self._padding
 
         def step(tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-            logits = self._reader.run(keys, words.readable(tokens, drafted=True), ancestors, depth - 1)
-            return words.log_probs(logits, self.device)
+            logits = self._kv.run(keys, padding.readable(tokens, drafted=True), ancestors, depth - 1)
+            return padding.log_probs(logits, self.device)
 
-        behind = words.log_probs(accepted.last(logits)[:, 0], self.device)  # (batch, vocabulary), after the root
-        return grow(accepted.root, behind, step, request.config, limit, request.sample, ahead=ahead)
+        first = padding.log_probs(accepted.last(logits)[:, 0], self.device)  # (batch, vocabulary), after the root
+        return grow(accepted.root, first, step, request.config, limit, request.sample, prepared=prepared)
 
     def read(self, accepted: AcceptedTokens) -> None:
         self._read(accepted)
 
     def _read(self, accepted: AcceptedTokens) -> tuple[OpenKeys, Tensor]:
         """Read accepted tokens; return the slots after them and the logits (batch, m, vocabulary)."""
-        keys = self._reader.keys.opened()
-        logits = self._reader.run(keys, self._words.readable(accepted.tokens), None)
+        keys = self._kv.keys.opened()
+        logits = self._kv.run(keys, self._padding.readable(accepted.tokens), None)
         keys.commit(accepted.counts)
         return keys, logits
 
     def make_room(self, columns: int) -> None:
-        self._reader.keys.make_room(columns)
+        self._kv.keys.make_room(columns)
 
     def keep_rows(self, rows: Tensor) -> None:
-        self._reader.keys.keep_rows(rows.to(self.device))
+        self._kv.keys.keep_rows(rows.to(self.device))

@@ -1,4 +1,4 @@
-"""Guess with a smaller language model of the same vocabulary."""
+"""Draft with a smaller language model of the same vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
 from ..static import CompiledDrafter, not_compiled
 from ..trees import grow
 from .fixed import FixedVanillaDrafter, why_no_fixed_slots
-from .words import Words, vocabulary_of
+from .vocabulary_padding import VocabularyPadding, vocabulary_of
 
 # Vocabularies of one family are padded to different sizes (Qwen: 151,936 and 152,064), by less than this.
 MOST_PADDING = 512
@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 class VanillaSpeculator(Speculator):
-    """Let ``model``, any causal language model of transformers, guess for a target with the same tokenizer.
+    """Draft with ``model``, any causal language model of transformers with the tokenizer of the target.
 
     It may sit on another device or in another dtype. Source: Leviathan et al., arXiv 2211.17192.
     """
@@ -39,18 +39,18 @@ class VanillaSpeculator(Speculator):
         self.model = model
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
-        """Raise a ValueError if the vocabularies differ or the draft has no cache that takes guesses back."""
+        """Raise a ValueError if the vocabularies differ or the draft has no cache that can roll back draft tokens."""
         own, wanted = vocabulary_of(self.model), vocabulary_of(target)
         name = type(self.model).__name__
         if abs(own - wanted) >= MOST_PADDING or (own != wanted and min(own, wanted) < 16 * MOST_PADDING):
             raise ValueError(
                 f"the draft {name} has a vocabulary of {own} tokens and the target one of {wanted}: their tokenizers "
-                "differ, so the draft's guesses mean other words. Use a draft of the target's family, or 'ngram', or "
+                "differ, so its token ids mean other words. Use a draft of the target's family, or 'ngram', or "
                 f"transformers' own {OTHER_TOKENIZERS}."
             )
         if self.model is target:
             raise ValueError(
-                "the draft is the target itself: every guess would cost as much as a token. Use a smaller model."
+                "the draft is the target itself: a draft token would cost as much as a plain one. Use a smaller model."
             )
         if drops_cache(self.model):
             raise ValueError(
@@ -80,41 +80,45 @@ class VanillaSpeculator(Speculator):
 class VanillaDrafter(Drafter):
     """Keep the draft's own slots beside the target's.
 
-    A draft whose table of positions ends before the text does stops guessing there.
+    A draft whose table of positions ends before the text ends drafts no further.
     """
 
     def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:
         self._request = request
-        self._words = Words(model, request)
+        self._padding = VocabularyPadding(model, request)
         self._is_chain = request.config.tree is None
         self._runner = runner_for(model, new_cache(model), one_chain=False)
         self._device = input_device(model)
-        self._open: list[tuple[Tensor, Tensor | None]] = []  # tokens and parents of a forest, level by level
+        self._last_draft: list[
+            tuple[Tensor, Tensor | None]
+        ] = []  # tokens and parents of the last draft, level by level
         mask = request.attention_mask.to(self._device)
         self._limit = position_limit(model)
         # The positions that are taken, by row: those of models that are told none are columns, padding included.
         taken = mask if "position_ids" in arguments_of(model) else torch.ones_like(mask)
         self._lengths: list[int] = [] if self._limit is None else taken.sum(1).tolist()
-        self._reads = self._room is None or self._room > 0
+        self._reads = self._positions_left is None or self._positions_left > 0
         if self._reads:
-            self._runner.prefill_tokens(self._words.readable(request.input_ids.to(self._device)), mask)
+            self._runner.prefill_tokens(self._padding.readable(request.input_ids.to(self._device)), mask)
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Take in what became text, keeping what the draft has read already, then grow a proposal."""
+        """Read accepted tokens, except those that are in the cache already, then grow a proposal."""
         tokens, counts = accepted.tokens.to(self._device), accepted.counts.to(self._device)
         root = accepted.root.to(self._device)
         if self._limit is not None:
             self._lengths = [length + new for length, new in zip(self._lengths, accepted.amounts, strict=True)]
-        if (room := self._room) is not None:
-            self._reads = self._reads and room > 0  # once text went by unread, no guess can follow
-            limit = min(limit, room)
+        if (positions_left := self._positions_left) is not None:
+            self._reads = self._reads and positions_left > 0  # a drafter that missed tokens cannot continue
+            limit = min(limit, positions_left)
         if not self._reads:
-            logger.warning_once(f"the draft has positions for {self._limit} tokens only: longer text gets no guesses")
+            logger.warning_once(
+                f"the draft has positions for {self._limit} tokens only: longer text is decoded by plain steps"
+            )
             return Proposal.nothing(root).to(accepted.tokens.device)
-        log_probs = self._words.log_probs(
-            self._read(self._words.readable(tokens), counts, accepted.amounts), self._device
+        log_probs = self._padding.log_probs(
+            self._read(self._padding.readable(tokens), counts, accepted.amounts), self._device
         )
-        self._open = []
+        self._last_draft = []
         request = self._request
         proposal = grow(
             root, log_probs, self._step, request.config, limit, request.sample, keep_drafting=request.keep_drafting
@@ -122,27 +126,28 @@ class VanillaDrafter(Drafter):
         return proposal.to(accepted.tokens.device)
 
     @property
-    def _room(self) -> int | None:
+    def _positions_left(self) -> int | None:
         """Count the positions that the longest text leaves; ``None`` if there is no end to them."""
         return None if self._limit is None else self._limit - max(self._lengths)
 
     def _step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        tokens = self._words.readable(tokens, drafted=True)
-        self._open.append((tokens, parents))
-        return self._words.log_probs(self._runner.extend(tokens, ancestors, depth - 1).logits, self._device)
+        tokens = self._padding.readable(tokens, drafted=True)
+        self._last_draft.append((tokens, parents))
+        return self._padding.log_probs(self._runner.extend(tokens, ancestors, depth - 1).logits, self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
         """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
 
-        ``counts`` (batch,), or ``amounts``, of them count. Guesses that came true stand in the open forest already;
+        ``counts`` (batch,), or ``amounts``, of them count. Accepted draft tokens are in its cache already;
         only what follows them is read.
         """
-        if not self._open or tokens.shape[1] == 1:
+        if not self._last_draft or tokens.shape[1] == 1:
             self._runner.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
             return self._read_on(tokens, counts, amounts)
-        path, matched = self._came_true(tokens, counts)
+        path, matched = self._accepted_path(tokens, counts)
         known = matched.tolist()
-        # What became text may be longer than the forest: it came from another draft, too, or from ordinary steps.
+        # The accepted tokens may be more than the drafted ones: they came from another draft, too, or from plain
+        # steps.
         self._runner.commit(path[:, : max(known)], known, self._is_chain, matched)
         rest = [count - seen for count, seen in zip(amounts, known, strict=True)]
         column = matched[:, None] + cached_arange(max(rest), tokens.device)
@@ -159,31 +164,33 @@ class VanillaDrafter(Drafter):
         return logits[cached_arange(len(tokens), tokens.device), counts - 1]
 
     def _read_much(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
-        """Read what became text in many ordinary steps: logits of a large vocabulary take longer than a few layers."""
+        """Read the tokens of many plain steps: logits of a large vocabulary take longer than a few layers."""
         ends = sorted(set(amounts))
         logits = self._runner.read(tokens, [end - 1 for end in ends])  # (batch, ends, vocabulary)
         self._runner.commit(tokens, amounts, in_place=True, on_device=counts)
         place = to_device([ends.index(amount) for amount in amounts], tokens.device)
         return logits[cached_arange(len(tokens), tokens.device), place]
 
-    def _came_true(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Follow ``tokens`` through the open forest: node numbers (batch, m) and how many count; never the last token,
-        whose logits are needed again."""
+    def _accepted_path(self, tokens: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Follow ``tokens`` through the last draft: node numbers (batch, m), and how many of them count.
+
+        The last token is not followed: its logits are needed again.
+        """
         if self._is_chain:
-            known = torch.cat([guesses for guesses, _ in self._open], dim=1)[:, : tokens.shape[1] - 1]
+            known = torch.cat([draft_tokens for draft_tokens, _ in self._last_draft], dim=1)[:, : tokens.shape[1] - 1]
             steps = cached_arange(known.shape[1], tokens.device)
             same = (known == tokens[:, : known.shape[1]]) & (steps < counts[:, None] - 1)
             return known, same.cumprod(1).sum(1)  # in a chain no node moves: the path is not looked at
         matched, going = torch.zeros_like(counts), torch.ones_like(counts, dtype=torch.bool)
         path: list[Tensor] = []
         place, before = torch.zeros_like(counts), 0  # of the last node in its level, and how many stand before that
-        for column, (guesses, parents) in zip(range(tokens.shape[1] - 1), self._open, strict=False):
-            same = guesses == tokens[:, column, None]
+        for column, (draft_tokens, parents) in zip(range(tokens.shape[1] - 1), self._last_draft, strict=False):
+            same = draft_tokens == tokens[:, column, None]
             found, place = (same if parents is None else same & (parents == place[:, None])).max(dim=1)
             going = going & found & (column < counts - 1)
             matched += going
             path.append(place + before)
-            before += guesses.shape[1]
+            before += draft_tokens.shape[1]
         return torch.stack(path, dim=1), matched
 
     def keep_rows(self, rows: Tensor) -> None:
@@ -194,15 +201,17 @@ class VanillaDrafter(Drafter):
             return
         rows = rows.to(self._device)
         self._runner.keep_rows(rows)
-        self._open = [(tokens[rows], None if above is None else above[rows]) for tokens, above in self._open]
+        self._last_draft = [
+            (tokens[rows], None if above is None else above[rows]) for tokens, above in self._last_draft
+        ]
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, unless a draft keeps states or has no positions for a long text.
 
-        Guesses that nobody has spoken of yet are read again where they come true.
+        Draft tokens that are not verified yet are read again if they are accepted.
         """
         assert isinstance(other, VanillaDrafter)
         if self._limit is not None or not self._runner.join(other._runner):
             return False
-        self._open = []
+        self._last_draft = []
         return True

@@ -14,16 +14,16 @@ from .base import AcceptedTokens, DraftOutput
 from .static import StaticKeys
 
 
-class Reader:
+class DraftKV:
     """A growing KV state, with one slot per pair of token and hidden state."""
 
     def __init__(self, draft: Any, number: int) -> None:
         self._draft = draft
-        self._which = {"reader": number} if draft.num_readers > 1 else {}
+        self._module_argument = {"module": number} if draft.num_modules > 1 else {}
         self._slots: KVView
         self._origin: Tensor  # (batch, 1), the position of column 0, negative where it is padding
 
-    def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
+    def read_prompt(self, tokens: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:
         """Read pairs, padded where ``mask`` (batch, pairs) is 0; return hidden states (batch, pairs, hidden).
 
         Without any pair they are zeros, (batch, 1, hidden).
@@ -36,7 +36,7 @@ class Reader:
         if tokens.shape[1]:
             positions = (mask.cumsum(1) - 1).clamp(min=0)
             given = {"position_ids": positions, "attention_mask": padding, "past_key_values": cache}
-            output: DraftOutput = self._draft(tokens, **given, logits_to_keep=1, **self._which, **beside)
+            output: DraftOutput = self._draft(tokens, **given, logits_to_keep=1, **self._module_argument, **inputs)
             assert output.hidden_states is not None
             hidden = output.hidden_states
         self._hold(cache, mask, padding)
@@ -52,7 +52,7 @@ class Reader:
         return self
 
     def read(
-        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **beside: Tensor
+        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Drop the nodes of the last proposal, then read accepted tokens.
 
@@ -60,12 +60,12 @@ class Reader:
         the same forward and dropped; ``ancestors`` say what they see.
         """
         self._slots.commit(tokens[:, :0], [0] * len(tokens), in_place=True)
-        logits, hidden = self.run(tokens, ancestors, None, **beside)
+        logits, hidden = self.run(tokens, ancestors, None, **inputs)
         self._slots.commit(tokens, accepted.amounts, in_place=True, on_device=accepted.counts)
         return logits, hidden
 
     def run(
-        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **beside: Tensor
+        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Run one step: logits (batch, new, draft vocabulary) and hidden states (batch, new, hidden).
 
@@ -77,14 +77,14 @@ class Reader:
                 position_ids=self._slots.positions(self._origin, block),
                 attention_mask=self._slots.mask(block),
                 past_key_values=self._slots.cache,
-                **self._which,
-                **beside,
+                **self._module_argument,
+                **inputs,
             )
         assert output.logits is not None
         assert output.hidden_states is not None
         return output.logits, output.hidden_states
 
-    def join(self, other: Reader) -> bool:
+    def join(self, other: DraftKV) -> bool:
         """Append the rows of ``other``, and tell whether that was possible."""
         if not self._slots.join(other._slots):
             return False
@@ -97,18 +97,18 @@ class Reader:
         self._origin = self._origin.index_select(0, rows)
 
 
-class StaticDraftKV(Reader):
+class StaticDraftKV(DraftKV):
     """A static KV state: slots have fixed shapes, so that the forward over them can be one graph."""
 
     keys: StaticKeys
 
-    def read_prompt(self, tokens: Tensor, mask: Tensor, **beside: Tensor) -> Tensor:
-        """Do as ``Reader``; without any pair, read one that counts as padding, to learn the shapes."""
+    def read_prompt(self, tokens: Tensor, mask: Tensor, **inputs: Tensor) -> Tensor:
+        """Do as ``DraftKV``; without any pair, read one that counts as padding, to learn the shapes."""
         if tokens.shape[1]:
-            return super().read_prompt(tokens, mask, **beside)
+            return super().read_prompt(tokens, mask, **inputs)
         tokens = tokens.new_zeros((len(tokens), 1))
-        beside = {name: states.new_zeros((len(tokens), 1, states.shape[2])) for name, states in beside.items()}
-        hidden = super().read_prompt(tokens, torch.ones_like(tokens), **beside)
+        inputs = {name: states.new_zeros((len(tokens), 1, states.shape[2])) for name, states in inputs.items()}
+        hidden = super().read_prompt(tokens, torch.ones_like(tokens), **inputs)
         self.keys.known[:, 0] = False
         self.keys.before.fill_(1)
         return torch.zeros_like(hidden)
@@ -118,31 +118,31 @@ class StaticDraftKV(Reader):
 
     def opened(self) -> Any:
         """Return the object that reads accepted tokens and the nodes after them for one proposal."""
-        return OpenDraftKV(self._draft, self._which, self.keys)
+        return OpenDraftKV(self._draft, self._module_argument, self.keys)
 
     def keep_rows(self, rows: Tensor) -> None:
         self.keys.keep_rows(rows)
 
 
 class OpenDraftKV:
-    """``Reader``'s methods over fixed slots, for one proposal: they read accepted tokens and the nodes after them."""
+    """``DraftKV``'s methods over fixed slots, for one proposal: they read accepted tokens and the nodes after them."""
 
     def __init__(self, draft: Any, which: dict[str, int], keys: StaticKeys) -> None:
-        self._draft, self._which = draft, which
+        self._draft, self._module_argument = draft, which
         self._keys = keys.opened()
 
     def read(
-        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **beside: Tensor
+        self, tokens: Tensor, accepted: AcceptedTokens, ancestors: Tensor | None = None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Read accepted tokens, as ``Reader.read``."""
-        said = self.run(tokens, ancestors, None, **beside)
+        """Read accepted tokens, as ``DraftKV.read``."""
+        outputs = self.run(tokens, ancestors, None, **inputs)
         self._keys.commit(accepted.counts)
-        return said
+        return outputs
 
     def run(
-        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **beside: Tensor
+        self, tokens: Tensor, ancestors: Tensor | None, depth: int | None, **inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run one step, as ``Reader.run``."""
+        """Run one step, as ``DraftKV.run``."""
         draft = self._draft
         positions, masks = self._keys.begin(tokens.shape[1], ancestors, depth, draft.layer_config, draft.dtype)
         output: DraftOutput = self._draft(
@@ -150,8 +150,8 @@ class OpenDraftKV:
             position_ids=positions,
             attention_mask=masks,
             past_key_values=self._keys,
-            **self._which,
-            **beside,
+            **self._module_argument,
+            **inputs,
         )
         assert output.logits is not None
         assert output.hidden_states is not None

@@ -10,7 +10,7 @@ from ...scoring.plain import readable
 from ..base import DraftContext
 
 
-class Words:
+class VocabularyPadding:
     """A translation between the ``vocabulary`` of a request's target and the tokens that the draft ``model`` knows."""
 
     def __init__(self, model: PreTrainedModel, request: DraftContext) -> None:

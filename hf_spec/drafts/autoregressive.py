@@ -1,20 +1,20 @@
-"""Guess with a draft that is fed its own output: the drafter of EAGLE-like models and of MTP layers.
+"""Draft with a model that reads its own output: the drafter of EAGLE-like models and of MTP layers.
 
-What became text is read in one pass, each token beside the target's features of the position before it; every further
-depth is one step in which a node reads its own token beside the hidden state of its parent::
+Accepted tokens are read in one pass, each with the target's features of the position before it. Every further
+depth is one step, in which a node reads its own token with the hidden state of its parent::
 
-    slots     x1|g0  x2|g1 ... x5|g4 │ a|h5   b|h5   c|ha          root x5, guesses a and b behind it, c behind a
+    slots     x1|g0  x2|g1 ... x5|g4 │ a|h5   b|h5   c|ha          root x5, draft tokens a and b after it, c after a
               └── text, features g ──┘ └─ open forest, own h ─┘    (g: target's features, h: draft's hidden states)
 
-The forest is forgotten when the target has spoken, because its nodes were read beside guesses of features.
+Draft nodes are dropped after verification, because they were read with the draft's own hidden states.
 
 A draft may have several *readers*, layers of its own for the first depths (DeepSeek-V3 with two MTP layers, arXiv
 2412.19437, section 2.2). Reader k stands beside what reader k - 1 made of the token before, and gives the distribution
 of depth k + 1; the last one is fed its own output from there on::
 
-    reader 0   x1|g0  x2|g1  x3|g2 │                     distribution behind the root x3: a
-    reader 1          x2|h1  x3|h2 │ a|h3                distribution behind a: b           (h: reader 0, i: reader 1)
-                                     b|ia  c|ib ...      distributions behind b, c, ...
+    reader 0   x1|g0  x2|g1  x3|g2 │                     distribution after the root x3: a
+    reader 1          x2|h1  x3|h2 │ a|h3                distribution after a: b            (h: reader 0, i: reader 1)
+                                     b|ia  c|ib ...      distributions after b, c , ...
 """
 
 from __future__ import annotations
@@ -28,112 +28,114 @@ from torch import Tensor
 from ..proposal import Proposal
 from ..scoring.plain import readable
 from .base import AcceptedTokens, DraftContext, Drafter, draft_log_probs
-from .readers import Reader, StaticDraftKV
+from .draft_kv import DraftKV, StaticDraftKV
 from .static import StaticDrafter, take_rows
-from .trees import Ahead, grow
+from .trees import PreparedDraft, grow
 
 
 class AutoregressiveDrafter(StaticDrafter):
     """Keep what the readers of a draft have read in one call.
 
-    ``draft`` is a ``DraftModel`` or has its ``forward``, ``layer_config``, ``device``, ``dtype``, ``num_readers`` and
-    ``over_target``. With several readers ``forward`` takes the number of one as ``reader``.
+    ``draft`` is a ``DraftModel`` or has its ``forward``, ``layer_config``, ``device``, ``dtype``, ``num_modules`` and
+    ``over_target``. With several readers ``forward`` takes the number of one as ``kv``.
     """
 
     def __init__(self, draft: Any, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
         self._static = static
-        self._readers = [(StaticDraftKV if static else Reader)(draft, number) for number in range(draft.num_readers)]
-        self._behind: list[Tensor] = []  # per reader (batch, 1, hidden): what it made of the root's pair
+        self._kvs = [(StaticDraftKV if static else DraftKV)(draft, number) for number in range(draft.num_modules)]
+        self._root_hidden: list[Tensor] = []  # per reader (batch, 1, hidden): what it made of the root's pair
         self._read_prompt()
 
     def _read_prompt(self) -> None:
         """Read the pairs that lie in the prompt."""
         tokens, mask, features = pairs_of_prompt(self._request, self.device, self._draft.layer_config.vocab_size)
-        beside = {"features": features.to(self.dtype)}
-        for reader in self._readers:
-            hidden = reader.read_prompt(tokens, mask, **beside)
-            self._behind.append(hidden[:, -1:].clone())
+        inputs = {"features": features.to(self.dtype)}
+        for kv in self._kvs:
+            hidden = kv.read_prompt(tokens, mask, **inputs)
+            self._root_hidden.append(hidden[:, -1:].clone())
             # Of the next reader's pairs the first has no token before it that was read.
-            tokens, mask, beside = tokens[:, 1:], mask[:, :-1], {"hidden_states": hidden[:, :-1]}
+            tokens, mask, inputs = tokens[:, 1:], mask[:, :-1], {"hidden_states": hidden[:, :-1]}
 
     @property
     def vocabulary(self) -> int:
         return self._request.vocabulary
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Read what became text beside the target's features, then grow a proposal."""
+        """Read accepted tokens beside the target's features, then grow a proposal."""
         on_draft = accepted.to(self.device, self.dtype)
         return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, ahead: Ahead | None = None) -> Proposal:
-        readers, logits = self._read(accepted)
-        growth = _Growth(self._draft, self._request, readers, self._behind)
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
+        kvs, logits = self._read(accepted)
+        growth = _Growth(self._draft, self._request, kvs, self._root_hidden)
         log_probs = draft_log_probs(self._draft, self._request, logits)[:, 0]
         request = self._request
         config, sample, more = request.config, request.sample, request.keep_drafting
-        return grow(accepted.root, log_probs, growth.step, config, limit, sample, ahead=ahead, keep_drafting=more)
+        return grow(
+            accepted.root, log_probs, growth.step, config, limit, sample, prepared=prepared, keep_drafting=more
+        )
 
     def read(self, accepted: AcceptedTokens) -> None:
         self._read(accepted)
 
     def _read(self, accepted: AcceptedTokens) -> tuple[list[Any], Tensor]:
-        """Let all readers read what became text; return them and the logits (batch, 1, ...) behind the root."""
-        readers = [reader.opened() for reader in self._readers]
-        beside: dict[str, Any] = {"features": accepted.features}
-        logits, behind = [], []
-        for number, reader in enumerate(readers):
-            scores, hidden = reader.read(accepted.tokens, accepted, **beside)
+        """Let all readers read accepted tokens; return them and the logits (batch, 1, ...) behind the root."""
+        kvs = [kv.opened() for kv in self._kvs]
+        inputs: dict[str, Any] = {"features": accepted.features}
+        logits, root_hidden = [], []
+        for number, kv in enumerate(kvs):
+            scores, hidden = kv.read(accepted.tokens, accepted, **inputs)
             logits.append(accepted.last(scores))
-            if number + 1 < len(readers):
-                beside = {"hidden_states": torch.cat([self._behind[number], hidden[:, :-1]], dim=1)}
+            if number + 1 < len(kvs):
+                inputs = {"hidden_states": torch.cat([self._root_hidden[number], hidden[:, :-1]], dim=1)}
             last = accepted.last(hidden)
             if self._static:  # where a row may have no new token
-                last = torch.where((accepted.counts > 0)[:, None, None], last, self._behind[number])
-            behind.append(last)
+                last = torch.where((accepted.counts > 0)[:, None, None], last, self._root_hidden[number])
+            root_hidden.append(last)
         if self._static:
-            for kept, new in zip(self._behind, behind, strict=True):
+            for kept, new in zip(self._root_hidden, root_hidden, strict=True):
                 kept.copy_(new)
         else:
-            self._behind = behind
-        return readers, logits[0]
+            self._root_hidden = root_hidden
+        return kvs, logits[0]
 
     def keep_rows(self, rows: Tensor) -> None:
         rows = rows.to(self.device)
         if self._static:
-            self._behind = [take_rows(hidden, rows) for hidden in self._behind]
+            self._root_hidden = [take_rows(hidden, rows) for hidden in self._root_hidden]
         else:
-            self._behind = [hidden.index_select(0, rows) for hidden in self._behind]
-        for reader in self._readers:
-            reader.keep_rows(rows)
+            self._root_hidden = [hidden.index_select(0, rows) for hidden in self._root_hidden]
+        for kv in self._kvs:
+            kv.keep_rows(rows)
 
     def join(self, other: Drafter) -> bool:
         """Go on with the rows of ``other``, too, unless some are padded."""
         assert isinstance(other, AutoregressiveDrafter)
-        if not all(mine.join(theirs) for mine, theirs in zip(self._readers, other._readers, strict=True)):
+        if not all(mine.join(theirs) for mine, theirs in zip(self._kvs, other._kvs, strict=True)):
             return False
-        self._behind = [torch.cat(pair) for pair in zip(self._behind, other._behind, strict=True)]
+        self._root_hidden = [torch.cat(pair) for pair in zip(self._root_hidden, other._root_hidden, strict=True)]
         return True
 
     def make_room(self, columns: int) -> None:
-        for reader in self._readers:
-            cast(StaticDraftKV, reader).keys.make_room(columns)
+        for kv in self._kvs:
+            cast(StaticDraftKV, kv).keys.make_room(columns)
 
 
 class _Growth:
     """Remember what the readers made of the root and of each node behind it, while a proposal grows.
 
-    ``behind`` are per reader the hidden states (batch, 1, hidden) that stand for the root.
+    ``root_hidden`` are per reader the hidden states (batch, 1, hidden) that stand for the root.
     """
 
-    def __init__(self, draft: Any, request: DraftContext, readers: list[Any], behind: list[Tensor]) -> None:
-        self._draft, self._request, self._readers = draft, request, readers
-        self._hidden = list(behind)  # per reader (batch, nodes that were read last, hidden)
+    def __init__(self, draft: Any, request: DraftContext, kvs: list[Any], root_hidden: list[Tensor]) -> None:
+        self._draft, self._request, self._kvs = draft, request, kvs
+        self._hidden = list(root_hidden)  # per reader (batch, nodes that were read last, hidden)
 
     def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
         """Read new nodes, as a ``Step`` does: log-probabilities (batch, new, vocabulary)."""
-        read = self._read_by_several if depth < len(self._readers) else self._read_by_last
+        read = self._run_from if depth < len(self._kvs) else self._run_last
         logits, self._hidden = read(tokens, depth, self._of_parents(parents, tokens.shape[1]), ancestors)
         return draft_log_probs(self._draft, self._request, logits)
 
@@ -144,30 +146,30 @@ class _Growth:
         place = parents[:, :, None].expand(-1, -1, self._hidden[0].shape[-1])
         return lambda number: self._hidden[number].gather(1, place)
 
-    def _read_by_last(
+    def _run_last(
         self, tokens: Tensor, depth: int, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Let the last reader, which may be the only one, read nodes beside what it made of their parents itself.
 
         Return logits (batch, new, draft vocabulary) and for each reader hidden states (batch, new, hidden).
         """
-        logits, hidden = self._readers[-1].run(tokens, ancestors, depth - 1, hidden_states=above(-1))
-        return logits, [hidden] * len(self._readers)  # the others are not asked again
+        logits, hidden = self._kvs[-1].run(tokens, ancestors, depth - 1, hidden_states=above(-1))
+        return logits, [hidden] * len(self._kvs)  # the others are not asked again
 
-    def _read_by_several(
+    def _run_from(
         self, tokens: Tensor, depth: int, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """Let reader ``depth`` and all later ones read nodes, each beside what the reader before made of the parents.
 
         The first of them says what follows; the later ones will be asked at the next depths. Return as
-        ``_read_by_last`` does.
+        ``_run_last`` does.
         """
-        said = [
-            reader.run(tokens, ancestors, depth - 1, hidden_states=above(number - 1))
-            for number, reader in enumerate(self._readers[depth:], start=depth)
+        outputs = [
+            kv.run(tokens, ancestors, depth - 1, hidden_states=above(number - 1))
+            for number, kv in enumerate(self._kvs[depth:], start=depth)
         ]
-        logits, hidden = said[0]
-        return logits, [hidden] * depth + [states for _, states in said]  # those before are not asked again
+        logits, hidden = outputs[0]
+        return logits, [hidden] * depth + [states for _, states in outputs]  # those before are not asked again
 
 
 def pairs_of_prompt(request: DraftContext, device: torch.device, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
