@@ -314,9 +314,9 @@ class Call:
         counts = self.stats.counts
         if counts.accepted == 0 and counts.proposed_at and counts.proposed_at[0] >= NEVER_RIGHT:
             logger.warning_once(
-                f"{type(self.speculator).__name__}: no draft token was accepted in {NEVER_RIGHT} steps or more, so "
-                "drafting only costs time. Either the draft is not trained yet, or it was trained for another target or "
-                "tokenizer, or it is n-grams and the text repeats nothing."
+                f"{type(self.speculator).__name__}: no draft token was accepted in {NEVER_RIGHT} steps or "
+                "more, so drafting costs time only. Either the draft is not trained yet, or it was trained for "
+                "another target or tokenizer, or it is n-grams and the text repeats nothing."
             )
 
 

@@ -57,7 +57,7 @@ def test_slots_say_what_they_say_in_the_peers_code(case: str) -> None:
     for place in range(len(io["draft/context_len"])):
         out = block(draft, io, place)
         torch.testing.assert_close(out.hidden_states[0], io["draft/hidden"][place], **CLOSE)
-        wanted = io["draft/base_logits"][place][-draft.config.num_guesses :]
+        wanted = io["draft/base_logits"][place][-draft.config.num_draft_tokens :]
         torch.testing.assert_close(out.logits[0], wanted, **CLOSE)
     for layer in draft.layers:  # the negative control: without the neighbours
         layer.attention_conv.base_kernel[:, 1:] = 0
@@ -92,10 +92,10 @@ def test_chains_are_those_of_the_peers_code(case: str) -> None:
     ids, features = io["draft/ids"][None], io["draft/features"][None]
     for place, n in enumerate(io["draft/context_len"].tolist()):
         drafter, _ = drafter_of(draft, target, ids[:, :n], features[:, :n])
-        proposal = drafter.propose(news(ids[:, n : n + 1], features[:, n - 1 : n]), draft.config.num_guesses)
+        proposal = drafter.propose(news(ids[:, n : n + 1], features[:, n - 1 : n]), draft.config.num_draft_tokens)
         assert proposal.tokens[0, 1:].tolist() == io["draft/tokens"][place].tolist()
         drafter, _ = drafter_of(draft, target, ids[:, :n], features[:, :n], sample=True)
-        q = drafter.propose(news(ids[:, n : n + 1], features[:, n - 1 : n]), draft.config.num_guesses).q
+        q = drafter.propose(news(ids[:, n : n + 1], features[:, n - 1 : n]), draft.config.num_draft_tokens).q
         assert q is not None and ((q > 0).sum(-1) == draft.config.selector_top_k).all()
         torch.testing.assert_close(q.sum(-1), torch.ones_like(q[..., 0]))
         first = q[0, 0][io["draft/candidates"][place, 0]]
@@ -247,7 +247,7 @@ def test_training_sees_what_drafting_sees(case: str) -> None:
     ids, anchors = io["block_ids"][None], io["block_anchors"]
     marked = torch.zeros_like(ids, dtype=torch.bool)
     marked[:, anchors[anchors > 0]] = True
-    made = draft.unroll(UnrollInput(ids, None, io["block_features"][None], marked), draft.config.num_guesses)
+    made = draft.unroll(UnrollInput(ids, None, io["block_features"][None], marked), draft.config.num_draft_tokens)
     assert made.selector is not None
     for place, anchor in enumerate(anchors.tolist()):
         for step, states in enumerate(made.states if anchor else ()):
@@ -264,7 +264,7 @@ def test_training_sees_what_drafting_sees(case: str) -> None:
 def test_losses_and_gradients_are_those_of_speculators(name: str, objective: str, smoothing: float | None) -> None:
     case = "sp_dflash2_qwen3"
     io, draft, target = outputs(case), load_draft(case), load_target(case)
-    ids, anchors, guesses = io["input_ids"][None], io["anchors"], draft.config.num_guesses
+    ids, anchors, guesses = io["input_ids"][None], io["anchors"], draft.config.num_draft_tokens
     marked = torch.zeros_like(ids, dtype=torch.bool).index_fill(1, anchors, True)
     documents = io["document_ids"][None] if "document_ids" in io else None
     made = draft.unroll(UnrollInput(ids, documents, io["aux_hidden_states"][None], marked), guesses)

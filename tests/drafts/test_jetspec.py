@@ -41,7 +41,7 @@ def bidirectional(draft: Any) -> Any:
 def blocks(draft: Any, io: dict[str, Tensor], limit: int | None = None) -> list[Any]:
     ids, features = io["draft/ids"][None], io["draft/features"][None]
     lengths = io["draft/context_len"].tolist()
-    return [draft(ids[:, n : n + 1], features=features[:, :n], num_guesses=limit) for n in lengths]
+    return [draft(ids[:, n : n + 1], features=features[:, :n], num_draft_tokens=limit) for n in lengths]
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_the_tree_is_the_best_by_sums_of_log_probabilities(case: str) -> None:
     """JetSpec puts all children of a node into its tree together; ours takes the best nodes, which promise more."""
     io, draft, target = outputs(case), load_draft(case), load_target(case)
     prompt, features = io["e2e/prompt"][None], io["e2e/prompt_features"][None]
-    depths, budget = draft.config.num_guesses, io["tree/tokens"].shape[1]
+    depths, budget = draft.config.num_draft_tokens, io["tree/tokens"].shape[1]
     settings = {"tree": "dynamic", "tree_topk": 8, "num_tree_tokens": budget - 1, "num_speculative_tokens": depths}
     drafter, _ = drafter_of(draft, target, prompt, features, **settings)
     root = io["tree/tokens"][0, :1][None]
@@ -123,7 +123,7 @@ def test_trees_give_the_targets_text_in_fewer_steps(case: str) -> None:
     steps = {}
     for tree in (None, "dynamic"):
         config = SpeculationConfig(
-            num_speculative_tokens=draft.config.num_guesses, tree=tree, tree_topk=3, num_tree_tokens=11
+            num_speculative_tokens=draft.config.num_draft_tokens, tree=tree, tree_topk=3, num_tree_tokens=11
         )
         out = target.generate(
             prompt,
@@ -191,7 +191,7 @@ def read(io: dict[str, Tensor], anchors: Tensor) -> UnrollInput:
 @torch.no_grad()
 def test_training_sees_what_drafting_sees(case: str) -> None:
     io, draft = outputs(case), load_draft(case)
-    anchors, steps = io["block_anchors"], draft.config.num_guesses
+    anchors, steps = io["block_anchors"], draft.config.num_draft_tokens
     wanted = io["block_logits"][:, 1:]
     for wrong in (False, True):
         made = draft.unroll(read(io, anchors), steps)
@@ -205,7 +205,7 @@ def test_training_sees_what_drafting_sees(case: str) -> None:
 def test_losses_and_gradients_are_those_of_its_recipe(case: str) -> None:
     """KL from the target, the mean over all slots: `kl` without a decay. Its first block stands before any context."""
     io, draft, target = outputs(case), load_draft(case), load_target(case)
-    ids, guesses, anchors = io["block_ids"][None], draft.config.num_guesses, io["loss_anchors"]
+    ids, guesses, anchors = io["block_ids"][None], draft.config.num_draft_tokens, io["loss_anchors"]
     with torch.no_grad():
         hidden = target(ids, output_hidden_states=True).hidden_states[-1]
         p = target.get_output_embeddings()(hidden)[0].log_softmax(-1)  # (length, vocabulary)
@@ -231,7 +231,7 @@ def test_the_example_is_a_recipe(tmp_path: Path) -> None:
     given = dict(recipe["draft"])
     kind, layers = given.pop("kind"), given.pop("layers")
     config = DFlashSpeculatorConfig.for_target(load_target(JETSPEC[0]).config, layers | LAYERS, **given)
-    assert (kind, config.block_causal, config.num_guesses) == ("dflash", True, 15)
+    assert (kind, config.block_causal, config.num_draft_tokens) == ("dflash", True, 15)
     trainer = recipe["trainer"] | {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     args = training_arguments(trainer, [])
     assert (args.objective, args.step_decay, args.normalizer) == ("kl", 1.0, "guess")
