@@ -270,7 +270,7 @@ def test_what_a_name_stands_for(name, models):
             load_models(models["target"], [name], "float32", "cpu", lambda draft: [])
         return
     found = load_speculator(name.replace("DRAFT", models["twin"]), target, "float32")
-    memory = found.memory if isinstance(found, HybridSpeculator) else found
+    memory = found.history if isinstance(found, HybridSpeculator) else found
     assert isinstance(found, HybridSpeculator) is (name != "history") and memory is not None
     assert unloaded("ngram") == "ngram"
 
