@@ -57,7 +57,8 @@ def arguments_of(model: nn.Module) -> Collection[str]:
     """Name the arguments of the forward of ``model``, also where somebody has replaced it."""
     if "forward" in vars(model):
         return inspect.signature(model.forward).parameters
-    return _arguments_of(type(model))
+    kind: Any = type(model)  # type checkers take the hash of a class for that of its instances
+    return _arguments_of(kind)
 
 
 @functools.lru_cache(maxsize=64)
