@@ -135,7 +135,7 @@ def test_the_documents_list_what_the_package_does() -> None:
 
 
 def test_the_check_against_the_hub_tells_what_differs() -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "check_known_drafts.py"))
+    tool = runpy.run_path(str(ROOT / "examples" / "check_known_drafts.py"))
     entries = [
         known.KnownDraft("us/target", f"us/{name}", "eagle3", "eagle", "mit") for name in ("same", "other", "gone")
     ]

@@ -16,7 +16,6 @@ import torch
 from architectures import build
 from golden import tiny_target
 from groups import environment, leave
-from test_streams_of_examples import ROOT
 from test_streams_of_examples import examples as stream_rows
 from test_trainer import arguments, eagle3, sharp_target
 from test_training_data import CHAT, THINKING, answers, chats, tokenizer
@@ -239,7 +238,7 @@ def evaluate_two(folder: str) -> None:
 
 def test_two_processes_count_no_example_of_a_stream_twice(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    paths = f"import sys; sys.path[:0] = {[*map(str, Path(__file__).parents[:2])]!r}"
     script.write_text(f"{paths}; import test_training_attacks as test\ntest.evaluate_two({str(tmp_path)!r})")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     subprocess.run(command, check=True, timeout=240, env=environment())

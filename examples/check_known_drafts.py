@@ -1,4 +1,4 @@
-"""Compare the table of public drafts with the Hub: python tools/check_known_drafts.py
+"""Compare the table of public drafts with the Hub: python examples/check_known_drafts.py
 
 For every id of a target or draft: whether the Hub has it, and whether its licence is the one in the table. Ends with
 1 if something differs. Needs the network; nothing is downloaded but the models' cards.
