@@ -81,7 +81,9 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
     shares = " / ".join(f"{part / (sum(seconds) or 1):.1%}" for part in seconds)
     title = f"SpeculationStats: {counts.emitted} tokens in {stats.steps} steps, batch of {stats.batch_size}"
     compiled = {"compiled": f"{stats.graphs} graphs in {stats.compile_seconds:.1f} s"} if stats.graphs else {}
+    speed = {"speed": f"about {stats.speedup:.1f} x plain steps"} if stats.speedup else {}
     return title, {
+        **speed,
         "mean accepted length": f"{counts.mean_accepted_length:.2f} tokens per step and row",
         "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
         "acceptance by position": by_position or "-",

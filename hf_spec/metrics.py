@@ -16,7 +16,7 @@ Part = Literal["propose", "target", "verify"]
 
 SUMMED = (  # over the calls that are put together
     *("steps", "propose_seconds", "target_seconds", "verify_seconds", "compile_seconds", "graphs", "total_seconds"),
-    "first_tokens_in_steps",
+    *("first_tokens_in_steps", "decode_seconds"),
 )
 
 
@@ -134,6 +134,8 @@ class SpeculationStats:
     graphs: int = 0
     time_to_first_token: float = 0.0
     total_seconds: float = 0.0
+    decode_seconds: float = 0.0  # after the first tokens, without compilation
+    plain_seconds: float = 0.0  # what plain steps would have taken instead; 0 if no plain step was measured
     first_tokens_in_steps: int = 0
     draft_lengths: str = ""  # how many tokens the steps drafted, and why, in words
     per_row: list[RowStats] = field(default_factory=list)
@@ -142,6 +144,7 @@ class SpeculationStats:
         self.per_row = self.per_row or [RowStats() for _ in range(self.batch_size)]
         self._start = time.perf_counter()
         self._compiled: dict[Part, tuple[int, float]] = {}  # graphs and seconds so far
+        self._first: list[int] = [0] * self.batch_size  # tokens that rows got in steps with their first one
 
     @classmethod
     def merge(cls, calls: Sequence[SpeculationStats]) -> SpeculationStats:
@@ -152,6 +155,8 @@ class SpeculationStats:
         )
         for name in SUMMED:
             setattr(merged, name, sum(getattr(call, name) for call in calls))
+        if all(call.plain_seconds for call in calls):
+            merged.plain_seconds = sum(call.plain_seconds for call in calls)
         merged.time_to_first_token = sum(call.time_to_first_token for call in calls) / max(1, len(calls))
         return merged
 
@@ -223,6 +228,7 @@ class SpeculationStats:
         if not self.time_to_first_token:
             self.prefilled()
             self.first_tokens_in_steps = self.batch_size
+            self._first = list(emitted)
         self.steps += 1
         seconds = time.perf_counter() - self._start - self.time_to_first_token
         texts = [()] * len(rows) if tokens is None else tokens
@@ -234,9 +240,12 @@ class SpeculationStats:
             stats.tokens += text
             stats.guessed += [True] * held + [False] * (len(text) - held) if text else ()
 
-    def finish(self) -> None:
-        """Record the total time."""
+    def finish(self, plain_step: float = 0.0) -> None:
+        """Record the total time; ``plain_step`` are the seconds of a plain step of all rows, if one was measured."""
         self.total_seconds = time.perf_counter() - self._start
+        self.decode_seconds = self.total_seconds - self.time_to_first_token - self.compile_seconds
+        longest = max((row.emitted - first for row, first in zip(self.per_row, self._first, strict=True)), default=0)
+        self.plain_seconds = plain_step * longest  # plain steps go on until the longest row ends
 
     @property
     def counts(self) -> Counts:
@@ -287,6 +296,11 @@ class SpeculationStats:
         return _ratio(sum(row.seconds for row in self.per_row), self.emitted - self.first_tokens_in_steps)
 
     @property
+    def speedup(self) -> float:
+        """Divide what plain steps would have taken by what decoding took; 0 if no plain step was measured."""
+        return _ratio(self.plain_seconds, self.decode_seconds)
+
+    @property
     def overhead(self) -> float:
         """Return the share of the steps' time spent neither proposing nor in the target's forward."""
         return _ratio(self.verify_seconds, self.propose_seconds + self.target_seconds + self.verify_seconds)
@@ -308,6 +322,7 @@ class SpeculationStats:
             "time_to_first_token": self.time_to_first_token,
             "time_per_output_token": self.time_per_output_token,
             "total_seconds": self.total_seconds,
+            "speedup": self.speedup,
             "draft_lengths": self.draft_lengths,
             "per_row": [row.to_dict() for row in self.per_row],
         }

@@ -109,6 +109,28 @@ def test_clock_without_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stats.time_per_output_token == 3 / 2
 
 
+@pytest.mark.parametrize("prefilled", [True, False])
+def test_the_speed_beside_plain_steps(prefilled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain steps go on until the longest row ends; tokens that come with the first ones are in nobody's time."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    stats = SpeculationStats(2)
+    now[0] = 5.0
+    if prefilled:
+        stats.prefilled()
+    else:
+        stats.step([0, 1], [3, 3], [3, 0], [4, 1], [3, 3])
+    now[0] = 7.0
+    stats.step([0, 1], [3, 3], [3, 2], [4, 3], [3, 3])
+    stats.step([1], [3], [2], [3], [3])
+    stats.finish(plain_step=0.5)
+    assert (stats.plain_seconds, stats.decode_seconds) == (0.5 * 6, 2.0)
+    assert stats.speedup == 1.5 and "about 1.5 x plain steps" in repr(stats)
+    assert SpeculationStats.merge([stats, stats]).speedup == 1.5
+    stats.finish()
+    assert stats.speedup == SpeculationStats.merge([stats, stats]).speedup == 0.0 and "plain steps" not in repr(stats)
+
+
 def test_merge_equals_one_call_of_all_rows() -> None:
     whole, parts = example(), [SpeculationStats(1), SpeculationStats(1)]
     parts[0].step([0], [3], [3], [4], [3])

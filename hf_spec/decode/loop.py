@@ -292,7 +292,7 @@ class Call:
             with self.stats.timed("target"):
                 last_tokens = self.sequences.last_tokens(self.rows)
                 self.target.read_last_tokens(last_tokens, [i in early for i in range(len(self.rows))])
-        self.stats.finish()
+        self.stats.finish(self.policy.plain_seconds(self.stats.batch_size))
         self.stats.draft_lengths = str(self.policy)
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()

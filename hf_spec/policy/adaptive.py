@@ -110,6 +110,9 @@ class AdaptiveLength(DraftLengthPolicy):
                 for position, probability in enumerate(confidence[: min(proposed, accepted + 1)]):
                     calibration.record(probability, position < accepted)
 
+    def plain_seconds(self, batch_size: int) -> float:
+        return self.cost.plain(batch_size) if self.cost.is_measured else 0.0
+
     def _options(self, batch_size: int, estimates: Sequence[Estimate]) -> list[_Option]:
         """List who could draft: n-grams alone, and for each sequence the better source."""
         ngrams = [one for one in estimates if one.source is DraftSource.NGRAM]

@@ -119,6 +119,10 @@ class DraftLengthPolicy(ABC):
             rows = [row for row, own in enumerate(sources) if own is source]
             self.acceptance.record(source, [step.proposed[row] for row in rows], [step.accepted[row] for row in rows])
 
+    def plain_seconds(self, batch_size: int) -> float:
+        """Return the seconds of a plain step; 0 if none was measured."""
+        return 0.0
+
     @property
     def planned(self) -> int:
         """Return how many tokens a sequence of this step drafts at most."""

@@ -17,7 +17,9 @@ NEXT_TOKEN = 0.05, 0.0025  # extra time of each further token, as a share of one
 
 
 class StepCost(ABC):
-    """The time of a step by length, for one target and draft."""
+    """The time of a step by length, for one target and draft; ``is_measured``: in seconds."""
+
+    is_measured = False
 
     @abstractmethod
     def plain(self, batch_size: int) -> float:
@@ -41,6 +43,8 @@ class MeasuredCost(StepCost):
 
     Batches of 1, 2, 3 to 4, 5 to 8, ... sequences count as one size.
     """
+
+    is_measured = True
 
     def __init__(self) -> None:
         self._samples: dict[tuple[int, DraftSource], dict[int, deque[float]]] = {}

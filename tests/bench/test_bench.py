@@ -409,7 +409,7 @@ def test_rounds_of_other_weights_are_refused(target, twin, tokenizer, tmp_path):
     other = copy.deepcopy(twin)
     with torch.no_grad():
         next(other.parameters()).mul_(2)
-    with pytest.raises(ValueError, match=r"measured otherwise \(weights\)"):
+    with pytest.raises(ValueError, match=r"with other settings \(weights\)"):
         run_bench(target, tokenizer, [STORY], [Contender("draft", other, CHAIN)], settings, rounds_file=file)
 
 

@@ -67,9 +67,22 @@ def test_by_default_time_is_measured_and_a_seed_does_without_a_clock() -> None:
         assert isinstance(policy, AdaptiveLength) and type(policy.cost) is cost
         assert ("because a seed was set" in str(policy)) is (cost is ShapeCost)
         assert most_nodes(policy, SpeculationConfig(), False) is None
+        for _ in range(2):
+            policy.cost.observe(1, DraftSource.NONE, 0, 0.5)
+        assert policy.plain_seconds(1) == (0.5 if cost is MeasuredCost else 0.0)  # shapes tell no seconds
     torch.seed()
     policy = policy_of(draft(), None, True)
     assert isinstance(policy, AdaptiveLength) and type(policy.cost) is MeasuredCost
+
+
+def test_a_call_that_measured_plain_steps_tells_how_much_faster_it_was() -> None:
+    options = {"do_sample": False, "speculator": draft(), "return_dict_in_generate": True}
+    model = target("gpt2")
+    for _ in range(3):
+        stats = model.generate(**prompts(1), **options, max_new_tokens=40).speculation
+    assert stats.speedup > 0 and "x plain steps" in repr(stats)
+    fixed = model.generate(**prompts(1), **options, max_new_tokens=8, num_speculative_tokens=2).speculation
+    assert fixed.speedup == 0
 
 
 @pytest.mark.parametrize(("rule", "samples", "is_fixed"), [
