@@ -761,7 +761,7 @@ def test_a_draft_that_will_be_refused_is_not_called_harmless_before(tmp_path, ca
     resized.resize_token_embeddings(4096)
     with pytest.raises(ValueError, match="vocab"):
         target.generate(torch.ones(1, 3, dtype=torch.long), speculator=resized, **options)
-    assert "The text is the target's all the same" not in caplog.text
+    assert "The text is still the target's" not in caplog.text
     fitting = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
     target.generate(torch.ones(1, 3, dtype=torch.long), speculator=fitting, **options)
-    assert "The text is the target's all the same" in caplog.text
+    assert "The text is still the target's" in caplog.text
