@@ -210,7 +210,7 @@ def test_a_tree_whose_distribution_ends_before_a_parent() -> None:
         return replace(tree(news, -1, 0, 1), q=FAIR[:1].expand(len(news.tokens), 1, 99))
 
     options = {"max_new_tokens": 8, "do_sample": True, "speculation_config": TREE}
-    with pytest.raises(ValueError, match="q has 1 parents, and a draft token was drawn after a later one"):
+    with pytest.raises(ValueError, match="q has 1 parents, and a draft token was sampled after a later one"):
         target().generate(**prompts(3), **options, speculator=Own(grow))
 
 
