@@ -163,8 +163,8 @@ WRONG: dict[str, tuple[Callable[[AcceptedTokens], Any], str]] = {
     "one row": (lambda news: Proposal.chain(news.root[:1], two(news)[:1]), r"shape \(1, 3\).*with 3 rows here"),
     "other root": (lambda news: Proposal.chain((news.root + 1) % 99, two(news)), "begin with accepted.root"),
     "negative": (lambda news: Proposal.chain(news.root, two(news) - 4, torch.zeros(3)), "negative tokens"),
-    "two roots": (lambda news: tree(news, -1, -1, 0), "a guess has no parent"),
-    "child first": (lambda news: tree(news, -1, 2, 0), "one that stands behind it"),
+    "two roots": (lambda news: tree(news, -1, -1, 0), "a draft token has no parent"),
+    "child first": (lambda news: tree(news, -1, 2, 0), "one that comes after it"),
 }
 
 
