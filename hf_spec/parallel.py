@@ -45,8 +45,8 @@ class ModelParallelGroup:
         device = proposal.tokens.device
         q_shape = None if proposal.q is None else proposal.q.shape
         fields = (proposal.max_depth, proposal.is_chain, proposal.shape, q_shape)
-        chosen = proposal.chosen
-        parts = [proposal.tokens, proposal.parents, *([] if chosen is None else [chosen.long()])]
+        deterministic = proposal.deterministic
+        parts = [proposal.tokens, proposal.parents, *([] if deterministic is None else [deterministic.long()])]
         table = torch.stack(parts).cpu()  # (2 or 3, batch, nodes)
         table, (max_depth, is_chain, shape, q_shape) = self.broadcast((table, fields))
         q = None if q_shape is None else self._broadcast_tensor(proposal.q, q_shape, device)

@@ -56,7 +56,7 @@ class Proposal:
 
     A deterministic token can therefore never be verified as if it had been sampled.
 
-    ``chosen`` (batch, nodes) bool marks deterministic draft tokens among sampled ones: each is a point mass, whatever
+    ``deterministic`` (batch, nodes) bool marks such draft tokens among sampled ones: each is a point mass, whatever
     ``q`` says. Which token it is may depend on its sampled ancestors and earlier siblings, and on no other sample.
 
     ``shape`` is ``parents`` as Python numbers, where rows differ in padding alone. A sampled tree that has it is
@@ -69,7 +69,7 @@ class Proposal:
     q: Tensor | None = None
     is_chain: bool = False
     shape: tuple[int, ...] | None = None
-    chosen: Tensor | None = None
+    deterministic: Tensor | None = None
     is_unpadded: bool = field(default=False, init=False)
 
     @classmethod
@@ -154,19 +154,21 @@ class Proposal:
         if not self.is_chain:
             return self.truncate_rows([depth] * len(self.tokens))
         q = None if self.q is None else self.q[:, :depth]
-        tokens, parents, chosen = (
-            None if one is None else one[:, : 1 + depth] for one in (self.tokens, self.parents, self.chosen)
+        tokens, parents, deterministic = (
+            None if one is None else one[:, : 1 + depth] for one in (self.tokens, self.parents, self.deterministic)
         )
-        return self._like(tokens, parents, q, chosen, max_depth=depth)
+        return self._like(tokens, parents, q, deterministic, max_depth=depth)
 
     def map_tensors(self, pick: Callable[[Tensor], Tensor]) -> Proposal:
         """Apply ``pick`` to the tensors of the proposal; it may drop rows."""
-        kept = [None if one is None else pick(one) for one in (self.tokens, self.parents, self.q, self.chosen)]
+        kept = [None if one is None else pick(one) for one in (self.tokens, self.parents, self.q, self.deterministic)]
         return self._like(*kept)
 
-    def _like(self, tokens: Any, parents: Any, q: Tensor | None, chosen: Tensor | None, **changes: Any) -> Proposal:
+    def _like(
+        self, tokens: Any, parents: Any, q: Tensor | None, deterministic: Tensor | None, **changes: Any
+    ) -> Proposal:
         """Return a proposal of other tensors, without padding if this one has none."""
-        other = replace(self, tokens=tokens, parents=parents, q=q, chosen=chosen, **changes)
+        other = replace(self, tokens=tokens, parents=parents, q=q, deterministic=deterministic, **changes)
         return other.without_padding() if self.is_unpadded else other
 
     def to(self, device: torch.device) -> Proposal:
@@ -174,8 +176,8 @@ class Proposal:
         if self.tokens.device == device:
             return self
         q = None if self.q is None else self.q.to(device)
-        chosen = None if self.chosen is None else self.chosen.to(device)
-        return self._like(self.tokens.to(device), self.parents.to(device), q, chosen)
+        deterministic = None if self.deterministic is None else self.deterministic.to(device)
+        return self._like(self.tokens.to(device), self.parents.to(device), q, deterministic)
 
 
 def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:

@@ -94,9 +94,11 @@ def test_chain() -> None:
 def test_parts_keep_what_was_said_of_all(counts: torch.Tensor | None) -> None:
     proposal = Proposal.chain(torch.tensor([7, 8]), torch.tensor([[1, 2, 3], [4, 5, 6]]), counts=counts)
     chosen = torch.tensor([[True] * 4, [False] * 4])
-    part = dataclasses.replace(proposal, chosen=chosen)
+    part = dataclasses.replace(proposal, deterministic=chosen)
     part = (part.without_padding() if counts is None else part).truncate(2).map_tensors(lambda one: one[:1])
-    assert part.tokens.tolist() == [[7, 1, 2]] and part.chosen is not None and part.chosen.shape == (1, 3)
+    assert (
+        part.tokens.tolist() == [[7, 1, 2]] and part.deterministic is not None and part.deterministic.shape == (1, 3)
+    )
     assert part.is_unpadded == (counts is None)
 
 
@@ -224,7 +226,7 @@ def test_only_distributions_that_were_drawn_from_are_looked_at(counts: list[int]
         chosen = torch.zeros_like(proposal.present)
         chosen[:, 1] = counts is None
         q[~drawn_from | chosen[:, 1:]] = torch.nan
-        return replace(proposal, q=q, chosen=chosen)
+        return replace(proposal, q=q, deterministic=chosen)
 
     news = AcceptedTokens(torch.tensor([[5], [6], [7]]), torch.ones(3, dtype=torch.long))
     assert ask(OwnDrafter(say), news, 2).max_depth == 2

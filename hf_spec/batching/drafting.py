@@ -158,7 +158,7 @@ def split_proposal(proposal: Proposal) -> list[RequestProposal]:
     for row, (tokens, parents) in enumerate(both):
         count = max(i for i, parent in enumerate(parents) if parent != PAD_NODE) + 1
         q = None if proposal.q is None else proposal.q[row]
-        deterministic = None if proposal.chosen is None else proposal.chosen[row, :count].tolist()
+        deterministic = None if proposal.deterministic is None else proposal.deterministic[row, :count].tolist()
         proposals.append(RequestProposal(tokens[:count], parents[:count], proposal.is_chain, q, deterministic))
     return proposals
 
@@ -183,7 +183,7 @@ def join_proposals(proposals: Sequence[RequestProposal], device: torch.device) -
         depth,
         _stack_q(proposals, width),
         is_chain,
-        chosen=_stack_deterministic(proposals, width, device),
+        deterministic=_stack_deterministic(proposals, width, device),
     )
 
 

@@ -287,8 +287,8 @@ def _misdrawn(proposal: Proposal) -> str | None:
         return None
     drawn = proposal.present.clone()
     drawn[:, 0] = False
-    if proposal.chosen is not None:
-        drawn &= ~proposal.chosen
+    if proposal.deterministic is not None:
+        drawn &= ~proposal.deterministic
     row, node = drawn.nonzero(as_tuple=True)
     parent = proposal.parents[row, node]
     if bool((parent >= q.shape[1]).any()):

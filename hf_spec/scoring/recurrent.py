@@ -155,8 +155,10 @@ class SnapshotRunner(RecurrentRunner):
         beyond = steps > to_device(room, steps.device)[:, None]
         parents = proposal.parents[:, : 1 + longest].masked_fill(beyond, PAD_NODE)
         q = None if proposal.q is None else proposal.q[:, :longest]
-        chosen = None if proposal.chosen is None else proposal.chosen[:, : 1 + longest]
-        return Proposal(proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True, chosen=chosen)
+        deterministic = None if proposal.deterministic is None else proposal.deterministic[:, : 1 + longest]
+        return Proposal(
+            proposal.tokens[:, : 1 + longest], parents, longest, q, is_chain=True, deterministic=deterministic
+        )
 
     def score(self, proposal: Proposal) -> Scores:
         """Read carried tokens, root and draft tokens of all rows in one forward; score the root and draft tokens."""

@@ -80,8 +80,8 @@ def _without_earlier_siblings(proposal: Proposal, q: Tensor) -> Tensor:
     row = cached_arange(len(parents), q.device)
     left = q[row[:, None], parents.clamp(min=0)]
     stays = ~proposal.earlier_siblings[:, 1:, 1:]  # (batch, draft token, other draft token)
-    if proposal.chosen is not None:
-        stays = stays | proposal.chosen[:, None, 1:]
+    if proposal.deterministic is not None:
+        stays = stays | proposal.deterministic[:, None, 1:]
     left.scatter_reduce_(2, tokens[:, None].expand(stays.shape), stays.to(q.dtype), "prod")
     return left.div_(left.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny))
 
@@ -193,10 +193,10 @@ def _least_products(ratios: Tensor) -> Tensor:
 
 def _with_points(proposal: Proposal, q: Tensor) -> Tensor:
     """Return ``q`` (batch, draft tokens, vocab) of each draft token, a point mass for deterministic ones."""
-    if proposal.chosen is None:
+    if proposal.deterministic is None:
         return q
     points = torch.zeros_like(q).scatter_(-1, proposal.tokens[:, 1:, None], 1)
-    return torch.where(proposal.chosen[:, 1:, None], points, q)
+    return torch.where(proposal.deterministic[:, 1:, None], points, q)
 
 
 def _sampled_probs(q: Tensor, token: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -452,8 +452,13 @@ def test_chosen_guesses_stay_chosen_among_requests() -> None:
     q = torch.rand(2, 2, 10).softmax(-1)
     proposal = with_chains(Proposal.chain(root, drawn, q=q), [(5, 6, 7), None])
     again = join_proposals(split_proposal(proposal), root.device)
-    assert proposal.chosen is not None and again.chosen is not None and proposal.q is not None and again.q is not None
-    assert torch.equal(again.chosen & again.present, proposal.chosen & proposal.present)
+    assert (
+        proposal.deterministic is not None
+        and again.deterministic is not None
+        and proposal.q is not None
+        and again.q is not None
+    )
+    assert torch.equal(again.deterministic & again.present, proposal.deterministic & proposal.present)
     assert torch.equal(again.q, proposal.q)
     cut = join_proposals([one.truncate(2) for one in split_proposal(proposal)], root.device)
-    assert cut.chosen is not None and cut.chosen.tolist() == [[True, True], [False, False]]
+    assert cut.deterministic is not None and cut.deterministic.tolist() == [[True, True], [False, False]]

@@ -32,11 +32,11 @@ def proposal_of(rank: int, kind: str) -> Proposal:
     shape = (NO_PARENT, 0, 0, *[1] * rank)
     parents = torch.tensor([[*shape], [NO_PARENT, 0, *[PAD_NODE] * (1 + rank)]])
     q, chosen = torch.rand(2, 2, 50).softmax(-1), torch.rand(tokens.shape) < 0.5
-    return Proposal(tokens, parents, 2, q, shape=shape, chosen=chosen)
+    return Proposal(tokens, parents, 2, q, shape=shape, deterministic=chosen)
 
 
 def told(proposal: Proposal) -> list[Any]:
-    tensors = (proposal.tokens, proposal.parents, proposal.q, proposal.chosen)
+    tensors = (proposal.tokens, proposal.parents, proposal.q, proposal.deterministic)
     return [None if one is None else one.tolist() for one in tensors] + [
         proposal.max_depth,
         proposal.is_chain,

@@ -94,7 +94,7 @@ def test_a_draft_without_mistakes_is_blamed_for_none(target: PreTrainedModel, ki
 def test_nothing_is_explained_where_guesses_are_accepted(target: PreTrainedModel) -> None:
     found = examine(target, copy.deepcopy(target))
     assert found.findings == [] and found.measured == [1.0] * 5
-    assert "5.00 of 5 tokens" in str(found) and "cause" not in str(found)
+    assert "5.00 of 5 draft tokens" in str(found) and "cause" not in str(found)
 
 
 def test_a_draft_for_another_target_is_known_by_its_name(target: PreTrainedModel) -> None:

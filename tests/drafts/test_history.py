@@ -162,7 +162,7 @@ def test_drafter_equals_a_scan_of_all_texts(seed: int) -> None:
             texts[row] = texts[row] + new
         for kind, drafter in drafters.items():
             proposal = drafter.propose(news(more), 5)
-            assert proposal.q is None and proposal.chosen is None
+            assert proposal.q is None and proposal.deterministic is None
             assert proposal.root.tolist() == [texts[row][-1] for row in rows]
             for number, row in enumerate(rows):
                 every = naive_drafter(texts, row, saved, 5, 0.05)

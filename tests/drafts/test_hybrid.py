@@ -89,15 +89,15 @@ WAYS = [("chain_v3_l3", "instead"), ("chain_v4_l2_edge", "branches"), ("tree_v4_
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_chosen_and_drawn_guesses_together(name: str, way: str, rule: Rule) -> None:
     proposal = mixed(name, way)
-    assert proposal.chosen is not None and proposal.q is not None
-    assert bool(proposal.chosen.any()) and not bool(proposal.chosen.all())
+    assert proposal.deterministic is not None and proposal.q is not None
+    assert bool(proposal.deterministic.any()) and not bool(proposal.deterministic.all())
     assert is_lossless(name, rule, proposal)
 
 
 @pytest.mark.parametrize("rule", [token_verification, block_verification])
 @pytest.mark.parametrize("way", ["instead", "branches"])
 def test_chosen_guesses_taken_for_drawn_ones_are_seen(way: str, rule: Rule) -> None:
-    assert not is_lossless("chain_v3_l3", rule, replace(mixed("chain_v3_l3", way), chosen=None))
+    assert not is_lossless("chain_v3_l3", rule, replace(mixed("chain_v3_l3", way), deterministic=None))
 
 
 @pytest.mark.parametrize("rule", [token_verification, block_verification])
@@ -128,7 +128,7 @@ def test_branches_share_what_is_there() -> None:
     proposal = with_branches(Proposal(tokens, parents, 2), found)
     assert paths_of(proposal, 0) == [(1,), (2,), (1, 3), (1, 4), (1, 4, 5), (7,)]
     assert paths_of(proposal, 1) == [(1,), (1, 2)]
-    assert (proposal.max_depth, proposal.q, proposal.chosen) == (3, None, None)
+    assert (proposal.max_depth, proposal.q, proposal.deterministic) == (3, None, None)
     assert with_branches(proposal, [{}, {}]) is proposal
     nothing = with_branches(Proposal.nothing(torch.tensor([9, 9])), found)
     assert paths_of(nothing, 1) == [(1,), (1, 2)]
@@ -310,8 +310,8 @@ def test_sampled_text_has_the_targets_distribution(case: str, monkeypatch: pytes
 
     def watched(proposal: Proposal, found: Any) -> Proposal:
         whole = joined(proposal, found)
-        if whole.chosen is not None:
-            seen.add((bool(whole.chosen[:, 1:].any()), not bool(whole.chosen[:, 1:].all())))
+        if whole.deterministic is not None:
+            seen.add((bool(whole.deterministic[:, 1:].any()), not bool(whole.deterministic[:, 1:].all())))
         return whole
 
     monkeypatch.setattr(f"hf_spec.drafts.ngram.hybrid.{joined.__name__}", watched)

@@ -40,7 +40,7 @@ def proposal_of(shape: str, rows: int, seed: int) -> tuple[Proposal, Tensor]:
     config = SHAPES["dynamic" if shape == "mixed" else shape]
     proposal = grow(root, tables[root % 4], step, config, DEPTH, sample=True)
     if shape == "mixed":  # of what was drawn and what was chosen
-        proposal = replace(proposal, chosen=torch.rand(proposal.tokens.shape) < 0.4)
+        proposal = replace(proposal, deterministic=torch.rand(proposal.tokens.shape) < 0.4)
     if shape == "dynamic":  # a text that ends leaves out the deepest guesses
         proposal = proposal.truncate_rows([DEPTH - row % 3 for row in range(rows)])
         assert rows == 1 or bool((proposal.parents == PAD_NODE).any())

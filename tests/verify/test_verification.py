@@ -373,8 +373,8 @@ def test_chosen_guesses_beside_drawn_ones(rule: Rule) -> None:
     tokens, parents = (torch.tensor(part) for part in zip(*trees, strict=True))
     whole = (x.repeat_interleave(copies, dim=0) for x in (tokens, parents, q, chosen, p))
     tokens, parents, some_q, some_chosen, some_p = whole
-    proposal = Proposal(tokens, parents, 7, some_q, chosen=some_chosen)
-    verdicts = [rule(one, some_p, generator) for one in (proposal, replace(proposal, chosen=None))]
+    proposal = Proposal(tokens, parents, 7, some_q, deterministic=some_chosen)
+    verdicts = [rule(one, some_p, generator) for one in (proposal, replace(proposal, deterministic=None))]
     right, wrong = (ends_of(verdict, vocabulary).split(copies) for verdict in verdicts)
     seen = []
     for row, (ends, others) in enumerate(zip(right, wrong, strict=True)):

@@ -207,7 +207,7 @@ def with_chains(proposal: Proposal, chains: Sequence[Path | None]) -> Proposal:
     if proposal.q is None:
         return Proposal(tokens, parents, width, is_chain=True)
     q = functional.pad(proposal.q, (0, 0, 0, width - proposal.q.shape[1]))
-    return Proposal(tokens, parents, width, q, is_chain=True, chosen=taken.expand_as(tokens))
+    return Proposal(tokens, parents, width, q, is_chain=True, deterministic=taken.expand_as(tokens))
 
 
 def with_branches(proposal: Proposal, found: Sequence[Continuations]) -> Proposal:
@@ -226,8 +226,8 @@ def with_branches(proposal: Proposal, found: Sequence[Continuations]) -> Proposa
     if proposal.q is None:
         return Proposal(tokens, parents, depth)
     q = functional.pad(proposal.q, (0, 0, 0, nodes - proposal.q.shape[1]))
-    chosen = (torch.arange(nodes, device=tokens.device) >= before).expand_as(tokens)
-    return Proposal(tokens, parents, depth, q, chosen=chosen)
+    deterministic = (torch.arange(nodes, device=tokens.device) >= before).expand_as(tokens)
+    return Proposal(tokens, parents, depth, q, deterministic=deterministic)
 
 
 def _grown(tokens: list[int], parents: list[int], paths: Continuations) -> tuple[list[int], list[int]]:
