@@ -64,7 +64,10 @@ def read_flat(
     tensors = needed(tensors)
     layers = flat_layers(raw, tensors)
     layers.layer_types = layers.layer_types[: layers.num_hidden_layers]  # may be copied from the target
-    given |= _causality(raw, layers.layer_types) | {name: float(raw[name]) for name in SCALES if raw.get(name)}
+    scales = {name: float(raw[name]) for name in SCALES if raw.get(name)}
+    if layers.model_type == GEMMA:  # whose layers have a cap of their own, by the same key
+        scales.pop("final_logit_softcapping", None)
+    given |= _causality(raw, layers.layer_types) | scales
     width = tensors["fc.weight"].shape[-1] // len(given["aux_hidden_state_layer_ids"])
     speculators_config = default_speculators_config(kind.speculators_model_type)
     speculators_config["verifier"]["name_or_path"] = raw.get("target_model_name_or_path")

@@ -87,12 +87,12 @@ def test_a_chat_is_remembered_that_ends_in_an_error(tmp_path: Path, monkeypatch:
     ("speculator", "cure"),
     [("ngram", "take history\n"), ("auto", "take history\n"), ("mtp", "take history, or history+mtp\n")],
 )
-def test_a_file_without_a_memory_is_refused(
+def test_a_file_without_a_history_is_refused(
     command: str, speculator: str, cure: str, tmp_path: Path, capsys: Any
 ) -> None:
     call = [command, TARGET, "--speculator", speculator, "--history-file", str(tmp_path / "memory")]
     assert main([*call, *(["--prompt", PROMPT] if command == "generate" else [])]) == 1
-    assert f"--speculator {speculator} has none: {cure}" in capsys.readouterr().err
+    assert f"--speculator {speculator} uses none: {cure}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
