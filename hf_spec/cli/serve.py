@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..serving.policy import (
+    ACCEPTANCE,
     CHARACTERS_PER_TOKEN,
     DEEPEST_NESTING,
     LONGEST_STOP_STRING,
@@ -78,6 +79,9 @@ def _add_policy(add: Any) -> None:
         "URLs")  # fmt: skip
     add("--docs", action="store_true", help="answer /docs, /redoc and /openapi.json, too")
     add("--admin", action="store_true", help="answer /reset and /load_model, too")
+    add("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default=Policy.per_request_spec_decode_metrics,
+        help="summary: each answer tells "
+        "how many draft tokens its text accepted, under vLLM's names (%(default)s)")  # fmt: skip
 
 
 def _serve(args: argparse.Namespace) -> None:

@@ -21,6 +21,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from ..batching.refusals import processors_of
 from ..defaults import fill_in, option
+from .acceptance import acceptance_of_request
 from .limits import limit_length
 from .meter import Meter
 from .policy import Policy
@@ -169,7 +170,7 @@ class _Text:
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.stops = StopStringCriteria(self.tokenizer, config.stop_strings) if config.stop_strings else None
         self.settings = sampling_of(model, config)
-        self.seen, self.ended = 0, False
+        self.seen, self.ended, self.acceptance = 0, False, acceptance_of_request()
 
     def start(self, pass_on: Any, streaming: bool) -> None:
         """Hand the request to the engine; ``pass_on(output, ended)`` is called in the server's loop."""
@@ -203,6 +204,7 @@ class _Text:
         done = output.is_finished()
         if done or end is not None:
             stats = getattr(output, "speculation", None)
+            self.acceptance.record(stats)
             self._end("finished" if output.error is None else "failed", self.seen)
             if stats is not None:
                 self.manager.meter.add_counts(stats.counts)

@@ -15,6 +15,7 @@ MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256  # characters
 CHARACTERS_PER_TOKEN = 16  # a text that is longer on average is refused before it is tokenized
 DEEPEST_NESTING = 64
+ACCEPTANCE = ("none", "summary")  # vLLM has "detailed", too
 COUNTS = ("max_prompt_tokens", "max_new_tokens", "max_beams", "max_request_mib")
 
 
@@ -33,6 +34,7 @@ class Policy:
             request itself holds, as a ``data:`` URL.
         docs: answer ``/docs``, ``/redoc`` and ``/openapi.json``.
         admin: answer ``/reset`` and ``/load_model``.
+        per_request_spec_decode_metrics: "summary" adds acceptance to each answer, "none" does not.
     """
 
     max_prompt_tokens: int = 16_384
@@ -44,6 +46,7 @@ class Policy:
     media_hosts: tuple[str, ...] = ()
     docs: bool = False
     admin: bool = False
+    per_request_spec_decode_metrics: str = "none"
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -55,6 +58,9 @@ class Policy:
             raise ValueError("api_key must be a text of visible ASCII characters without spaces, and not empty")
         if isinstance(self.media_hosts, str) or not all(map(is_host, self.media_hosts)):
             raise ValueError(f"media_hosts must be a list of HOST or HOST:PORT, got {self.media_hosts!r}")
+        if self.per_request_spec_decode_metrics not in ACCEPTANCE:
+            given = self.per_request_spec_decode_metrics
+            raise ValueError(f"per_request_spec_decode_metrics must be 'none' or 'summary', got {given!r}")
 
     @property
     def max_bytes(self) -> int:

@@ -15,6 +15,7 @@ from transformers.cli.serving.utils import GenerateManager, _GenerationCancelled
 from transformers.generation.streamers import BaseStreamer
 
 from ..decode.outputs import forget_speculation, last_speculation
+from .acceptance import acceptance_of_request
 from .limits import limit_length
 from .meter import Meter
 from .policy import Policy
@@ -108,7 +109,7 @@ class _Measured:
     """A stand-in for the model whose ``generate`` counts."""
 
     def __init__(self, model: Any, manager: OneByOne) -> None:
-        self.model, self.manager = model, manager
+        self.model, self.manager, self.acceptance = model, manager, acceptance_of_request()
         self.streamer: Any = _Listener()
 
     def __getattr__(self, name: str) -> Any:
@@ -123,6 +124,7 @@ class _Measured:
         has_beams = (config.num_beams or 1) > 1  # beam search takes no streamer
         if streams or not has_beams:
             self.streamer = kwargs.setdefault("streamer", self.streamer)
+            self.streamer.end = self._recorded(self.streamer.end)
         forget_speculation(self.model)  # or a plain text would show those of the last request
         try:
             if self.manager.stopping:
@@ -150,6 +152,15 @@ class _Measured:
             return out
         finally:
             meter.generated_tokens.inc(self.streamer.total_tokens)
+
+    def _recorded(self, end: Callable[[], None]) -> Callable[[], None]:
+        """Record the acceptance before the stream ends: its last event shows it."""
+
+        def ended() -> None:
+            self.acceptance.record(last_speculation(self.model))
+            end()
+
+        return ended
 
 
 class _Listener(BaseStreamer):

@@ -21,6 +21,7 @@ from ..defaults import set_speculator
 from ..drafts.base import Speculator, network_of
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
+from .acceptance import with_acceptance
 from .app import add_to_app
 from .batched import Batched
 from .endpoints import not_batched, only_of, only_speech, replace_route, report_template_errors, route_of, with_limit
@@ -101,6 +102,9 @@ class Server(Serve):
             handler.handle_request = self.preparer.around(handler.handle_request)
             if not batched:  # in batches all requests share one random generator
                 handler._build_generation_config = _with_seed(handler._build_generation_config)
+        if self.policy.per_request_spec_decode_metrics == "summary":
+            for texts in (self._chat_handler, self._completion_handler, self._response_handler):
+                cast(Any, texts).handle_request = with_acceptance(texts.handle_request)
         systemone: Any = self._systemone_handler
         systemone._pipeline = with_limit(systemone._pipeline, self.policy)
         if batched:

@@ -66,6 +66,14 @@ def test_chats_are_those_of_plain_generate(client, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_has_no_statistics_unless_the_server_was_asked_for_them(client, stream):
+    options = {"model": TARGET, "prompt": PROMPTS[0], "max_tokens": 9, "temperature": 0}
+    found = client.openai.completions.create(**options, stream=stream)
+    *_, last = found if stream else [found]
+    assert last.usage.completion_tokens == 9 and "metrics" not in last.to_dict()
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings_end_a_text_where_plain_generate_does(client, stream):
     expected = plain(PROMPTS[0], 80, DAY)
     assert expected.endswith(DAY)

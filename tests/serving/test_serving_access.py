@@ -156,11 +156,12 @@ def test_the_command_hands_the_policy_on(monkeypatch):
     assert Policy(**{one.name: made[one.name] for one in fields(Policy)}) == Policy()
     given = ["--max-prompt-tokens", "7", "--max-new-tokens", "8", "--max-beams", "9", "--max-request-mib", "10"]
     more = ["--shutdown-seconds", "0", "--media-hosts", "A.example,b.example:81", "--docs", "--admin"]
+    more += ["--per-request-spec-decode-metrics", "summary"]
     monkeypatch.setenv("HF_SPEC_API_KEY", "from-outside")
     assert main(["serve", TARGET, *given, *more]) == 0
     hosts = ("a.example", "b.example:81")
     assert Policy(**{one.name: made[one.name] for one in fields(Policy)}) == Policy(
-        7, 8, 9, 10, 0, "from-outside", hosts, True, True
+        7, 8, 9, 10, 0, "from-outside", hosts, True, True, "summary"
     )
     assert main(["serve", TARGET, "--api-key", KEY]) == 0 and made["api_key"] == KEY
 
@@ -192,6 +193,7 @@ def test_bad_policies_are_told(options, told, capsys):
         {"api_key": "a\nb"},
         {"media_hosts": "a.example"},
         {"media_hosts": ("a.example/x",)},
+        {"per_request_spec_decode_metrics": "detailed"},
     ],
 )
 def test_policies_that_cannot_be(given):
