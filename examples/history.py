@@ -1,7 +1,7 @@
 """Measure the gain of a history of earlier calls: tokens per forward of the target, with and without it.
 
     python examples/history.py                                    # the demo family, offline
-    python examples/history.py --target DIR --draft DIR --prompts prompts.jsonl --json memory.json
+    python examples/history.py --target DIR --draft DIR --prompts prompts.jsonl --json history.json
 
 Each set is a series of calls, one prompt each, in which a history (``history``) grows from nothing. Four sets ship:
 ten small changes to one function, shown or only described; a support chat; ten beginnings of one story. A file of JSON
@@ -154,7 +154,7 @@ def ways(draft: Any, chances: Sequence[float]) -> dict[str, tuple[Any, Speculati
         "n-gram, 16": (NgramSpeculator(), chain(16)),
     }
     for chance in chances:
-        name = "memory" if len(chances) == 1 else f"memory {chance}"
+        name = "history" if len(chances) == 1 else f"history {chance}"
         found[name] = (NgramSpeculator(history_size=100_000, min_chance=chance), chain(16))
     if draft is None:
         return found

@@ -44,16 +44,16 @@ def test_a_speculator_of_ones_own_guesses_as_deep_as_it_is_asked(count: Any) -> 
     assert count != 2 or len(out.speculation.counts.proposed_at) == 2
 
 
-def test_a_memory_is_measured(
+def test_a_history_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "memory.json"
-    script, few = str(ROOT / "examples" / "memory.py"), ["--limit", "3", "--max-new-tokens", "16"]
-    options = [*few, "--sets", "stories", "--ways", "n-gram", "memory", "hybrid"]
+    file = tmp_path / "history.json"
+    script, few = str(ROOT / "examples" / "history.py"), ["--limit", "3", "--max-new-tokens", "16"]
+    options = [*few, "--sets", "stories", "--ways", "n-gram", "history", "hybrid"]
     monkeypatch.setattr("sys.argv", [script, *options, "--json", str(file)])
     runpy.run_path(script, run_name="__main__")
     report = json.loads(file.read_text(encoding="utf-8"))
-    lengths = [report["stories"][way]["mean_accepted_length"] for way in ("n-gram", "memory", "hybrid")]
+    lengths = [report["stories"][way]["mean_accepted_length"] for way in ("n-gram", "history", "hybrid")]
     assert lengths == sorted(lengths)
     assert report["costs"]["bytes per token"] < 110
     capsys.readouterr()
@@ -62,8 +62,8 @@ def test_a_memory_is_measured(
     monkeypatch.setattr("sys.argv", [script, "--texts", str(file)])
     runpy.run_path(script, run_name="__main__")
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("stories"))
-    replayed = dict(re.findall(r"(n-gram|memory) ([0-9.]+) \(", told))
-    assert [float(replayed[way]) for way in ("n-gram", "memory")] == [round(length, 2) for length in lengths[:2]]
+    replayed = dict(re.findall(r"(n-gram|history) ([0-9.]+) \(", told))
+    assert [float(replayed[way]) for way in ("n-gram", "history")] == [round(length, 2) for length in lengths[:2]]
 
 
 def test_the_notebook_runs() -> None:
