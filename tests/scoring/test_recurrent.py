@@ -516,7 +516,7 @@ def states_saved_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def nodes_read_behind_one_another(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Branches, "read_behind", lambda self, parents: None)
+    patch.setattr(Branches, "read_after", lambda self, parents: None)
 
 
 def carried_tokens_forgotten(patch: pytest.MonkeyPatch) -> None:
