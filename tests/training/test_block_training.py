@@ -343,7 +343,16 @@ def trainer(draft: Any, target: Any, path: Any, rows: Any, **settings: Any) -> D
     ("kind", "settings"),
     [
         ("dflash", {"objective": "nll"}),
-        ("jetspec", {"objective": "kl", "step_decay": 1.0}),
+        (
+            "jetspec",
+            {
+                "objective": "kl",
+                "step_decay": 1.0,
+                "learning_rate": 1e-2,
+                "max_steps": 350,
+                "lr_scheduler_type": "linear",
+            },
+        ),
         ("vanilla", {"objective": "ce + 0.2 tv", "num_anchors": 10}),
         ("rnn", {"objective": "nll + 0.2 tv", "activation_checkpointing": True}),
         ("peagle", {"objective": "ce", "normalizer": "token", "step_decay": 1.0, "unroll_steps": 5}),

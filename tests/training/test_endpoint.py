@@ -73,7 +73,7 @@ def test_the_command_asks_a_server(client: Client, tmp_path: Path, capsys: Any) 
     call = ["prepare", str(data), str(tmp_path / "rows"), "--target", TARGET, "--held-out", "0", "--temperature", "0"]
     call += ["--endpoint", f"{client.url}/v1", "--max-new-tokens", "12"]
     assert main(call) == 1
-    assert "--endpoint answers for --regenerate FILE" in capsys.readouterr().err
+    assert "--endpoint needs --regenerate FILE" in capsys.readouterr().err
     assert main([*call, "--regenerate", str(answers)]) == 0
     assert "train: 5 examples" in capsys.readouterr().out
     assert len(rows(answers)) == 5 and (tmp_path / "rows").is_dir()

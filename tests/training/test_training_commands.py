@@ -376,7 +376,7 @@ RECIPE = {"target": "t", "draft": {"kind": "eagle3"}, "data": "d"}
         ({"draft": None}, "does not say draft"),
         (
             {"draft": {"kind": "eagle4"}},
-            "draft.kind is 'eagle4'; name one of ['dflash', 'dspark', 'eagle', 'eagle3', 'medusa', ",
+            "draft.kind is 'eagle4'; name one of ['dflash', 'dflash2', 'dspark', 'eagle', 'eagle3', 'medusa', ",
         ),
         ({"draft": {"kind": "eagle3", "draft_vocabsize": 8}}, "draft has no 'draft_vocabsize'; did you mean 'draft"),
         (
