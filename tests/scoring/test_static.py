@@ -564,7 +564,7 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 def test_inductor_and_its_cache_between_processes(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler here")
-    places = os.pathsep.join(map(str, Path(__file__).parents[:3]))
+    places = os.pathsep.join(sys.path)
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": places}
     figures = []
     for _ in range(2):

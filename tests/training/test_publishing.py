@@ -356,7 +356,7 @@ with pytest.raises(ValueError, match="'me/other' is not found: .* the Hub has no
 
 
 def test_a_draft_is_pushed_to_a_hub_and_loaded_from_there(tmp_path: Path) -> None:
-    paths = [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])]
+    paths = [*sys.path]
     script = PUBLISH.format(paths=paths, folder=str(tmp_path / "draft"))
     with running("me/draft") as hub:
         given = {

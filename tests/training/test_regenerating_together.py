@@ -56,7 +56,7 @@ def test_processes_share_the_conversations(tmp_path: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
     alone = regenerate(chats(), model.float(), tokenizer, tmp_path / "alone.jsonl", **OPTIONS | {"batch_size": 1})
     script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path[:0] = {[*map(str, Path(__file__).parents[:2])]!r}"
+    paths = f"import sys; sys.path[:0] = {sys.path!r}"
     script.write_text(f"{paths}; import test_regenerating_together as test\ntest.work({str(tmp_path)!r})")
     subprocess.run([*LAUNCH, str(script)], check=True, timeout=120, env=environment())
     assert (tmp_path / "together.jsonl").read_bytes() == alone.read_bytes()

@@ -148,7 +148,7 @@ def work(folder: str) -> None:
 
 def test_processes_share_a_stream(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path[:0] = {[*map(str, Path(__file__).parents[:2])]!r}"
+    paths = f"import sys; sys.path[:0] = {sys.path!r}"
     script.write_text(f"{paths}; import test_streams_of_examples as test\ntest.work({str(tmp_path)!r})")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     subprocess.run(command, check=True, timeout=120, env=environment())

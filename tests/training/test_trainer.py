@@ -532,7 +532,7 @@ def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     target, output = sharp_target(), tmp_path / "found.json"
     script, paths = (
         tmp_path / "worker.py",
-        [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])],
+        [*sys.path],
     )
     script.write_text(WORKER.format(paths=paths, folder=str(tmp_path), output=str(output)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]

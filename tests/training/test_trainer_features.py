@@ -24,7 +24,6 @@ from test_trainer import arguments, eagle3, losses, medusa, medusa_sharing, mtp,
 from torch.utils.data import Dataset
 from transformers import AutoModel, AutoModelForCausalLM, TrainingArguments
 
-import hf_spec
 from hf_spec import demo
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
@@ -287,7 +286,7 @@ def test_several_processes_train_as_a_recipe_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script, paths = (
         tmp_path / "worker.py",
-        [*map(str, Path(__file__).parents[:2]), str(Path(hf_spec.__file__).parents[1])],
+        [*sys.path],
     )
     script.write_text(
         f"import sys; sys.path[:0] = {paths!r}; import torch; from hf_spec.cli import main\n"

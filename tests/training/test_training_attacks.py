@@ -238,7 +238,7 @@ def evaluate_two(folder: str) -> None:
 
 def test_two_processes_count_no_example_of_a_stream_twice(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path[:0] = {[*map(str, Path(__file__).parents[:2])]!r}"
+    paths = f"import sys; sys.path[:0] = {sys.path!r}"
     script.write_text(f"{paths}; import test_training_attacks as test\ntest.evaluate_two({str(tmp_path)!r})")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     subprocess.run(command, check=True, timeout=240, env=environment())
