@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import environment
+from groups import TWO_PROCESSES, environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_spec import demo
@@ -239,8 +239,8 @@ def test_what_the_template_does_not_take_is_left_out(
 
 def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "hf_spec"]
-    subprocess.run([*launch, *command(model, prompts, out)], check=True, timeout=120, env=environment())
+    call = [*TWO_PROCESSES, "-m", "hf_spec", *command(model, prompts, out)]
+    subprocess.run(call, check=True, timeout=120, env=environment())
     entries = read(out)
     assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
     assert len(entries) == 11

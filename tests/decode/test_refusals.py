@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from architectures import build, prompts
+from groups import run_two
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
@@ -384,9 +382,7 @@ def test_ngram_arguments(arguments: Any) -> None:
         NgramSpeculator(**arguments)
 
 
-TWO_PROCESSES = """
-import sys
-sys.path[:0] = {paths}
+SPREAD = """
 import torch
 from architectures import build, prompts
 from groups import leave
@@ -410,10 +406,4 @@ leave()
 
 
 def test_models_spread_over_processes(tmp_path: Path) -> None:
-    script, paths = (
-        tmp_path / "worker.py",
-        [*sys.path],
-    )
-    script.write_text(TWO_PROCESSES.format(paths=paths))
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(run, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_two(tmp_path, SPREAD)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from architectures import build, prompts
-from groups import leave
+from groups import leave, run_two
 from transformers import AutoModelForCausalLM, DistributedConfig
 from twins import noisy
 
@@ -104,11 +101,4 @@ def work(folder: str) -> None:
 def test_processes_that_share_a_target_agree(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "target")
     noisy(build("llama")).save_pretrained(tmp_path / "draft")
-    paths = [*sys.path]
-    script = tmp_path / "worker.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {paths!r}; import test_tensor_parallel\n"
-        f"test_tensor_parallel.work({str(tmp_path)!r})"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_two(tmp_path, f"import test_tensor_parallel\ntest_tensor_parallel.work({str(tmp_path)!r})")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from architectures import build
-from groups import leave
+from groups import leave, run_two
 from test_multimodal import llava
 from torch import Tensor
 from transformers import (
@@ -499,8 +496,4 @@ def work(folder: str) -> None:
 
 
 def test_processes_share_the_prompts(tmp_path: Path) -> None:
-    paths = [*sys.path]
-    script = tmp_path / "worker.py"
-    script.write_text(f"import sys; sys.path[:0] = {paths!r}; import test_many\ntest_many.work({str(tmp_path)!r})")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_two(tmp_path, f"import test_many\ntest_many.work({str(tmp_path)!r})")

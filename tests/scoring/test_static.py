@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import pytest
 import torch
 import transformers
 from architectures import CORE, build, prompts
+from groups import environment
 from test_exactness import BATCHES, CHAIN, NEW_TOKENS, NO_TREES, TREE, flawed, noisy_copy
 from test_inputs import tiny
 from torch import Tensor, fx
@@ -564,12 +564,11 @@ print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_
 def test_inductor_and_its_cache_between_processes(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler here")
-    places = os.pathsep.join(sys.path)
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": places}
+    place = environment() | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     figures = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", TWO_PROCESSES], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", TWO_PROCESSES], env=place, capture_output=True, text=True, check=True
         )
         figures.append([int(figure) for figure in done.stdout.split()])
     assert figures[0][0] > 0

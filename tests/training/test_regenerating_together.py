@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import PartialState
-from groups import environment, leave
+from groups import TWO_PROCESSES, environment, leave, run_two
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
 from hf_spec.training import Endpoint, regenerate
 
 TARGET = str(demo.path())
-LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 OPTIONS: dict[str, Any] = {"batch_size": 2, "max_new_tokens": 8, "do_sample": False, "progress": False}
 
 
@@ -55,10 +53,7 @@ def work(folder: str) -> None:
 def test_processes_share_the_conversations(tmp_path: Path) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TARGET), AutoTokenizer.from_pretrained(TARGET)
     alone = regenerate(chats(), model.float(), tokenizer, tmp_path / "alone.jsonl", **OPTIONS | {"batch_size": 1})
-    script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path[:0] = {sys.path!r}"
-    script.write_text(f"{paths}; import test_regenerating_together as test\ntest.work({str(tmp_path)!r})")
-    subprocess.run([*LAUNCH, str(script)], check=True, timeout=120, env=environment())
+    run_two(tmp_path, f"import test_regenerating_together as test\ntest.work({str(tmp_path)!r})")
     assert (tmp_path / "together.jsonl").read_bytes() == alone.read_bytes()
 
 
@@ -68,7 +63,11 @@ def test_the_command_prepares_once_what_its_processes_have_answered(tmp_path: Pa
     call = ["prepare", str(data), str(tmp_path / "rows"), "--target", TARGET, "--regenerate", str(answers)]
     options = ["--temperature", "0", "--max-new-tokens", "8", "--batch-size", "2", "--speculator", "ngram"]
     done = subprocess.run(
-        [*LAUNCH, "-m", "hf_spec", *call, *options], check=True, timeout=180, env=environment(), capture_output=True
+        [*TWO_PROCESSES, "-m", "hf_spec", *call, *options],
+        check=True,
+        timeout=180,
+        env=environment(),
+        capture_output=True,
     )
     assert len(answers.read_text(encoding="utf-8").splitlines()) == len(chats())
     assert done.stdout.decode().count("of them answers") == 2  # train and test, each told once

@@ -6,8 +6,6 @@ accelerate shards nothing on a CPU, so its own function for that is called here 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from groups import leave
+from groups import leave, run_two
 from test_trainer import arguments, eagle3, sharp_target, text
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -95,13 +93,7 @@ def shard(trainer: DraftTrainer) -> None:
 
 
 def test_a_sharded_draft_learns_and_is_measured_and_saved_as_a_whole_one(tmp_path: Path) -> None:
-    paths = [*sys.path]
-    script = tmp_path / "worker.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {paths!r}; import test_sharding; test_sharding.work({str(tmp_path)!r})"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_two(tmp_path, f"import test_sharding; test_sharding.work({str(tmp_path)!r})", timeout=200)
 
 
 def test_fsdp_1_is_refused() -> None:

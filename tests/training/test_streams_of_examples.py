@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from groups import environment, leave
+from groups import leave, run_two
 from test_trainer import arguments, eagle3, losses, sharp_target
 from transformers import AutoTokenizer
 
@@ -147,8 +145,4 @@ def work(folder: str) -> None:
 
 
 def test_processes_share_a_stream(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path[:0] = {sys.path!r}"
-    script.write_text(f"{paths}; import test_streams_of_examples as test\ntest.work({str(tmp_path)!r})")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=120, env=environment())
+    run_two(tmp_path, f"import test_streams_of_examples as test\ntest.work({str(tmp_path)!r})")

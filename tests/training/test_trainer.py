@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from architectures import LLAMA4, build
 from golden import tiny_target
+from groups import run_two
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
@@ -508,8 +506,7 @@ def test_a_language_model_learns_from_packed_documents_as_from_single_ones(tmp_p
 # -- several processes ------------------------------------------------------------------------------------------------
 
 WORKER = """
-import json, sys
-sys.path[:0] = {paths!r}
+import json
 import torch
 torch.set_num_threads(1)
 from groups import leave
@@ -530,13 +527,7 @@ leave()
 
 def test_two_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     target, output = sharp_target(), tmp_path / "found.json"
-    script, paths = (
-        tmp_path / "worker.py",
-        [*sys.path],
-    )
-    script.write_text(WORKER.format(paths=paths, folder=str(tmp_path), output=str(output)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run_two(tmp_path, WORKER.format(folder=str(tmp_path), output=str(output)))
     found, metrics = json.loads(output.read_text())
     args = arguments(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3)
     rows = text(2) + text(2, 10, seed=3)

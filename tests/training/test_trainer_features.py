@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ import pytest
 import torch
 from architectures import build
 from golden import tiny_target
+from groups import run_two
 from test_muon import dspark
 from test_trainer import arguments, eagle3, losses, medusa, medusa_sharing, mtp, sharp_target, text, vanilla
 from torch.utils.data import Dataset
@@ -283,28 +281,14 @@ def test_several_processes_train_as_a_recipe_says(tmp_path: Path) -> None:
     recipe |= {"prepare": {"held_out": 2}, "trainer": trainer | {"output_dir": str(tmp_path / "two")}}
     path = tmp_path / "recipe.yaml"  # JSON is YAML
     path.write_text(json.dumps(recipe), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    script, paths = (
-        tmp_path / "worker.py",
-        [*sys.path],
-    )
-    script.write_text(
-        f"import sys; sys.path[:0] = {paths!r}; import torch; from hf_spec.cli import main\n"
-        "status = main()\nassert status == 0\n"
+    code = (
+        "import torch; from hf_spec.cli import main\nstatus = main()\nassert status == 0\n"
         "assert not torch.distributed.is_initialized()  # else its threads race with the end of the interpreter"
     )
-    place = {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), "train", str(path)],
-        check=True,
-        timeout=300,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **place},
-    )
+    printed = run_two(tmp_path, code, "train", str(path), timeout=300)
     changes = ["--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")]
     _, metrics = train(read_recipe(path), changes)
-    (loss,) = set(re.findall(r"'eval_loss': '([0-9.]+)'", done.stdout))
+    (loss,) = set(re.findall(r"'eval_loss': '([0-9.]+)'", printed))
     assert float(loss) == pytest.approx(metrics["eval_loss"], rel=1e-3)
     assert (tmp_path / "two" / "model.safetensors").exists()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from architectures import build
 from golden import tiny_target
-from groups import environment, leave
+from groups import leave, run_two
 from test_streams_of_examples import examples as stream_rows
 from test_trainer import arguments, eagle3, sharp_target
 from test_training_data import CHAT, THINKING, answers, chats, tokenizer
@@ -237,11 +235,7 @@ def evaluate_two(folder: str) -> None:
 
 
 def test_two_processes_count_no_example_of_a_stream_twice(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    paths = f"import sys; sys.path[:0] = {sys.path!r}"
-    script.write_text(f"{paths}; import test_training_attacks as test\ntest.evaluate_two({str(tmp_path)!r})")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    subprocess.run(command, check=True, timeout=240, env=environment())
+    run_two(tmp_path, f"import test_training_attacks as test\ntest.evaluate_two({str(tmp_path)!r})", timeout=240)
     for count, figures in json.loads((tmp_path / "found.json").read_text()).items():
         alone = evaluate_stream(str(tmp_path), int(count))
         names = {name for name in alone if "time" not in name and "per_second" not in name}
