@@ -129,8 +129,9 @@ def _find_config(path: str | os.PathLike[str], hub: dict[str, Any]) -> str:
         if (found := _find(path, CONFIG, hub)) is not None:
             return found
         if (adapter := _find(path, ADAPTER, hub)) is not None:
-            refuse_uno(os.fspath(path), _json(adapter))
-            base = _json(adapter).get("base_model_name_or_path")
+            given = _json(adapter)
+            refuse_uno(os.fspath(path), given)
+            base = given.get("base_model_name_or_path")
             raise OSError(f"{path} holds an adapter of PEFT and no draft: {merging(os.fspath(path), base)}")
         if not os.path.isdir(path):
             cached_file(path, CONFIG, **hub)  # raises an error that tells a missing model from a missing connection

@@ -90,9 +90,8 @@ def _adaptive(
         costs_of = _shares(shapes) if by_shapes else functools.partial(costs_of_widths, situation.target)
         known: dict[int, int] = {} if by_shapes else profile.static_lengths
         acceptance = AcceptanceEstimator() if by_shapes else profile.acceptance
-        batch = situation.batch_size
-        draft_token = _shape_cost(config, situation).draft_token(batch, first)  # compiled drafts are not measured
-        first = ranks.broadcast(static_length(known, acceptance, batch, first, draft_token, costs_of))
+        draft_token = functools.partial(_draft_token, config, situation, first)
+        first = ranks.broadcast(static_length(known, acceptance, situation.batch_size, first, draft_token, costs_of))
     lengths: Sequence[int] = (0, first) if situation.is_static else range(longest + 1)
     if by_shapes:
         basis = "by acceptance and shapes, because a seed was set"
@@ -132,21 +131,22 @@ def static_length(
     acceptance: AcceptanceEstimator,
     batch_size: int,
     first: int,
-    draft_token: float,
+    draft_token: Callable[[], float],
     costs_of: Callable[[Sequence[int]], list[float] | None],
 ) -> int:
     """Return the length of compiled steps: chosen once for batches of a size, before there are graphs.
 
-    ``draft_token`` is the draft's time for a token, in plain steps. ``costs_of`` says what forwards of so many tokens
-    take, as multiples of the first one. Of lengths that promise nearly as much the shortest is taken: it loses least
-    where acceptance drops.
+    ``draft_token`` says what the draft takes for a token, in plain steps.
+    ``costs_of`` says what forwards of so many tokens take, as multiples of the first one. Of lengths that promise
+    nearly as much the shortest is taken: it loses least where acceptance drops.
     """
     size = size_class(batch_size)
     if size not in known:
         costs = costs_of([batch_size * (1 + length) for length in range(1 + first)]) if batch_size > 1 else None
         expected = accumulate(acceptance.survival(DraftSource.MODEL, first), initial=1.0)
+        drafted = 0.0 if costs is None else draft_token()
         speeds = [
-            tokens / (cost + draft_token * length)
+            tokens / (cost + drafted * length)
             for length, (tokens, cost) in enumerate(zip(expected, costs or (), strict=False))
         ]
         enough = max(speeds[1:], default=0.0) / MIN_SPEEDUP
@@ -190,6 +190,11 @@ def _shape(model: nn.Module) -> ModelShape:
     layers = getattr(model, "layers", None)
     count = len(layers) if layers is not None else int(getattr(text, "num_hidden_layers", 1) or 1)
     return ModelShape(count + 1, sum(one.numel() for one in model.parameters()))
+
+
+def _draft_token(config: SpeculationConfig, situation: Situation, length: int) -> float:
+    """Return what a draft token takes by shapes, in plain steps: compiled drafts are not measured."""
+    return _shape_cost(config, situation).draft_token(situation.batch_size, length)
 
 
 def _shares(cost: StepCost) -> Callable[[Sequence[int]], list[float] | None]:

@@ -36,7 +36,7 @@ from .base import DraftContext, Drafter, DraftOutput
 from .block_drafting import BlockDrafter
 from .features import FeatureSpeculatorConfig, check_mask_token
 from .layers import classes_of
-from .modeling import DraftModel
+from .modeling import DraftModel, softcapped
 from .static import drafter_for
 
 if TYPE_CHECKING:
@@ -228,13 +228,8 @@ class BlockDraftModel(DraftModel):
         return embeds if scale == 1 else embeds * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits, factor, cap = (
-            super().logits(hidden),
-            self.config.output_multiplier,
-            self.config.final_logit_softcapping,
-        )
-        logits = logits if factor == 1 else logits * factor
-        return logits if cap is None else (logits / cap).tanh() * cap
+        logits, factor = super().logits(hidden), self.config.output_multiplier
+        return softcapped(logits if factor == 1 else logits * factor, self.config.final_logit_softcapping)
 
     # -- context ------------------------------------------------------------------------------------------------------
 

@@ -214,8 +214,7 @@ class DraftModel(PreTrainedModel, Speculator):
             weight = self._borrowed("lm_head")
             moved = hidden.to(weight.device, weight.dtype)
             logits = functional.linear(moved, weight, self._lent["lm_head_bias"]).to(hidden.device)
-        cap: float | None = getattr(self.config.layers, "final_logit_softcapping", None)  # of Gemma
-        return logits if cap is None else (logits / cap).tanh() * cap
+        return softcapped(logits, getattr(self.config.layers, "final_logit_softcapping", None))  # of Gemma
 
     def decode(
         self,
@@ -419,6 +418,11 @@ def _check_ids(ids: Tensor, total: int) -> None:
 
 def _broken(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all())
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return ``logits`` squeezed into -``cap`` to ``cap``, or as they are without one."""
+    return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def next_positions(hidden: Tensor, past_key_values: Cache | None) -> Tensor:

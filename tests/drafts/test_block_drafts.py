@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden import CLOSE, DFLASH, DSPARK, GOLDENS, PEAGLE, load_draft, load_target, outputs
+from golden import CLOSE, DFLASH, DFLASH2, DSPARK, GOLDENS, JETSPEC, PEAGLE, load_draft, load_target, outputs
 from torch import Tensor
 
 from hf_spec import AcceptedTokens, DraftContext, Proposal, SpeculationConfig
@@ -226,7 +226,7 @@ def accepted_lengths(case: str, **settings: Any) -> tuple[list[int], list[list[i
     return text[: len(expected)], made, lengths
 
 
-@pytest.mark.parametrize("case", [*CASES, PEAGLE[0]])
+@pytest.mark.parametrize("case", [*CASES, PEAGLE[0], *JETSPEC, *DFLASH2])
 def test_generation_accepts_what_the_peer_accepted(case: str) -> None:
     io = outputs(case)
     text, guesses, lengths = accepted_lengths(case)

@@ -11,7 +11,7 @@ import torch
 from architectures import build
 from golden import CLOSE, DFLASH2, GOLDENS, load_draft, load_target, outputs, tiny_target
 from safetensors.torch import load_file, save_file
-from test_block_drafts import Logits, accepted_lengths, drafter_of, news
+from test_block_drafts import Logits, drafter_of, news
 from test_block_exactness import FLAGS, LAYERS, WINDOW
 from test_block_training import examples, trainer
 from test_distribution_end_to_end import VANILLA, distribution, model, sample, small_buffers  # noqa: F401
@@ -102,16 +102,6 @@ def test_chains_are_those_of_the_peers_code(case: str) -> None:
         torch.testing.assert_close(first, io["draft/scores"][place, 0].softmax(-1), **CLOSE)
 
 
-@pytest.mark.parametrize("case", DFLASH2)
-def test_generation_accepts_what_the_peer_accepted(case: str) -> None:
-    io = outputs(case)
-    text, guesses, lengths = accepted_lengths(case)
-    steps = len(io["e2e/drafts"])
-    assert text == io["e2e/greedy_ids"].tolist()
-    assert guesses[:steps] == io["e2e/drafts"].tolist()
-    assert lengths[:steps] == io["e2e/accept_len"].tolist()
-
-
 @torch.no_grad()
 def test_blocks_side_by_side_do_not_see_each_other() -> None:
     """Two blocks in one forward of a convolution are the blocks one after the other."""
@@ -149,15 +139,6 @@ def test_same_text_as_plain_generate(name: str) -> None:
             out = speculative(target, batch, Way(shape, draft, settings))
             assert torch.equal(out.sequences, text), f"{shape}, batch {batch}"
             assert out.speculation.counts.proposed > 0
-
-
-class _Unpaired(SelectorGrowth):
-    """A selector that says it had scored no pairs: a wrong q."""
-
-    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        right = super().step(tokens, depth, parents, ancestors)
-        wrong = right.roll(1, dims=-1)
-        return torch.logaddexp(right, wrong) - torch.log(torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("case", ["chain, block", "drawn tree, block"])

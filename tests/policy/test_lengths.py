@@ -219,12 +219,12 @@ def test_compiled_batches_draft_as_much_as_wide_forwards_allow(cost: str, length
         return [costs[cost](width) for width in widths]
 
     new = AcceptanceEstimator()
-    assert static_length(known, new, 8, 5, 0.05, costs_of) == pytest.approx(length, abs=1)  # type: ignore[arg-type]
-    once = static_length(known, new, 6, 5, 0.05, costs_of)  # type: ignore[arg-type]
+    assert static_length(known, new, 8, 5, lambda: 0.05, costs_of) == pytest.approx(length, abs=1)  # type: ignore[arg-type]
+    once = static_length(known, new, 6, 5, lambda: 0.05, costs_of)  # type: ignore[arg-type]
     assert once == known[3] and asked == [[8, 16, 24, 32, 40, 48]]
-    assert static_length(known, new, 8, 1, 0.05, costs_of) == 1  # type: ignore[arg-type]
-    assert static_length(known, new, 1, 5, 0.05, costs_of) == 5 and len(asked) == 1  # type: ignore[arg-type]
-    assert static_length({}, new, 4, 5, 0.05, lambda widths: None) == 5
+    assert static_length(known, new, 8, 1, lambda: 0.05, costs_of) == 1  # type: ignore[arg-type]
+    assert static_length(known, new, 1, 5, lambda: 0.05, costs_of) == 5 and len(asked) == 1  # type: ignore[arg-type]
+    assert static_length({}, new, 4, 5, lambda: 0.05, lambda widths: None) == 5
 
 
 # --- Token by token --------------------------------------------------------------------------------------------------
