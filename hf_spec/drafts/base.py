@@ -179,7 +179,7 @@ class AcceptedTokens:
 
 @dataclass
 class DraftOutput(ModelOutput):
-    """Hold one step of a draft.
+    """One step of a draft.
 
     ``logits`` are (batch, length, draft vocabulary). ``hidden_states`` (batch, length, hidden) are the input of the
     next step. The cache that was passed, grown by this step, has the name that transformers gives it.
@@ -374,7 +374,7 @@ class Speculator(ABC):
         return type(self).learn is not Speculator.learn
 
     def learn(self, texts: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """Be told the texts of a finished call, one per row, prompt and output. By default nothing is kept of them.
+        """Learn from the texts of a finished call, one per row, prompt and output. By default nothing is kept of them.
 
         Whoever decodes calls this once, from any thread, when the call is whole: not of calls that were abandoned.
         """

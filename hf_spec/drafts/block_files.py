@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config_keys import Known, flat_keys, known
 from ..configuration import GEMMA, default_speculators_config
 from ..settings import is_int
-from .blocks import BlockSpeculatorConfig
+from .blocks import SCALES, BlockSpeculatorConfig
 from .files import (
     Checkpoint,
     Files,
@@ -33,7 +33,6 @@ NOT_DONE = {
     **{"attention_sink_bias": False, "attention_value_scale": 1.0, "is_neox_style": True, "use_swa": False},
     **{"rope_is_neox_style": True, "use_aux_hidden_state": True, "draft_shift": 0},
 }
-SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal", "causal_head") | {
     **known("num_target_layers", "target_hidden_size", "target_model_name_or_path", *SCALES, *NOT_DONE),
     **known("swa_window_size"),  # means something with use_swa only

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ..unroll.feedback import Unrolled, UnrollInput
 
 BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot", "block_causal")
-# Fields that only hf_spec knows, written where they say something.
-UNLESS_DEFAULT = ("block_causal", "input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+UNLESS_DEFAULT = ("block_causal", *SCALES)  # fields that only hf_spec knows, written where they say something
 
 
 class BlockSpeculatorConfig(FeatureSpeculatorConfig):
@@ -155,7 +155,7 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
                 "block_causal and sliding_window_non_causal are both True: slots see earlier slots only, or all of "
                 "them; set one to False"
             )
-        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+        for name in SCALES:
             check_positive(name, getattr(self, name))
 
     def _check_window(self, kinds: list[str]) -> None:

@@ -19,7 +19,7 @@ DOUBT_VOTES = 2.0
 
 
 class Texts:
-    """Hold the growing texts of a call, and find where their ends were written before.
+    """The growing texts of a call, and where their ends were written before.
 
     Each looks in itself, in the others, and in the ``histories``. Texts keep their numbers, also when their rows
     leave.
