@@ -178,7 +178,7 @@ def write_zlab(draft: Any, architecture: str, **own: Any) -> Files:
         (set(config.shared_with_target or ()) != {"embed_tokens", "lm_head"}, "has embeddings or a head of its own"),
     ]
     given: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": layer_outputs(config)}
-    given |= own | {name: value for name in SCALES if (value := getattr(config, name)) not in (None, 1.0)}
+    given |= own | config.scales
     more: dict[str, Any] = {}
     if config.block_causal:
         given |= {"causal": True, "causal_head": True}  # for vLLM, and for JetSpec's own code
@@ -227,7 +227,7 @@ def engines(
     if not (config.block_causal or config.sliding_window_non_causal) and "full_attention" in config.layer_kinds:
         cure = "" if window else "; set it to true"
         found["vLLM"].append(f"takes sliding_window_non_causal: false for causal blocks in full layers too{cure}")
-    if any(getattr(config, name) not in (None, 1.0) for name in SCALES):
+    if config.scales:
         found["vLLM"].append(f"reads scales and caps in another layout only; convert to {layout}")
     name = (config.speculators_config or {})["verifier"].get("name_or_path")
     if not name or os.path.exists(name):

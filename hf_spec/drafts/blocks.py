@@ -89,6 +89,11 @@ class BlockSpeculatorConfig(FeatureSpeculatorConfig):
     final_logit_softcapping: float | None = None
 
     @property
+    def scales(self) -> dict[str, float]:
+        """Return those of ``SCALES`` that change something, by name."""
+        return {name: value for name in SCALES if (value := getattr(self, name)) not in (None, 1.0)}
+
+    @property
     def num_draft_tokens(self) -> int:
         """Count the draft tokens of a block."""
         return self.block_size - (not self.sample_from_anchor)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...configuration import GEMMA
 from ..block_files import (
-    SCALES,
     Read,
     flat_block_keys,
     layer_outputs,
@@ -61,7 +60,7 @@ def write_deepspec(draft: Any) -> Files:
         (not config.sample_from_anchor, "does not predict from the root's slot"),
         ("sliding_attention" in config.layer_kinds, "has sliding layers"),
         (config.block_causal, "has causal blocks"),
-        (any(getattr(config, name) not in (None, 1.0) for name in SCALES), "scales or caps its numbers"),
+        (bool(config.scales), "scales or caps its numbers"),
         (
             bool(config.shared_with_target),
             "has no embeddings or no head of its own (--self-contained TARGET writes them in)",
