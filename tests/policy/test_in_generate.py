@@ -63,7 +63,7 @@ def test_by_default_time_is_measured_and_a_seed_does_without_a_clock() -> None:
         (True, AUTO, MeasuredCost),
         (True, SpeculationConfig(verification="exact"), MeasuredCost),
     ):
-        policy = policy_of(draft(), asked, samples)
+        policy = policy_of(draft(), asked, samples, copy.deepcopy(target()))  # no step of it was measured yet
         assert isinstance(policy, AdaptiveLength) and type(policy.cost) is cost
         assert ("because a seed was set" in str(policy)) is (cost is ShapeCost)
         assert most_nodes(policy, SpeculationConfig(), False) is None

@@ -290,11 +290,11 @@ def test_a_call_that_fails_before_it_shows_text_leaves_the_cache_as_it_was(name:
     assert torch.equal(generate(model, 1, **options), generate(model, 1, input_ids=more, attention_mask=None))
 
 
-def test_guesses_that_overflow_are_taken_back() -> None:
-    """A nan in the slot of a guess would reach every query of a mask that hides it: 0 * nan."""
+def test_draft_tokens_that_overflow_are_rolled_back() -> None:
+    """A nan in the slot of a draft token would reach every query of a mask that hides it: 0 * nan."""
     cache = StaticTreeKVCache.adopt(prefilled(target("gemma2")), 1, torch.device("cpu"), 4)
     cache.make_room(4)
-    cache.aim(4)
+    cache.reserve(4)
     states = torch.full((1, cache.layers[0].keys.shape[1], 4, cache.layers[0].keys.shape[3]), torch.nan)
     before = [layer.keys.clone() for layer in cache.slot_layers]
     for layer in cache.slot_layers:
@@ -464,8 +464,8 @@ def test_one_warning_where_a_model_cannot_be_compiled(forwards: Forwards) -> Non
             assert torch.equal(guessing(model, 3, text, CHAIN, compile_config=on_any_device()), text)
     told = [message for message in told if "not compiled" in message]
     assert told == [
-        "BloomForCausalLM is not compiled for scoring guesses, but run as it is: it makes its attention masks inside "
-        "its forward."
+        "BloomForCausalLM is not compiled for scoring draft tokens, but runs as it is: it makes its attention masks "
+        "inside its forward."
     ]
 
 
