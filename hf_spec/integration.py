@@ -27,14 +27,15 @@ from .batching.hooks import HOOKS as BATCHING
 from .batching.hooks import signature_with_keywords
 from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
-from .checkpoints.resolve import as_speculator
+from .checkpoints.resolve import EARLY_EXIT, as_speculator
 from .decode.draft_length import Situation, draft_length_policy
 from .decode.loop import Call, GenerateArguments
 from .decode.outputs import SpeculativeOutput, forget_speculation
-from .decode.refusals import Refusal, refuse_cache, refuse_call, refusing
+from .decode.refusals import Refusal, refuse_cache, refuse_call, refuse_sharing, refusing
 from .decode.sequences import Sequences
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
+from .drafts.early_exit.speculator import EarlyExitSpeculator
 from .parallel import ModelParallelGroup
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
@@ -49,8 +50,8 @@ DOCUMENTATION = """
         With hf_spec, `generate` knows three more keywords. The text has the same distribution with them as without.
 
         speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
-            The source of draft tokens: a draft, `"ngram"`, `"mtp"`, `"auto"`, or a directory or Hub id of a draft.
-            `False` turns off what `hf_spec.set_speculator` or a generation config asks for.
+            The source of draft tokens: a draft, `"ngram"`, `"mtp"`, `"early-exit"`, `"auto"`, or a directory or Hub id
+            of a draft. `False` turns off what `hf_spec.set_speculator` or a generation config asks for.
         speculation_config (`hf_spec.SpeculationConfig`, *optional*):
             How to draft and verify. By default as the draft says, with an adaptive draft length.
         num_speculative_tokens (`int` or `"auto"`, *optional*):
@@ -105,6 +106,7 @@ class SpeculativeDecoding:
         prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, sequences)
+            refuse_sharing(speculator, model_kwargs)
             speculator.check(model, config)
             if config.self_check:
                 check_target(model, config.tree is not None, is_static, prompt)
@@ -238,7 +240,10 @@ def _speculate(
     try:
         _refuse_other_ways(model, kwargs)
         refuse_while_engine_decodes(model)
+        speculator = _with_exit_layer(model, speculator, kwargs)
         found, tokenizer = as_speculator(speculator, model), kwargs.pop("tokenizer", None)
+        if found.shares_target_cache:
+            kwargs.setdefault("assistant_early_exit", None)  # a config's, with which transformers would decode
         if config is None:
             config = configured(model, kwargs)
             if num_speculative_tokens is None:
@@ -251,6 +256,25 @@ def _speculate(
         if stream is not None and ends_stream and not stream.began:
             stream.end()  # who reads it, in another thread, would wait for ever
         raise
+
+
+def _with_exit_layer(model: Any, speculator: Any, kwargs: dict[str, Any]) -> Any:
+    """Read ``assistant_early_exit``, transformers' own option, as the layer of early exit, and take it out.
+
+    Errors: a Refusal if the speculator has another layer.
+    """
+    if not (speculator == EARLY_EXIT or isinstance(speculator, EarlyExitSpeculator)):
+        return speculator
+    asked = kwargs.get("assistant_early_exit")
+    own = speculator.layer if isinstance(speculator, EarlyExitSpeculator) else None
+    if None not in (asked, own) and asked != own:
+        raise Refusal(
+            f"assistant_early_exit={asked} and EarlyExitSpeculator(layer={own}) name two layers to exit after; pass "
+            "one of them."
+        )
+    layer = own or option(model, kwargs, "assistant_early_exit")
+    kwargs["assistant_early_exit"] = None  # or transformers would decode with it
+    return speculator if layer is None else EarlyExitSpeculator(layer)
 
 
 class _Stream(BaseStreamer):

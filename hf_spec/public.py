@@ -20,6 +20,7 @@ from .drafts.eagle.configuration import EagleSpeculatorConfig
 from .drafts.eagle.modeling import EagleDraftModel
 from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .drafts.eagle3.modeling import Eagle3DraftModel
+from .drafts.early_exit.speculator import EarlyExitSpeculator
 from .drafts.medusa.configuration import MedusaSpeculatorConfig
 from .drafts.medusa.modeling import MedusaDraftModel
 from .drafts.modeling import DraftModel
@@ -56,6 +57,7 @@ __all__ = [
     "Eagle3SpeculatorConfig",
     "EagleDraftModel",
     "EagleSpeculatorConfig",
+    "EarlyExitSpeculator",
     "HybridSpeculator",
     "KnownDraft",
     "MTPDraftModel",

@@ -11,6 +11,7 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from ..decode.refusals import Refusal
+from ..drafts.base import Speculator
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
@@ -38,8 +39,15 @@ UNSUPPORTED_MODEL_TYPES = frozenset(
 logger = logging.get_logger(__name__)
 
 
-def refuse_batch(model: Any, generation_config: GenerationConfig, config: SpeculationConfig) -> None:
-    """Raise a Refusal if this model, these options or this kind of proposal cannot be batched continuously."""
+def refuse_batch(
+    model: Any, generation_config: GenerationConfig, config: SpeculationConfig, speculator: Speculator | None
+) -> None:
+    """Raise a Refusal if this model, these options or this draft cannot be batched continuously."""
+    if speculator is not None and speculator.shares_target_cache:
+        raise _refusal(
+            f"{type(speculator).__name__} drafts over the target's own cache, and the engine's is paged; use another "
+            "draft, or generate(..., speculator=...)"
+        )
     if (reason := why_not_batched(model)) is not None:
         raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
     implementation = model.config.get_text_config(decoder=True)._attn_implementation

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..decode.draft_length import Situation, draft_length_policy
-from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask, network_of
+from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
 from ..metrics import Counts, Part, SpeculationStats
 from ..parallel import ModelParallelGroup
-from ..policy.base import MAX_LENGTH, DraftSource, StepObservation
+from ..policy.base import MAX_LENGTH, StepObservation
 from ..policy.fixed import unbounded
 from ..proposal import Proposal, tree_from_paths
 from ..scoring.features import Features
@@ -101,7 +101,7 @@ class Speculation:
         self._ranks = ModelParallelGroup(model)
         situation = Situation(model, speculator, sample, batch_size=1, prompt_length=1, way=("requests",))
         self.config, self.policy = draft_length_policy(config, asked, situation, self._ranks)
-        self._source = DraftSource.NGRAM if network_of(speculator) is None else DraftSource.MODEL
+        self._source = speculator.source
         self.features = Features(model, speculator.feature_layers(model))
         self.counts = Counts()
         self._verifier = Verifier(self.config, sample)

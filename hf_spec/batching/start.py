@@ -43,7 +43,7 @@ def make_manager(
     if config is None and found.tree is not None:  # the draft's own default, which a chain can replace
         found = speculator.settings(found, tree=None)
     with refusing():
-        refuse_batch(model, settings, found)
+        refuse_batch(model, settings, found, speculator)
         speculator.check(model, found)
     given = sized(model, batching_config, workload_hints)
     if found.tree is not None:  # transformers would switch to flash attention, which takes no tree mask

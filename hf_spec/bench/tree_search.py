@@ -97,6 +97,10 @@ class _Probe(Speculator):
         self.tried: list[int] = []  # by depth
         self.right: list[list[int]] = []  # by depth and rank
 
+    @property
+    def shares_target_cache(self) -> bool:
+        return self.inner.shares_target_cache
+
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         return self.inner.feature_layers(target)
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from ..drafts.base import Speculator, network_of
+from ..drafts.early_exit.speculator import EarlyExitSpeculator
 from ..drafts.files import Checkpoint
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
@@ -31,6 +32,7 @@ from .kinds import config_classes, find_format
 from .known import cached, known_drafts
 from .neighbours import ForeignDraftError
 
+EARLY_EXIT = "early-exit"  # the keyword
 # The least share of equal tokens without a warning: tokenizers of one family differ in a few added tokens.
 MOST_IN_COMMON = 0.9
 
@@ -45,10 +47,10 @@ _read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     """Turn a draft model, a causal language model, a keyword, or a path or Hub id into a ``Speculator``.
 
-    The keywords are ``"ngram"``, ``"mtp"`` (the target's own MTP layers) and ``"auto"``. ``"auto"`` takes the first
-    that exists: MTP layers, a draft of ``known_drafts(target)`` in the Hub's local cache, or n-grams with a history.
-    It is decided once for a target. ``"mtp"`` and paths are read again each time, so keep
-    ``as_speculator("mtp", target)`` for many calls.
+    The keywords are ``"ngram"``, ``"mtp"`` (the target's own MTP layers), ``"early-exit"`` (its own first layers) and
+    ``"auto"``. ``"auto"`` takes the first that exists: MTP layers, a draft of ``known_drafts(target)`` in the Hub's
+    local cache, or n-grams with a history. It is decided once for a target. ``"mtp"`` and paths are read again each
+    time, so keep ``as_speculator("mtp", target)`` for many calls.
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
@@ -61,6 +63,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return base
     if speculator == "ngram":
         return _ngrams()
+    if speculator == EARLY_EXIT:
+        return EarlyExitSpeculator()
     if speculator == "mtp":
         _warn_of_reading("mtp", target)
         return _own_layers(target)
@@ -74,9 +78,9 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
-        "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'auto', a path or Hub id of one, "
-        f"or a hf_spec.Speculator, got {type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a "
-        "language model with AutoModelForCausalLM.from_pretrained."
+        "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'early-exit', 'auto', a path or "
+        f"Hub id of one, or a hf_spec.Speculator, got {type(speculator).__name__}. Load a draft with "
+        "AutoModel.from_pretrained, or a language model with AutoModelForCausalLM.from_pretrained."
         + (
             " An encoder-decoder model can assist another: generate(..., assistant_model=...)."
             if _encodes(base)
@@ -113,7 +117,7 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
 
 def _suggestion(name: str) -> str:
     """Suggest what the user meant by a ``name`` that does not exist; "" without an idea."""
-    if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", "auto"), 1):
+    if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", EARLY_EXIT, "auto"), 1):
         return f" (did you mean {near[0]!r}?)"
     is_kind = name.lower() in config_classes()
     return f" ({name!r} is a kind of draft with weights; pass the directory or Hub id of one)" if is_kind else ""

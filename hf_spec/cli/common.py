@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from ..settings import SpeculationConfig
 
 TEMPERATURE_HELP = "0 decodes greedily; left out: the model's own"
-SPECULATOR_HELP = "ngram, history, mtp, auto, a draft (directory or Hub id), or history+DRAFT for both together"
+SPECULATOR_HELP = (
+    "ngram, history, mtp, early-exit, auto, a draft (directory or Hub id), or history+DRAFT for both together"
+)
 TREE_HELP = "chain, dynamic, sampled, auto, a list of paths of ranks such as [[0],[1],[0,0]], or a .json file with one"
 PICTURES = (".png", ".pdf", ".svg")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -21,6 +21,7 @@ from ..scoring.plain import input_device, position_limit, space_after
 from ..settings import SpeculationConfig
 
 WITH_HISTORY = "history+"  # before the name of a draft
+OF_TARGET = ("mtp", "early-exit", "auto")  # drafts that are found in the target's own files
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # over all devices, as accelerate does
 
 Configured = Callable[[Speculator], Iterable[SpeculationConfig]]
@@ -81,10 +82,10 @@ def config_of(target: str) -> Any:
 def load_drafts(
     outline: PreTrainedModel, drafts: Iterable[str], dtype: str, configs: Configured
 ) -> dict[str, Speculator]:
-    """Load ``drafts`` and check that they can serve ``outline``; ``mtp`` and ``auto`` are left to the target."""
+    """Load ``drafts`` and check that they can serve ``outline``; those ``OF_TARGET`` are left to the target."""
     speculators = {}
     for name in drafts:
-        if name.removeprefix(WITH_HISTORY) not in ("mtp", "auto"):  # their weights are in the target's files
+        if name.removeprefix(WITH_HISTORY) not in OF_TARGET:  # their weights are in the target's files
             speculators[name] = load_speculator(name, outline, dtype)
             for config in configs(speculators[name]):
                 speculators[name].check(outline, config)
@@ -124,7 +125,7 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
     """Load a draft by its name: a rule, a draft of any format, or else a causal language model."""
     if name.startswith(WITH_HISTORY):
         return with_history(load_speculator(name.removeprefix(WITH_HISTORY), target, dtype))
-    if name in ("ngram", "history", "mtp", "auto"):
+    if name in ("ngram", "history", *OF_TARGET):
         return as_speculator(unloaded(name), target)
     draft = load_draft(name, target, dtype=dtype)
     return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)

@@ -6,10 +6,8 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator, network_of
@@ -17,7 +15,7 @@ from ..parallel import ModelParallelGroup
 from ..policy.acceptance import AcceptanceEstimator
 from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
 from ..policy.base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource
-from ..policy.cost import ModelShape, ShapeCost, StepCost, size_class
+from ..policy.cost import ShapeCost, StepCost, shape_of, size_class
 from ..policy.fixed import FixedLength
 from ..policy.store import Profile, profile_of, prompt_class
 from ..proposal import tree_from_paths
@@ -172,24 +170,14 @@ def _nodes(config: SpeculationConfig, length: int) -> int:
 
 
 def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:
-    network = network_of(situation.speculator)
     return ShapeCost(
-        _shape(situation.target),
-        ModelShape(0, 0) if network is None else _shape(network),
+        shape_of(situation.target),
+        situation.speculator.draft_shape(situation.target),
         situation.speculator.draft_forwards,
         functools.partial(_nodes, config),
         situation.device.type != "cpu",
         situation.target.dtype in HALF,
     )
-
-
-def _shape(model: nn.Module) -> ModelShape:
-    """Count layers and parameters; the head is one layer more, and so is the choice of a token."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    layers = getattr(model, "layers", None)
-    count = len(layers) if layers is not None else int(getattr(text, "num_hidden_layers", 1) or 1)
-    return ModelShape(count + 1, sum(one.numel() for one in model.parameters()))
 
 
 def _draft_token(config: SpeculationConfig, situation: Situation, length: int) -> float:

@@ -15,11 +15,11 @@ from transformers.cache_utils import StaticCache
 from transformers.utils import logging
 
 from ..device_tensors import to_device
-from ..drafts.base import AcceptedTokens, DraftContext, Speculator, network_of
+from ..drafts.base import AcceptedTokens, DraftContext, Speculator
 from ..drafts.lazy import LazyDrafter
 from ..metrics import SpeculationStats
 from ..parallel import ModelParallelGroup
-from ..policy.base import DraftLengthPolicy, DraftSource, StepObservation
+from ..policy.base import DraftLengthPolicy, StepObservation
 from ..policy.fixed import unbounded
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
@@ -115,8 +115,8 @@ class Call:
         mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
         self.sequences.show_prompt()
         self.prompt_mask = mask
-        together = self.config.tree is None and self.target.verifies_with_prompt(config, kwargs)
-        if together and reads_prompts_causally(self.model):
+        can_draft = self.config.tree is None and not self.speculator.shares_target_cache  # before the prompt is read
+        if can_draft and self.target.verifies_with_prompt(config, kwargs) and reads_prompts_causally(self.model):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             score = functools.partial(self.target.prefill_with_draft_tokens, input_ids, config, kwargs)
@@ -277,10 +277,10 @@ class Call:
             and not (self.emitter.lockstep and rows > 1)
         )
         own = self.policy if plans_itself or self.policy.stops_early else free
-        request = DraftContext(*asked, compiler=self.compiler, policy=own)
-        source = DraftSource.NGRAM if network_of(self.speculator) is None else DraftSource.MODEL
+        runner = self.target if self.speculator.shares_target_cache else None
+        request = DraftContext(*asked, compiler=self.compiler, policy=own, runner=runner)
         start = functools.partial(self.speculator.drafter, request)
-        return LazyDrafter(start, free if plans_itself else self.policy, source)
+        return LazyDrafter(start, free if plans_itself else self.policy, self.speculator.source)
 
     @property
     def _returns_cache(self) -> bool:
@@ -316,7 +316,8 @@ class Call:
             logger.warning_once(
                 f"{type(self.speculator).__name__}: no draft token was accepted in {NEVER_RIGHT} steps or "
                 "more, so drafting costs time only. Either the draft is not trained yet, or it was trained for "
-                "another target or tokenizer, or it is n-grams and the text repeats nothing."
+                "another target or tokenizer, or it is n-grams and the text repeats nothing, or it is early exit from "
+                "a model that was not trained for it."
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
+from ..drafts.base import Speculator
 from ..scoring.architectures import drops_cache, keeps_own_states, why_no_trees, why_unsupported
 from ..scoring.cache import has_states
 from ..scoring.names import CACHES, cache_among
@@ -70,7 +71,8 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
         raise _refusal(f"num_beams={generation_config.num_beams}: one text per sequence is verified; use num_beams=1")
     for name in OTHER_WAYS:
         if getattr(generation_config, name, None):
-            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`")
+            instead = ", or pass speculator='early-exit'" if name == "assistant_early_exit" else ""
+            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`{instead}")
     if generation_config.output_attentions:
         raise _refusal(
             "output_attentions: a block's attention looks different from that of single steps; set it to False"
@@ -83,6 +85,15 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
     if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
         raise _refusal("use_cache=False: draft tokens are scored over a cache; leave use_cache at True")
     refuse_cache(generation_config.cache_implementation)
+
+
+def refuse_sharing(speculator: Speculator, model_kwargs: dict[str, Any]) -> None:
+    """Raise a ``Refusal`` if the draft shares the target's cache, and that is static."""
+    if speculator.shares_target_cache and isinstance(cache_among(model_kwargs), StaticCache):
+        raise _refusal(
+            "early exit drafts over the target's own cache, and not over a static one, for which the target is "
+            "compiled as a whole; leave cache_implementation unset and pass no StaticCache, or use another draft"
+        )
 
 
 def refuse_cache(implementation: str | None) -> None:

@@ -19,7 +19,8 @@ from transformers.utils.generic import ModelOutput
 
 from ..device_tensors import cached_arange, to_list
 from ..policy.acceptance import AcceptanceEstimator
-from ..policy.base import DraftLengthPolicy
+from ..policy.base import DraftLengthPolicy, DraftSource
+from ..policy.cost import ModelShape, shape_of
 from ..policy.fixed import unbounded
 from ..proposal import NO_PARENT, Proposal, once
 from ..scoring.names import CACHE
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..scoring.graphs import Compiler
+    from ..scoring.runner import ModelRunner
 
 
 SUM_TOLERANCE = 1e-3  # of a distribution that a user's own drafter works out, in whatever precision
@@ -46,7 +48,8 @@ class DraftContext:
     into the log-probabilities of draft tokens. The user's temperature, top-k, top-p, ... are applied once. Where only
     chains of the best tokens are wanted, it may return any scores in that order. ``sample``: sample draft tokens;
     otherwise take the best ones. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
-    drafter that can tell how probably its draft tokens are accepted asks it how many to draft.
+    drafter that can tell how probably its draft tokens are accepted asks it how many to draft. ``runner`` is the
+    target's own, for speculators with ``shares_target_cache``.
     """
 
     target: PreTrainedModel
@@ -59,6 +62,7 @@ class DraftContext:
     generator: torch.Generator | None = None
     compiler: Compiler | None = None
     policy: DraftLengthPolicy = field(default_factory=lambda: unbounded(AcceptanceEstimator()))
+    runner: ModelRunner | None = None
 
     @property
     def keep_drafting(self) -> Callable[[Tensor], bool] | None:
@@ -331,6 +335,24 @@ class Speculator(ABC):
     def draft_forwards(self, length: int) -> int:
         """Count the forwards of the draft model for ``length`` draft tokens: by default one for each."""
         return length
+
+    def draft_shape(self, target: PreTrainedModel) -> ModelShape:
+        """Return what one forward of the draft has to do: nothing by default if the draft has no weights."""
+        network = network_of(self)
+        return ModelShape(0, 0) if network is None else shape_of(network)
+
+    @property
+    def source(self) -> DraftSource:
+        """Say whether a model drafts or a text is searched: by default whether the draft has weights."""
+        return DraftSource.NGRAM if network_of(self) is None else DraftSource.MODEL
+
+    @property
+    def shares_target_cache(self) -> bool:
+        """Tell whether drafters run layers of the target over its own cache, ``DraftContext.runner``; not by default.
+
+        Such a drafter starts after the prompt was read.
+        """
+        return False
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default.

@@ -78,7 +78,7 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
     found = speculator.settings(settings) if speculator else SpeculationConfig()
     try:
         refuse_dropped(config)
-        refuse_batch(model, config, found)
+        refuse_batch(model, config, found, speculator or None)
         if speculator:
             speculator.check(model, found)
     except Refusal as refusal:

@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+from torch import nn
 
 from .base import MAX_LENGTH, DraftSource
 
@@ -125,6 +128,15 @@ class ModelShape:
         second = 0.0 if is_half or is_accelerator or tokens == 1 else SECOND_TOKEN
         share = 1 + second + NEXT_TOKEN[is_accelerator] * (tokens - 1) / (2 if is_half else 1)
         return self.layers * LAYER[is_accelerator] + self.parameters * share
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """Count layers and parameters; the head is one layer more, and so is the choice of a token."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    layers = getattr(model, "layers", None)
+    count = len(layers) if layers is not None else int(getattr(text, "num_hidden_layers", 1) or 1)
+    return ModelShape(count + 1, sum(one.numel() for one in model.parameters()))
 
 
 class ShapeCost(StepCost):

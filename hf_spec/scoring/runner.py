@@ -97,12 +97,16 @@ class _FinishedRows:
         self.rows = to_device(going_on, last_tokens.device)  # (unfinished rows,)
 
     def widen(self, tokens: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Add rows of last tokens to ``tokens`` (rows, nodes), and nodes that see only themselves to ``ancestors``."""
+        """Add rows of last tokens to ``tokens`` (rows, nodes), and nodes that see only themselves to ``ancestors``.
+
+        The latter are (rows, nodes, draft nodes).
+        """
         count = tokens.shape[1]
         wide = self._last_tokens[:, None].repeat(1, count).index_copy(0, self.rows, tokens)  # (batch, nodes)
         if ancestors is None:
             return wide, None
-        alone = torch.eye(count, dtype=torch.bool, device=tokens.device).repeat(len(wide), 1, 1)
+        alone = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        alone = torch.nn.functional.pad(alone, (ancestors.shape[2] - count, 0)).repeat(len(wide), 1, 1)
         return wide, alone.index_copy(0, self.rows, ancestors)
 
     def narrow(self, scores: Scores) -> Scores:
@@ -284,10 +288,13 @@ class ModelRunner:
 
     def score(self, proposal: Proposal) -> Scores:
         """Score the root and the draft tokens of ``proposal``, in one forward for all rows and nodes."""
-        tokens, ancestors = proposal.tokens, None if proposal.is_chain else proposal.ancestors
+        return self.score_nodes(proposal.tokens, None if proposal.is_chain else proposal.ancestors)
+
+    def score_nodes(self, tokens: Tensor, ancestors: Tensor | None = None, depth: int | None = None) -> Scores:
+        """Do as ``extend`` for the unfinished rows, while rows that have finished are still in the cache, too."""
         if self._finished is None:
-            return self.extend(tokens, ancestors)
-        return self._finished.narrow(self.extend(*self._finished.widen(tokens, ancestors)))
+            return self.extend(tokens, ancestors, depth)
+        return self._finished.narrow(self.extend(*self._finished.widen(tokens, ancestors), depth))
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None

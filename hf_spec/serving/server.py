@@ -159,7 +159,7 @@ class Server(Serve):
         config = self.config(speculator) if callable(self.config) else self.config
         if self._generation_state._continuous_batching:
             config = _batched_settings(speculator, config)
-            refuse_batch(model, model.generation_config, config)
+            refuse_batch(model, model.generation_config, config, speculator)
         set_speculator(model, speculator, config)
 
 

@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 from ..checkpoints.resolve import as_speculator
 from ..defaults import set_speculator, stored_for
 from ..drafts.base import DraftContext, Drafter, Speculator, network_of
+from ..policy.base import DraftSource
+from ..policy.cost import ModelShape
 from ..settings import SpeculationConfig, is_int
 from .trainer import DraftTrainer
 
@@ -134,6 +136,17 @@ class _Recording(Speculator):
 
     def draft_forwards(self, length: int) -> int:
         return self.inner.draft_forwards(length)
+
+    def draft_shape(self, target: Any) -> ModelShape:
+        return self.inner.draft_shape(target)
+
+    @property
+    def source(self) -> DraftSource:
+        return self.inner.source
+
+    @property
+    def shares_target_cache(self) -> bool:
+        return self.inner.shares_target_cache
 
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return self.inner.feature_layers(target)

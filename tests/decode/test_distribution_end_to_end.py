@@ -47,8 +47,8 @@ WARPERS = {"temperature": 1.5, "top_k": 4, "top_p": 0.95}
 
 
 @functools.cache
-def model() -> PreTrainedModel:
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+def model(layers: int = 1) -> PreTrainedModel:
+    sizes = {"num_hidden_layers": layers, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     return build("llama", vocab_size=VOCAB, num_key_value_heads=1, seed=4, **sizes)
 
 
@@ -64,7 +64,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @functools.cache
-def distribution() -> Tensor:
+def distribution(layers: int = 1) -> Tensor:
     """Enumerate the distribution of the first tokens after both prompts: (prompts, token, ..., token)."""
     warpers = LogitsProcessorList(
         [
@@ -80,20 +80,20 @@ def distribution() -> Tensor:
         mask = torch.cat([MASK.repeat_interleave(len(texts), 0), torch.ones_like(texts).repeat(2, 1)], dim=1)
         with torch.no_grad():
             position = (mask.cumsum(1) - 1).clamp(min=0)
-            logits = model()(input_ids=ids, attention_mask=mask, position_ids=position).logits[:, -1]
+            logits = model(layers)(input_ids=ids, attention_mask=mask, position_ids=position).logits[:, -1]
         p = warpers(ids, logits).double().softmax(-1).view(2, -1, VOCAB)
         joint = (joint[:, :, None] * p).flatten(1)
     return joint / 2
 
 
-def sample(speculator: Any, config: SpeculationConfig, seed: int = 0, **options: Any) -> Tensor:
+def sample(speculator: Any, config: SpeculationConfig, seed: int = 0, layers: int = 1, **options: Any) -> Tensor:
     """Draw texts after both prompts and number them: (texts,)."""
     torch.manual_seed(seed)
     inputs = {"input_ids": PROMPTS, "attention_mask": MASK, "speculator": speculator, "speculation_config": config}
     options |= {"do_sample": True, "max_new_tokens": DEPTH + 1, **WARPERS}
-    few = model().generate(**inputs, **options, num_return_sequences=9, return_dict_in_generate=True)
+    few = model(layers).generate(**inputs, **options, num_return_sequences=9, return_dict_in_generate=True)
     assert few.speculation.accepted, "nothing to verify"
-    texts = model().generate(**inputs, **options, num_return_sequences=TEXTS)
+    texts = model(layers).generate(**inputs, **options, num_return_sequences=TEXTS)
     number = torch.arange(2).repeat_interleave(TEXTS)
     for token in texts[:, 5 : 5 + DEPTH].unbind(1):
         number = VOCAB * number + token
@@ -170,8 +170,11 @@ def test_eagle3_that_knows_fewer_tokens(case: str) -> None:
 class Lying(Speculator):
     """Guess the best token and claim to have drawn it."""
 
+    def inner(self, request: DraftContext) -> Drafter:
+        return VanillaSpeculator(guesser()).drafter(request)
+
     def drafter(self, request: DraftContext) -> Drafter:
-        drafter = VanillaSpeculator(guesser()).drafter(request)
+        drafter = self.inner(request)
         propose = drafter.propose
 
         def lie(news: AcceptedTokens, limit: int) -> Proposal:

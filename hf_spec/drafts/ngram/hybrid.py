@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...device_tensors import to_device, to_list
 from ...policy.base import DraftSource, Estimate
+from ...policy.cost import ModelShape
 from ...policy.fixed import unbounded
 from ...proposal import PAD_NODE, Proposal
 from ...settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig, is_int
@@ -76,6 +77,20 @@ class HybridSpeculator(Speculator):
     def draft_forwards(self, length: int) -> int:
         """Count the forwards of the draft."""
         return self._draft.draft_forwards(min(length, self.draft_depth))
+
+    def draft_shape(self, target: PreTrainedModel) -> ModelShape:
+        """Return what one forward of the draft has to do."""
+        return self._draft.draft_shape(target)
+
+    @property
+    def source(self) -> DraftSource:
+        """Say what the draft is."""
+        return self._draft.source
+
+    @property
+    def shares_target_cache(self) -> bool:
+        """Tell whether the draft runs layers of the target."""
+        return self._draft.shares_target_cache
 
     @property
     def model(self) -> Any:

@@ -1,0 +1,1 @@
+"""Early exit: the target's own first layers as its draft."""
