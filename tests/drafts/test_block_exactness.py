@@ -95,20 +95,35 @@ def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_plain_generate(name: str) -> None:
+    """Each shape in one of the batches, the next shape in the next one."""
+    check_text(name, turn=NAMES.index(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_same_text_in_every_shape_and_batch(name: str) -> None:
+    check_text(name)
+
+
+def check_text(name: str, turn: int | None = None) -> None:
     model = build(name)
     texts = {batch: plain(model, batch) for batch in BATCHES}
     mask = functional.pad(prompts(8, BATCHES[8])["attention_mask"], (0, texts[8].shape[1] - 13), value=1)
-    for kind, draft in drafts_for(model).items():
+    for number, (kind, draft) in enumerate(drafts_for(model).items()):
         if kind == "peagle" and name not in FEW:  # which reads its text as EAGLE-3 does
             continue
         fitted(draft, model, texts[8], mask)
-        for shape, config in SHAPES.items():
+        for place, (shape, config) in enumerate(SHAPES.items()):
             accepted = proposed = 0
-            for batch, text in texts.items():
+            batches, first = list(BATCHES), 0 if turn is None else (turn + number + place) % len(BATCHES)
+            for batch in batches[first:] + batches[:first]:
+                text = texts[batch]
                 out = speculative(model, batch, Way(shape, draft, config))
                 assert torch.equal(out.sequences, text), f"{kind}, {shape}, batch {batch}"
                 accepted += out.speculation.counts.accepted
                 proposed += out.speculation.counts.proposed
+                if turn is not None and 0 < accepted < proposed:
+                    break
             assert 0 < accepted < proposed, f"{kind}, {shape}: {accepted} of {proposed} guesses accepted"
 
 

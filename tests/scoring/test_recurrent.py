@@ -88,33 +88,56 @@ def feature_drafts(model: PreTrainedModel, text: Tensor) -> Iterator[Any]:
 # --- The same text ---------------------------------------------------------------------------------------------------
 
 
-def mistakes(name: str, config: SpeculationConfig) -> Iterator[str]:
-    """Name drafts and batches whose text is not plain `generate`'s, and drafts that were always right or wrong."""
+def mistakes(name: str, config: SpeculationConfig, turn: int | None = None) -> Iterator[str]:
+    """Name drafts and batches whose text is not plain `generate`'s, and drafts that were always right or wrong.
+
+    With a ``turn`` each draft is tried in one of the batches, the next draft in the next one, and in further batches
+    until it was right and wrong.
+    """
     model = target(name)
     texts = {batch: plain(model, batch) for batch in ([1] if name in ONE_ROW else BATCHES)}
     text = texts[max(texts)]
     copies = () if name in (*OWN, *ONE_ROW) else (noisy(model),)
-    for speculator in (ngram(text), *copies, *feature_drafts(model, text)):
+    for place, speculator in enumerate((ngram(text), *copies, *feature_drafts(model, text))):
         counts = Counter[str]()
-        for batch, text in texts.items():
+        batches, first = list(texts), 0 if turn is None else (turn + place) % len(texts)
+        for batch in batches[first:] + batches[:first]:
+            text = texts[batch]
             out = speculative(model, batch, speculator, config)
             counts += Counter(right=out.speculation.accepted, all=out.speculation.proposed)
             if not torch.equal(out.sequences, text):
                 yield f"{type(speculator).__name__}, batch {batch}"
+            if turn is not None and 0 < counts["right"] < counts["all"]:
+                break
         if not 0 < counts["right"] < counts["all"]:
             yield f"{type(speculator).__name__}: {counts}"
 
 
-@pytest.mark.parametrize("name", [*LAZY, *STEPPED, *OWN, *sorted(ONE_ROW.keys() - OWN)])
+NAMES = (*LAZY, *STEPPED, *OWN, *sorted(ONE_ROW.keys() - OWN))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_plain_generate(name: str) -> None:
     """With n-grams, with a draft that is recurrent too, and with Medusa, MTP and EAGLE-3 drafts."""
     kind = PerTokenRunner if name in STEPPED else SnapshotRunner
     assert type(runner_for(target(name), new_cache(target(name)), one_chain=True)) is kind
+    assert list(mistakes(name, CHAIN, turn=NAMES.index(name))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_same_text_in_every_batch(name: str) -> None:
     assert list(mistakes(name, CHAIN)) == []
 
 
 @pytest.mark.parametrize("name", ["jamba", "lfm2", "zaya"])
 def test_same_text_with_trees(name: str) -> None:
+    assert list(mistakes(name, TREE, turn=NAMES.index(name))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "zaya"])
+def test_same_text_with_trees_in_every_batch(name: str) -> None:
     assert list(mistakes(name, TREE)) == []
 
 

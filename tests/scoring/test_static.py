@@ -96,6 +96,22 @@ def test_sizes_are_few() -> None:
 
 @pytest.mark.parametrize("name", [name for name in CORE if name not in NO_STATIC])
 def test_same_text_as_plain_generate(name: str) -> None:
+    """Each way in one of the batches, the next architecture in the next one."""
+    model, turn = build(name), CORE.index(name)
+    texts = {batch: generate(model, batch) for batch in BATCHES}
+    ways: list[tuple[SpeculationConfig, dict[str, Any]]] = [
+        (CHAIN, {"speculator": noisy_copy(model, 0)}),
+        (CHAIN, {}),
+        (TREE, {}),
+    ]
+    for place, (config, options) in enumerate(ways[: 2 if name in NO_TREES else 3]):
+        batch = list(BATCHES)[(turn + place) % len(BATCHES)]
+        assert torch.equal(guessing(model, batch, texts[batch], config, **options), texts[batch]), (batch, config.tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CORE if name not in NO_STATIC])
+def test_same_text_in_every_way_and_batch(name: str) -> None:
     model = build(name)
     for batch in BATCHES:
         text = generate(model, batch)
@@ -373,19 +389,19 @@ def test_one_graph_for_each_shape(name: str, forwards: Forwards, monkeypatch: py
     assert len(forwards.shapes) > 2 * len(forwards.compiled) > 2  # it did grow
 
 
-@pytest.mark.parametrize(("new_tokens", "slots"), [(30, 64), (60, 128), (200, 128)])
+@pytest.mark.parametrize(("new_tokens", "slots"), [(12, 32), (30, 64), (60, 64)])
 def test_rings_are_no_longer_than_the_text_can_get(
     new_tokens: int, slots: int, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A text of 13 + 30 tokens fits in half of the usual slots, blocks of guesses included, and never needs more."""
-    monkeypatch.setattr(rings, "SHORTEST", 128)
+    """A text of 13 + 12 tokens fits in half of the usual slots, blocks of guesses included, and never needs more."""
+    monkeypatch.setattr(rings, "SHORTEST", 64)
     model, draft = target("llama"), noisy_copy(target("llama"), 0)
     options = {"max_new_tokens": new_tokens, "eos_token_id": None}
     text = generate(model, 1, **options)
     for way in ({}, {"speculator": draft}):
         out = guessing(model, 1, text, CHAIN, compile_config=on_any_device(), **options, **way)
         assert torch.equal(out, text)
-    assert {shape[2] for shape in forwards.shapes if shape[2] <= 128} == {slots}
+    assert {shape[2] for shape in forwards.shapes if shape[2] <= 64} == {slots}
 
 
 def test_plain_generate_has_graphs_left(forwards: Forwards) -> None:
@@ -491,7 +507,8 @@ def test_masks_that_a_model_does_not_take_are_noticed(forwards: Forwards, monkey
     assert ["something else with masks" in message for message in told if "not compiled" in message] == [True]
 
 
-def test_threads_take_turns(forwards: Forwards) -> None:
+def test_threads_take_turns(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "SHORTEST", 64)  # few graphs
     model = target("llama")
     texts = [generate(model, batch) for batch in (1, 3)]
     found: dict[int, Tensor] = {}
@@ -575,9 +592,10 @@ def test_inductor_and_its_cache_between_processes(tmp_path: Path) -> None:
     assert figures[1] == [0, sum(figures[0])]
 
 
-def test_prompts_in_chunks_may_be_graphs() -> None:
+def test_prompts_in_chunks_may_be_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers compiles the forwards that read them, plain or ours; a draft's hidden states need no graph."""
-    model, ids = build("llama"), prompts(1)["input_ids"]
+    monkeypatch.setattr(rings, "SHORTEST", 64)
+    model, ids = build("llama", num_hidden_layers=2), prompts(1)["input_ids"]
     text = model.generate(ids, max_new_tokens=8, speculator="ngram")  # from now on masks and attention are looked into
     chunks = {"cache_implementation": "static", "compile_config": on_any_device(), "prefill_chunk_size": 4}
     draft = new_draft(Eagle3SpeculatorConfig.for_target(model.config), model).eval()
@@ -585,9 +603,10 @@ def test_prompts_in_chunks_may_be_graphs() -> None:
         assert torch.equal(model.generate(ids, max_new_tokens=8, **chunks, **options), text)
 
 
-def test_drafts_that_watch_other_layers_take_turns() -> None:
+def test_drafts_that_watch_other_layers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that was made without a hook never calls it."""
-    model, ids = build("llama"), prompts(1)["input_ids"]
+    monkeypatch.setattr(rings, "SHORTEST", 64)
+    model, ids = build("llama", num_hidden_layers=2), prompts(1)["input_ids"]
     text = model.generate(ids, max_new_tokens=8)
     configs = (MedusaSpeculatorConfig, MTPSpeculatorConfig)
     medusa, mtp = (new_draft(config.for_target(model.config), model).eval() for config in configs)
