@@ -15,6 +15,7 @@ import test_block_exactness as block_drafts
 import torch
 from architectures import build, prompts
 from lengths import force_lengths
+from pairs import pairwise
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
 from torch import Tensor
@@ -190,10 +191,7 @@ def same_guesses(call: Call) -> None:
     assert_same(*call.tell([3, 1, 2][: call.rows]))
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("sample", [False, True], ids=["best", "drawn"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shape", "sample", "batch"), pairwise(KINDS, SHAPES, [False, True], [1, 8]))
 def test_fixed_slots_change_no_guess(kind: str, shape: str, sample: bool, batch: int, as_it_is: None) -> None:
     same_guesses(Call(kind, SHAPES[shape], batch, sample))
 
@@ -275,15 +273,11 @@ def text_and_out(kind: str, shape: str, batch: int, **options: Any) -> tuple[Ten
     return text, generate(model, batch, **ways | options)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_same_text_as_plain_generate(kind: str, shape: str, as_it_is: None) -> None:
-    accepted = 0
-    for batch in (1, 3, 8):
-        text, out = text_and_out(kind, shape, batch)
-        assert torch.equal(out.sequences, text)
-        accepted += out.speculation.accepted
-    assert accepted > 0 or kind in MODELS[1:]  # which know nothing of this target
+@pytest.mark.parametrize(("kind", "shape", "batch"), pairwise(KINDS, SHAPES, [1, 3, 8]))
+def test_same_text_as_plain_generate(kind: str, shape: str, batch: int, as_it_is: None) -> None:
+    text, out = text_and_out(kind, shape, batch)
+    assert torch.equal(out.sequences, text)
+    assert out.speculation.accepted > 0 or kind in MODELS[1:]  # which know nothing of this target
 
 
 @pytest.mark.parametrize("deep", [{"num_speculative_tokens": 6}, {"tree": DEEP}], ids=["chain", "tree"])
@@ -328,7 +322,7 @@ def test_ordinary_steps_in_between(kind: str, as_it_is: None, monkeypatch: pytes
     force_lengths(monkeypatch, lambda rows: chance.choice([0, DEPTH]))
     model = target("llama")
     text = generate(model, 8)
-    for last in range(14, 30, 4):
+    for last in range(14, 30, 8):
         ends = {"eos_token_id": [int(text[row, last + row]) for row in range(8)], "pad_token_id": 0}
         _, out = text_and_out(kind, "chain", 8, **ends)
         assert torch.equal(out.sequences, generate(model, 8, **ends))
