@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from groups import TWO_PROCESSES, environment
+from groups import environment, run_two
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_spec import demo
@@ -38,10 +39,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def answered(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run that ended, with its answers and their record."""
+    folder = tmp_path_factory.mktemp("answered")
+    assert main(command(model, write_prompts(folder), folder / "out.jsonl")) == 0
+    return folder
+
+
+def write_prompts(folder: Path) -> Path:
     """Write prompts of several shapes; a text has the line separator of Unicode, and JSON ends no line there."""
     lines: list[dict[str, Any]] = [{"prompt": f"Once upon a time{' there was' * n}\u2028a dog"} for n in range(9)]
     lines += [{"messages": [{"role": "user", "content": "Tell me a story."}]}, {"turns": ["And another."]}]
-    path = tmp_path / "prompts.jsonl"
+    path = folder / "prompts.jsonl"
     path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
     return path
 
@@ -149,10 +162,10 @@ def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Pat
     ],
 )
 def test_other_settings_are_refused(
-    model: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], problem: str
+    model: str, answered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], problem: str
 ) -> None:
-    out, record = tmp_path / "out.jsonl", tmp_path / "out.jsonl.made_from.json"
-    assert main(command(model, prompts, out)) == 0
+    folder = Path(shutil.copytree(answered, tmp_path / "run"))
+    prompts, out, record = (folder / name for name in ("prompts.jsonl", "out.jsonl", "out.jsonl.made_from.json"))
     lines = prompts.read_text(encoding="utf-8").split("\n")
     if more == ["other target"]:
         target = AutoModelForCausalLM.from_pretrained(model)
@@ -239,8 +252,7 @@ def test_what_the_template_does_not_take_is_left_out(
 
 def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    call = [*TWO_PROCESSES, "-m", "hf_spec", *command(model, prompts, out)]
-    subprocess.run(call, check=True, timeout=120, env=environment())
+    run_two(tmp_path, "from hf_spec.cli import main\nassert main() == 0", *command(model, prompts, out))
     entries = read(out)
     assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
     assert len(entries) == 11

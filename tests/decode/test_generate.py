@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from architectures import prompts
+from pairs import pairwise
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import (
@@ -579,10 +580,10 @@ def next_turn(out: Any, inputs: dict[str, Tensor], ends: list[int]) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("who", ["ours, plain", "plain, ours", "ours, ours"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", ["one", "ragged"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "batch", "shape", "who"),
+    pairwise(["llama", "mistral", "gemma2"], ["one", "ragged"], SHAPES, ["ours, plain", "plain, ours", "ours, ours"]),
+)
 def test_turns(name: str, batch: str, shape: str, who: str) -> None:
     model, inputs = target(name), prompts(*BATCHES[batch])
     first, second = ({"ours": draft(name), "plain": None}[one] for one in who.split(", "))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts
+from pairs import pairwise
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 from twins import SHAPES, Oracle, draft, target, tokenizer
@@ -116,22 +117,19 @@ OPTIONS: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("case", OPTIONS)
-def test_processor(case: str, batch: str) -> None:
+@pytest.mark.parametrize(("case", "batch", "shape"), pairwise(OPTIONS, BATCHES, SHAPES))
+def test_processor(case: str, batch: str, shape: str) -> None:
     inputs, make_options = prompts(*BATCHES[batch]), functools.partial(OPTIONS[case], text(batch))
     if case == "forced start":  # acts on a prompt of one token
         inputs = {name: value[:, -1:] for name, value in inputs.items()}
     plain = generate(inputs, make_options())
     if case != "repaired values":
         assert not torch.equal(plain[:, inputs["input_ids"].shape[1] :], text(batch)), "the processor does nothing"
-    for config in SHAPES.values():
-        for speculator in (Oracle(plain, wrong=5), draft()):
-            out = generate(
-                inputs, make_options(), speculator=speculator, speculation_config=config, return_dict_in_generate=True
-            )
-            assert torch.equal(out.sequences, plain)
-            assert out.speculation.accepted or case == "forced start"
+    given = {"speculation_config": SHAPES[shape], "return_dict_in_generate": True}
+    for speculator in (Oracle(plain, wrong=5), draft()):
+        out = generate(inputs, make_options(), speculator=speculator, **given)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.accepted or case == "forced start"
 
 
 @pytest.mark.parametrize("batch", BATCHES)

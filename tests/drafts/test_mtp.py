@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts, redraw
+from pairs import pairwise
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -169,10 +170,12 @@ def with_layers(case: str, count: int) -> tuple[Any, TargetMtp]:
     return target, TargetMtp.of(target)
 
 
-@pytest.mark.parametrize(("case", "layers"), [(DEEPSEEK, 1), (DEEPSEEK, 2), (GLM, 1)])
-@pytest.mark.parametrize("guesses", [1, 2, 3, 4])
-@pytest.mark.parametrize("tree", [None, "dynamic"])
-def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree: Any) -> None:
+@pytest.mark.parametrize(
+    ("made", "guesses", "tree", "batch"),
+    pairwise([(DEEPSEEK, 1), (DEEPSEEK, 2), (GLM, 1)], [1, 2, 3, 4], [None, "dynamic"], [1, 3, 8]),
+)
+def test_same_text_as_plain_generate(made: tuple[str, int], guesses: int, tree: Any, batch: int) -> None:
+    case, layers = made
     target, draft = with_layers(case, layers)
     assert draft.num_modules == layers
     prompt = torch.cat([golden(case)[2]["input_ids"][None, :9] + row for row in range(8)]) % 64
@@ -181,16 +184,15 @@ def test_same_text_as_plain_generate(case: str, layers: int, guesses: int, tree:
         mask[row, :padding] = 0
     config = SpeculationConfig(num_speculative_tokens=guesses, tree=tree, tree_topk=3, num_tree_tokens=8)
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    for batch in (1, 3, 8):
-        inputs = {"input_ids": prompt[:batch], "attention_mask": mask[:batch]}
-        plain = target.generate(**inputs, **options)
-        out = target.generate(
-            **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
-        )
-        assert torch.equal(out.sequences, plain)
-        assert out.speculation.accepted > 0
-        deepest = max(len(row.proposed_at) for row in out.speculation.per_row)
-        assert deepest == guesses if tree is None else min(2, guesses) <= deepest <= guesses
+    inputs = {"input_ids": prompt[:batch], "attention_mask": mask[:batch]}
+    plain = target.generate(**inputs, **options)
+    out = target.generate(
+        **inputs, **options, speculator=draft, speculation_config=config, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.accepted > 0
+    deepest = max(len(row.proposed_at) for row in out.speculation.per_row)
+    assert deepest == guesses if tree is None else min(2, guesses) <= deepest <= guesses
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {

@@ -19,7 +19,7 @@ from hf_spec import Proposal
 from hf_spec.decode.emission import _are_finite
 from hf_spec.drafts.trees import grow
 from hf_spec.proposal import NO_PARENT, PAD_NODE
-from hf_spec.scoring import graphs
+from hf_spec.scoring import graphs, rings
 from hf_spec.scoring.graphs import Compiler
 from hf_spec.verify.compiled import CompiledVerifier
 from hf_spec.verify.result import read_table, result_table
@@ -153,7 +153,10 @@ PROCESSORS = {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.2}
 @pytest.mark.parametrize(
     ("batch", "shape", "options"), [(1, "chain", {}), (3, "dynamic", PROCESSORS)], ids=["one row", "three rows"]
 )
-def test_the_same_seed_gives_the_same_text(batch: int, shape: str, options: dict[str, Any]) -> None:
+def test_the_same_seed_gives_the_same_text(
+    batch: int, shape: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rings, "SHORTEST", 64)  # few graphs
     model, texts = target("llama"), []
     compiled = {"cache_implementation": "static", "compile_config": on_any_device()}
     torch._dynamo.reset()
@@ -167,6 +170,7 @@ def test_the_same_seed_gives_the_same_text(batch: int, shape: str, options: dict
 
 def test_a_choice_is_a_graph_where_guesses_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(rings, "SHORTEST", 64)  # few graphs
     judged: list[int] = []
     call = CompiledVerifier.__call__
 
