@@ -144,9 +144,20 @@ def test_defaults_of_torch_change_nothing(kind: str, tree: str | None) -> None:
     assert torch.equal(found, expected)
 
 
+def is_slow(call: str, kind: str) -> bool:
+    """Graphs take long to make; what a memory is asked does not depend on them."""
+    return "graphs" in call and "memory" in kind
+
+
 @pytest.mark.parametrize("device", ELSEWHERE)
-@pytest.mark.parametrize("kind", SPECULATORS)
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        pytest.param(call, kind, marks=pytest.mark.slow if is_slow(call, kind) else ())
+        for call in CALLS
+        for kind in SPECULATORS
+    ],
+)
 def test_same_text_in_every_kind_of_call(call: str, kind: str, device: str) -> None:
     name, options = CALLS[call]
     model, inputs = target(name), prompts(3)

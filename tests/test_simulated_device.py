@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 DRAWING = "training or drawn or exact or processors"  # what asks for the most precise numbers there are
 
 
-@pytest.mark.parametrize(("kind", "only"), [("1", ""), (APPLE, DRAWING)])
+EVERYTHING = "not defaults"  # test_defaults_of_torch_change_nothing takes no device
+
+
+@pytest.mark.parametrize(("kind", "only"), [("1", EVERYTHING), (APPLE, DRAWING)])
 def test_on_a_simulated_device(kind: str, only: str) -> None:
     files = [str(HERE / name) for name in ("test_devices.py", "on_simulated_device.py")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {WANTED: kind}
