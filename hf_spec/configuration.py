@@ -181,6 +181,10 @@ class SpeculatorConfig(CompositeConfig):
 
     def check_target(self, target: PreTrainedConfig) -> None:
         """Raise a ValueError that names field, value and cure if this draft cannot serve a target with this config."""
+        self.check_vocabulary(target)
+
+    def check_vocabulary(self, target: PreTrainedConfig) -> None:
+        """Raise a ValueError unless the draft knows the tokens of a target with this config."""
         have, need = self.layers.vocab_size, target.get_text_config().vocab_size
         if have != need:
             raise ValueError(

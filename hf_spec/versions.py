@@ -35,6 +35,13 @@ def older_than(needed: Version) -> str | None:
     return f"it needs transformers {needed} or newer, and {INSTALLED} is installed; upgrade transformers"
 
 
+def assistants_error() -> str:
+    """Say where to look if the assistants of Gemma 4 cannot be built: 5.23 looks for layers that share no keys."""
+    if INSTALLED.release[:2] == (5, 23):
+        return "5.23 builds none of these assistants: install an older or a newer version"
+    return "its config may be damaged, or made for a newer version"
+
+
 def indexer_positions(layer: Any) -> Any:
     """Return the positions that a ``DynamicIndexedLayer`` keeps since 5.21, or ``None`` if it keeps none."""
     return getattr(layer, "indexer_position_ids", None)

@@ -27,7 +27,7 @@ DSPARK = ("ds_dspark_qwen3", "sp_dspark_qwen3", "sp_dspark_qwen3_gated_sliding")
 DFLASH2 = ("sp_dflash2_qwen3", "zl_dflash2_muse", "zl_dflash2_qwen3")
 JETSPEC = ("jet_nemo_qwen3", "jet_qwen3")  # DFlash with causal blocks
 PEAGLE = ("sp_peagle_draft_llama", "sp_peagle_llama")
-OTHERS = ("medusa", "mtp", "sp_mtp", "ds_", "sp_d", "sp_p", "zl_", "jet_")  # with tests of their own
+OTHERS = ("medusa", "mtp", "sp_mtp", "ds_", "sp_d", "sp_p", "zl_", "jet_", "hf_")  # with tests of their own
 ALL = sorted(path.parent.name for path in GOLDENS.glob("*/checkpoint") if not path.parent.name.startswith(OTHERS))
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 

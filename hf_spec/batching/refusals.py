@@ -48,6 +48,11 @@ def refuse_batch(
             f"{type(speculator).__name__} drafts over the target's own cache, and the engine's is paged; use another "
             "draft, or generate(..., speculator=...)"
         )
+    if speculator is not None and speculator.reads_target_keys:
+        raise _refusal(
+            "the draft reads the target's keys and values, which the engine keeps in pages; pass the prompts, padded "
+            "on the left, to generate(..., speculator=...)"
+        )
     if (reason := why_not_batched(model)) is not None:
         raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
     implementation = model.config.get_text_config(decoder=True)._attn_implementation

@@ -19,6 +19,7 @@ from ..drafts.dspark.modeling import DSparkDraftModel
 from ..drafts.eagle.modeling import EagleDraftModel
 from ..drafts.eagle3.modeling import Eagle3DraftModel
 from ..drafts.files import SPECULATORS, Checkpoint, Format, is_speculators
+from ..drafts.gemma4_assistant.speculator import MODEL_TYPES as GEMMA_ASSISTANTS
 from ..drafts.medusa.modeling import MedusaDraftModel
 from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
@@ -71,6 +72,11 @@ def find_format(checkpoint: Checkpoint) -> Format:
     for one in formats():
         if (one.name == SPECULATORS.name) == ours and one.recognises(config, names):
             return one
+    if config.get("model_type") in GEMMA_ASSISTANTS:
+        raise ValueError(
+            f"{checkpoint.path} is an assistant of Gemma 4, which transformers itself loads: pass the path, or what "
+            "AutoModelForCausalLM.from_pretrained gives, as speculator; there is nothing to convert, inspect or train"
+        )
     if any(config.get(name) for name in ("num_nextn_predict_layers", "num_mtp_layers")):
         raise ValueError(
             f"{checkpoint.path} is a language model whose config counts multi-token-prediction layers: load it as the "

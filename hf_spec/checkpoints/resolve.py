@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ..drafts.base import Speculator, network_of
 from ..drafts.early_exit.speculator import EarlyExitSpeculator
 from ..drafts.files import Checkpoint
+from ..drafts.gemma4_assistant.speculator import MODEL_TYPES as GEMMA_ASSISTANTS
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.hybrid import HybridSpeculator
@@ -26,6 +27,7 @@ from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
 from ..untrusted import printable
+from .assistants import assistant_speculator, load_gemma_assistant
 from .auto import AutoDraftModel, load
 from .files import HUB_OPTIONS, gguf, read_checkpoint
 from .kinds import config_classes, find_format
@@ -45,12 +47,13 @@ _read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 
 
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
-    """Turn a draft model, a causal language model, a keyword, or a path or Hub id into a ``Speculator``.
+    """Turn a draft model, a language model, an assistant, a keyword, or a path or Hub id into a ``Speculator``.
 
     The keywords are ``"ngram"``, ``"mtp"`` (the target's own MTP layers), ``"early-exit"`` (its own first layers) and
     ``"auto"``. ``"auto"`` takes the first that exists: MTP layers, a draft of ``known_drafts(target)`` in the Hub's
     local cache, or n-grams with a history. It is decided once for a target. ``"mtp"`` and paths are read again each
-    time, so keep ``as_speculator("mtp", target)`` for many calls.
+    time, so keep ``as_speculator("mtp", target)`` for many calls. An assistant is one of transformers' own
+    (``Gemma4AssistantForCausalLM``, ``Gemma4UnifiedAssistantForCausalLM``, ``MuseGlimmerAssistantModel``).
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
@@ -75,12 +78,15 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if isinstance(speculator, str | os.PathLike):
         _warn_of_reading(os.fspath(speculator), target)
         return as_speculator(load_draft(speculator, target, **_placement(target)), target)
+    if isinstance(base, PreTrainedModel) and (assistant := assistant_speculator(base)) is not None:
+        return as_speculator(assistant, target)
     if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
-        "speculator must be a draft model, a causal language model, 'ngram', 'mtp', 'early-exit', 'auto', a path or "
-        f"Hub id of one, or a hf_spec.Speculator, got {type(speculator).__name__}. Load a draft with "
-        "AutoModel.from_pretrained, or a language model with AutoModelForCausalLM.from_pretrained."
+        "speculator must be a draft model, a causal language model, an assistant of transformers, 'ngram', 'mtp', "
+        "'early-exit', 'auto', a path or Hub id of one, or a hf_spec.Speculator, got "
+        f"{type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
+        "AutoModelForCausalLM.from_pretrained."
         + (
             " An encoder-decoder model can assist another: generate(..., assistant_model=...)."
             if _encodes(base)
@@ -112,6 +118,8 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
         raise ValueError(f"no draft can be read at {os.fspath(path)!r}{why}") from error
     if _is_draft(checkpoint, target):
         return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
+    if checkpoint.config.get("model_type") in GEMMA_ASSISTANTS:
+        return load_gemma_assistant(path, **kwargs)
     return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 

@@ -27,6 +27,7 @@ from ..scoring.graphs import Compiler
 from ..scoring.names import CACHE, cache_among
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import reads_prompts_causally
+from ..scoring.target_keys import TargetKeys
 from ..settings import SpeculationConfig
 from ..verify.processors import Processors
 from ..verify.verifier import StepResult
@@ -277,8 +278,8 @@ class Call:
             and not (self.emitter.lockstep and rows > 1)
         )
         own = self.policy if plans_itself or self.policy.stops_early else free
-        runner = self.target if self.speculator.shares_target_cache else None
-        request = DraftContext(*asked, compiler=self.compiler, policy=own, runner=runner)
+        runner, keys = self.target if self.speculator.shares_target_cache else None, TargetKeys(self.target)
+        request = DraftContext(*asked, compiler=self.compiler, policy=own, runner=runner, target_keys=keys)
         start = functools.partial(self.speculator.drafter, request)
         return LazyDrafter(start, free if plans_itself else self.policy, self.speculator.source)
 

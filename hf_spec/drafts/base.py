@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from ..scoring.graphs import Compiler
     from ..scoring.runner import ModelRunner
+    from ..scoring.target_keys import TargetKeys
 
 
 SUM_TOLERANCE = 1e-3  # of a distribution that a user's own drafter works out, in whatever precision
@@ -49,7 +50,8 @@ class DraftContext:
     chains of the best tokens are wanted, it may return any scores in that order. ``sample``: sample draft tokens;
     otherwise take the best ones. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
     drafter that can tell how probably its draft tokens are accepted asks it how many to draft. ``runner`` is the
-    target's own, for speculators with ``shares_target_cache``.
+    target's own, for speculators with ``shares_target_cache``. ``target_keys``: the target's keys and values of
+    committed tokens, to be read only; ``None`` where they cannot be read.
     """
 
     target: PreTrainedModel
@@ -63,6 +65,7 @@ class DraftContext:
     compiler: Compiler | None = None
     policy: DraftLengthPolicy = field(default_factory=lambda: unbounded(AcceptanceEstimator()))
     runner: ModelRunner | None = None
+    target_keys: TargetKeys | None = None
 
     @property
     def keep_drafting(self) -> Callable[[Tensor], bool] | None:
@@ -325,6 +328,11 @@ class Speculator(ABC):
 
         On an accelerator whoever looks at a draft token waits for it.
         """
+        return False
+
+    @property
+    def reads_target_keys(self) -> bool:
+        """Tell whether its drafters read ``DraftContext.target_keys``, which continuous batching has not."""
         return False
 
     @property

@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 
 BLOCK_FLAGS = ("sample_from_anchor", "sliding_window_non_causal", "sliding_window_per_slot", "block_causal")
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-UNLESS_DEFAULT = ("block_causal", *SCALES)  # fields that only hf_spec knows, written where they say something
+UNLESS_DEFAULT = (
+    "block_causal",
+    "scored_as_target",
+    *SCALES,
+)  # fields that only hf_spec knows, written where they say something
 
 
 class BlockSpeculatorConfig(FeatureSpeculatorConfig):

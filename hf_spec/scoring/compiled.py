@@ -99,6 +99,13 @@ class StaticCacheRunner(ModelRunner):
         self._sit([self.slots.seats[i] for i in kept])
 
     @property
+    def growing_rows(self) -> Tensor | None:
+        rows, seats = super().growing_rows, self.slots.row_in_seat
+        if seats is None:
+            return rows
+        return self.slots.seat_of_row if rows is None else self.slots.seat_of_row.index_select(0, rows)
+
+    @property
     def compiles(self) -> bool:
         return self.compiled is not None
 

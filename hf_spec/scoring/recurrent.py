@@ -231,6 +231,13 @@ class SnapshotRunner(RecurrentRunner):
                 for carried, is_read in zip(self._carried, settled, strict=True)
             ]
 
+    @property
+    def read_lengths(self) -> tuple[Tensor, list[int]]:
+        """Count carried tokens too: their keys stay in the slots where the last block has written them."""
+        lengths = self.slots.cache.rows.cpu_lengths
+        held = [length + len(carried) for length, carried in zip(lengths, self._carried, strict=True)]
+        return to_device(held, self.slots.device), held
+
     def _length(self, row: int) -> int:
         return super()._length(row) + len(self._carried[row])
 

@@ -392,6 +392,29 @@ class ModelRunner:
                 inputs[name] = value.expand(-1, tokens.shape[1], *value.shape[2:])
         return inputs
 
+    # -- what drafts may read -----------------------------------------------------------------------------------------
+
+    @property
+    def origin(self) -> Tensor | None:
+        """Return the position that column 0 has or would have, (..., batch or 1, 1); ``None`` without positions."""
+        return self._origin
+
+    @property
+    def read_lengths(self) -> tuple[Tensor, list[int]]:
+        """Return how many columns of accepted tokens the cache holds for each of its rows, here and on the CPU.
+
+        The root of the next proposal is not among them.
+        """
+        rows = self.slots.cache.rows
+        return rows.lengths, rows.cpu_lengths
+
+    @property
+    def growing_rows(self) -> Tensor | None:
+        """Return which rows of the cache still grow, (rows,); ``None`` if all do, in their order."""
+        return None if self._finished is None else self._finished.rows
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
     @property
     def compiles(self) -> bool:
         """Tell, from the prefill on, whether plain ``generate`` would compile this call."""

@@ -145,6 +145,10 @@ class _Recording(Speculator):
         return self.inner.source
 
     @property
+    def reads_target_keys(self) -> bool:
+        return self.inner.reads_target_keys
+
+    @property
     def shares_target_cache(self) -> bool:
         return self.inner.shares_target_cache
 

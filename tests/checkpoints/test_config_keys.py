@@ -34,6 +34,7 @@ FILES = {
     "eagle3 modelopt": "ds_eagle3_qwen3",  # without the ids of layers
     "dflash speculators": "sp_dflash_qwen3",
     "dflash dflash": "zl_dflash_qwen3",
+    "dflash muse": "hf_muse_glimmer",
     "dflash2 speculators": "sp_dflash2_qwen3",
     "dflash2 dflash": "zl_dflash2_qwen3",
     "dspark speculators": "sp_dspark_qwen3",

@@ -20,7 +20,7 @@ from hf_spec.checkpoints.known import known_drafts
 from hf_spec.checkpoints.resolve import load_draft
 
 ROOT = Path(__file__).parents[2]
-KIND_NAMES = {model.config_class.speculators_model_type for model in DRAFT_MODELS} | {"vanilla"}
+KIND_NAMES = {model.config_class.speculators_model_type for model in DRAFT_MODELS} | {"vanilla", "gemma4_assistant"}
 
 
 def test_every_entry_names_a_draft_of_a_kind_that_is_read() -> None:

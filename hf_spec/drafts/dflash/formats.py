@@ -1,4 +1,4 @@
-"""DFlash drafts in files: of the speculators library and of z-lab.
+"""DFlash drafts in files: of the speculators library, of z-lab, and of transformers (Muse Glimmer's assistant).
 
 =============== ================================== ==================================================================
 format          how it is recognised               what its files do not say
@@ -7,6 +7,8 @@ format          how it is recognised               what its files do not say
 ``dflash``      ``dflash_config`` in a flat config  embeddings and head are the target's; the root's slot predicts
                                                    nothing; windows end at each slot; without ``is_causal`` blocks
                                                    are causal in sliding layers, with JetSpec's ``causal_head`` in all
+``muse``        ``model_type``                     as ``dflash``, but never causal; a window includes the token at its
+                muse_glimmer_assistant             distance; the vocabulary, and the scales of ``q``, are the target's
 =============== ================================== ==================================================================
 """
 
@@ -49,12 +51,59 @@ def _read_zlab(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     )
 
 
+MUSE = "muse_glimmer_assistant"
+# transformers' names of tensors, and ours; and the values that it takes for keys that are not in a file.
+MUSE_TENSORS = {"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+MUSE_DEFAULTS: dict[str, Any] = {
+    **{"hidden_size": 6656, "intermediate_size": 19968, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": 2048},
+    **{"block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "hidden_act": "silu"},
+}
+MUSE_THETA = 500_000.0
+
+
+def _is_muse(config: dict[str, Any], names: Collection[str]) -> bool:
+    return config.get("model_type") == MUSE
+
+
+def _read_muse(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
+    raw = MUSE_DEFAULTS | {name: value for name, value in raw.items() if value is not None}
+    for theirs, ours in MUSE_TENSORS.items():
+        tensors = {
+            ours + name.removeprefix(theirs) if name.startswith(theirs) else name: one for name, one in tensors.items()
+        }
+    layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    raw.setdefault("layer_types", ["sliding_attention"] * layers)
+    rope = raw.setdefault("rope_parameters", {"rope_type": "default"})
+    if "rope_theta" not in rope:
+        raw["rope_parameters"] = {**rope, "rope_theta": raw.get("rope_theta", MUSE_THETA)}
+    raw |= {"use_sliding_window": True, "sliding_window": raw["sliding_window"] + 1, "is_causal": False}
+    return read_flat(
+        DFlashSpeculatorConfig,
+        {"vocab_size": raw["mask_token_id"] + 1} | raw,  # the target's, once it is known
+        tensors,
+        aux_hidden_state_layer_ids=outputs_of_layers(raw["target_layer_ids"]),
+        mask_token_id=raw["mask_token_id"],
+        sliding_window_per_slot=True,
+        scored_as_target=True,
+    )
+
+
 def write_dflash(draft: Any) -> Files:
-    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp."""
+    """Write the layout of z-lab, for SGLang, vLLM and llama.cpp.
+
+    Errors: a ValueError for what the layout cannot express.
+    """
+    if draft.config.scored_as_target:
+        raise ValueError(
+            "this flat layout cannot express scored_as_target: set output_multiplier and final_logit_softcapping in "
+            "config.json to the target's, and scored_as_target to false"
+        )
     return write_zlab(draft, "DFlashDraftModel")
 
 
 FORMATS = (
     speculators_format(DFlashSpeculatorConfig),
     Format("dflash", _is_zlab, _read_zlab, owner="z-lab", keys=flat_block_keys),
+    Format("muse", _is_muse, _read_muse, owner="transformers", keys=flat_block_keys),
 )

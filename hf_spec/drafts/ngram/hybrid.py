@@ -101,6 +101,11 @@ class HybridSpeculator(Speculator):
         """Say what the draft reads."""
         return self._draft.feature_layers(target)
 
+    @property
+    def reads_target_keys(self) -> bool:
+        """Tell whether the draft does."""
+        return self._draft.reads_target_keys
+
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError with cause and cure if draft or history cannot serve ``target``."""
         self._draft.check(target, None if config is None else self._drafts_own(config))
