@@ -240,6 +240,20 @@ class SpeculationStats:
             stats.tokens += text
             stats.guessed += [True] * held + [False] * (len(text) - held) if text else ()
 
+    def plain_steps(self, rows: Sequence[int], emitted: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Count plain steps in a row: ``emitted[i][b]`` holds the token of ``rows[b]`` in the i-th of them."""
+        if not emitted:
+            return
+        self.steps += len(emitted)
+        seconds = time.perf_counter() - self._start - self.time_to_first_token
+        for place, row in enumerate(rows):
+            stats = self.per_row[row]
+            stats.steps += len(emitted)
+            stats.emitted += len(emitted)
+            stats.seconds = seconds
+            stats.tokens += [step[place][0] for step in emitted]
+            stats.guessed += [False] * len(emitted)
+
     def finish(self, plain_step: float = 0.0) -> None:
         """Record the total time; ``plain_step`` are the seconds of a plain step of all rows, if one was measured."""
         self.total_seconds = time.perf_counter() - self._start

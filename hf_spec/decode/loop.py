@@ -121,7 +121,8 @@ class Call:
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             score = functools.partial(self.target.prefill_with_draft_tokens, input_ids, config, kwargs)
-            return self._step(root, score, self.target.restore_prompt_cache)
+            start, proposal = self._propose(root)
+            return self._step(proposal, start, score, self.target.restore_prompt_cache)
         scores = self.target.prefill(input_ids, config, kwargs)
         if self.target.compiles:
             self._compile_the_rest(config.compile_config)
@@ -142,7 +143,7 @@ class Call:
             self.emitter.compile(Compiler(config, depth, begins_step=False), nodes)
 
     def step(self, result: StepResult) -> StepResult:
-        """Take a step after the last ``result`` with the rows that still grow."""
+        """Take a step after the last ``result`` with the rows that still grow, or several plain ones."""
         going_on, index = list(range(len(self.rows))), None
         if len(self.sequences.rows) < len(self.rows):
             growing = set(self.sequences.rows)
@@ -150,9 +151,35 @@ class Call:
             index = to_device(going_on, result.tokens.device)
             self._leave_behind(going_on, index)
         self.rows = self.sequences.rows
-        return self._step(
-            result.accepted_tokens(self.features, going_on, index), self.target.score, self.target.rollback
-        )
+        start, proposal = self._propose(result.accepted_tokens(self.features, going_on, index))
+        if proposal.max_depth == 0 and self.target.scores_as_plain:
+            result, start, proposal = self._plain_steps(start, proposal)
+            if len(self.sequences.rows) < len(self.rows):
+                return result
+        return self._step(proposal, start, self.target.score, self.target.rollback)
+
+    def _plain_steps(self, start: float, proposal: Proposal) -> tuple[StepResult, float, Proposal]:
+        """Take plain steps until a row ends or something is proposed; return the last result and what was proposed."""
+        emitted: list[list[list[int]]] = []
+        usual = self.stats.steps > 0
+        try:
+            with self.target.plain_steps() as score:
+                while True:
+                    with self.stats.timed("target"):
+                        scores = score(proposal)
+                    with self.stats.timed("verify"):
+                        result = self._verify(proposal, scores)
+                        assert result is not None  # there is no draft token to blame
+                        self._commit(proposal, scores, result)
+                        emitted.append(result.emitted)
+                    usual = self._observe(proposal, result, start, usual)
+                    if len(self.sequences.rows) < len(self.rows):
+                        return result, start, proposal
+                    start, proposal = self._propose(result.accepted_tokens(self.features, self.rows))
+                    if proposal.max_depth:
+                        return result, start, proposal
+        finally:
+            self.stats.plain_steps(self.rows, emitted)
 
     def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
@@ -185,17 +212,23 @@ class Call:
         done = [i for i, row in enumerate(self.rows) if row not in sequences.rows]
         return [i for i in done if end is None or sequences.lengths[self.rows[i]] < end]
 
-    def _step(
-        self, accepted: AcceptedTokens, score: Callable[[Proposal], Scores], roll_back: Callable[[], None]
-    ) -> StepResult:
-        """Propose, score, verify and commit; ``roll_back`` draft tokens that spoil the scores, and score without."""
-        start, usual, graphs = time.perf_counter(), self.stats.steps > 0, self.stats.graphs
+    def _propose(self, accepted: AcceptedTokens) -> tuple[float, Proposal]:
+        """Let the drafter propose after ``accepted``; return when that began, and the proposal."""
+        start = time.perf_counter()
         with self.stats.timed("propose"):
             remaining_tokens = self.sequences.remaining_tokens(self.rows)
             limit = min(self.policy.longest, max(remaining_tokens))
             proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
-            proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
+            if proposal.max_depth:
+                proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
             self._align(proposal)
+        return start, proposal
+
+    def _step(
+        self, proposal: Proposal, start: float, score: Callable[[Proposal], Scores], roll_back: Callable[[], None]
+    ) -> StepResult:
+        """Score, verify and commit; ``roll_back`` draft tokens that spoil the scores, and score without."""
+        usual, graphs = self.stats.steps > 0, self.stats.graphs
         with self.stats.timed("target"):
             scores = score(proposal)
         with self.stats.timed("verify"):
@@ -209,16 +242,21 @@ class Call:
             result = self._verify(proposal, scores)
             assert result is not None  # there is no draft token to blame
         with self.stats.timed("verify"):
-            in_place = proposal.is_chain or result.in_place
-            self.target.commit(result.path, result.kept, in_place, result.counts)
-            self.block = None
-            rows = (result.proposed, result.accepted, result.kept, result.deepest, result.emitted)
-            self.stats.step(self.rows, *rows)
-            seconds = time.perf_counter() - start if usual and self.stats.graphs == graphs else None
-            seconds = None if self.drafter.had_backlog else seconds
-            self.policy.observe(StepObservation(proposal.max_depth, seconds, result.deepest, result.accepted))
-        self.features = scores.features
+            self._commit(proposal, scores, result)
+            counts = (result.proposed, result.accepted, result.kept, result.deepest, result.emitted)
+            self.stats.step(self.rows, *counts)
+        self._observe(proposal, result, start, usual and self.stats.graphs == graphs)
         return result
+
+    def _commit(self, proposal: Proposal, scores: Scores, result: StepResult) -> None:
+        self.target.commit(result.path, result.kept, proposal.is_chain or result.in_place, result.counts)
+        self.block, self.features = None, scores.features
+
+    def _observe(self, proposal: Proposal, result: StepResult, start: float, usual: bool) -> bool:
+        """Tell the policy what the step did, and how long it took if that was as ``usual``; the next one will be."""
+        seconds = time.perf_counter() - start if usual and not self.drafter.had_backlog else None
+        self.policy.observe(StepObservation(proposal.max_depth, seconds, result.deepest, result.accepted))
+        return True
 
     def _align(self, proposal: Proposal) -> None:
         """Align the rows where plain steps follow each other: it costs once what each of them would cost more."""

@@ -97,6 +97,12 @@ class Sequences:
         text = self.ids if self.stops.reads_text else self._ids
         kept, going_on = [], []
         ends = self.stops.first_stop(text, before, emitted)
+        if all(end is None for end in ends):  # as in most steps
+            kept = list(map(len, emitted))
+            for row, old, count in zip(self.rows, before, kept, strict=True):
+                self.lengths[row] = old + count
+            self._stream()
+            return kept
         for row, new, old, end in zip(self.rows, emitted, before, ends, strict=True):
             self.lengths[row] = old + len(new) if end is None else end
             kept.append(self.lengths[row] - old)

@@ -24,16 +24,20 @@ class LazyDrafter(Drafter):
         self._drafter: Drafter | None = None
         self._rows: Tensor | None = None  # of those it will start with, which are still there; None: all of them
         self._unread: list[AcceptedTokens] = []
+        self._plain_steps = 0  # that are planned already, for the rows there are
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Draft what follows ``accepted``, or buffer it in a plain step."""
         self._unread.append(accepted)
+        if self._plain_steps:
+            self._plain_steps -= 1
+            return Proposal.nothing(accepted.root)
         rows, longest = len(accepted.tokens), min(limit, self._policy.longest, MAX_LENGTH)
         plan = self._policy.plan(rows, [self._policy.acceptance.estimate(self._source, rows, longest)])
         limit = min(limit, plan.model_length)
         had_backlog = self._drafter is None or len(self._unread) > 1
         if limit == 0:
-            self.had_backlog = False
+            self.had_backlog, self._plain_steps = False, plan.plain_steps - 1
             return Proposal.nothing(accepted.root)
         unread, self._unread = AcceptedTokens.joined(self._unread), []
         drafter = self._begun()
@@ -62,6 +66,7 @@ class LazyDrafter(Drafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Go on with ``rows`` only."""
+        self._plain_steps = 0
         self._unread = [accepted.of(rows) for accepted in self._unread]
         if self._drafter is not None:
             self._drafter.keep_rows(rows)

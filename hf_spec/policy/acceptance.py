@@ -12,6 +12,7 @@ PLAIN_DECAY = DECAY ** (2 / 3)  # the same after a step that drafted nothing, an
 PRIOR_ACCEPTANCE = 0.8  # of a draft token whose predecessor was accepted, before any was seen (replay: 0.7 to 0.8)
 PRIOR_STEPS = 2.0  # steps that the prior weighs as much as, and earlier calls at most
 BINS = 8  # of confidence, each calibrated by itself: as many as some hundred tokens fill
+FADED_TOGETHER = 8  # plain steps after which the averages fade at once: plain steps have to be cheap
 BIN_PRIOR = 5.0  # draft tokens per bin that were accepted as often as the confidence said, before any was seen
 
 NO_FEATURE = 0  # the feature of draft tokens of which nothing is known but source and position
@@ -111,13 +112,13 @@ class AcceptanceEstimator:
             counts.record(proposed, accepted)
 
     def record_plain_step(self) -> None:
-        """Let the averages fade after a plain step: eight at a time, because plain steps have to be cheap."""
+        """Let the averages fade after a plain step, those of several steps at once."""
         self._plain_steps += 1
-        if self._plain_steps == 8:
+        if self._plain_steps == FADED_TOGETHER:
             self._plain_steps = 0
             for (_, feature), counts in list(self._counts.items()):
                 if feature == NO_FEATURE:
-                    counts.scale(PLAIN_DECAY**8)
+                    counts.scale(PLAIN_DECAY**FADED_TOGETHER)
 
     def survival(self, source: DraftSource, length: int, feature: int = NO_FEATURE) -> list[float]:
         """Return for each position the probability that its draft token is accepted, with all before it."""

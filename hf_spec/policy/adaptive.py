@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .acceptance import PRIOR_ACCEPTANCE, AcceptanceEstimator
+from .acceptance import FADED_TOGETHER, PRIOR_ACCEPTANCE, AcceptanceEstimator
 from .base import MAX_LENGTH, DraftLengthPolicy, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
 from .cost import StepCost
 
@@ -115,6 +115,8 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def _options(self, batch_size: int, estimates: Sequence[Estimate]) -> list[_Option]:
         """List who could draft: n-grams alone, and for each sequence the better source."""
+        if not any(map(any, [one.by_sequence for one in estimates])):
+            return []  # nobody has a draft token
         ngrams = [one for one in estimates if one.source is DraftSource.NGRAM]
         options = {}
         for used in (ngrams, estimates) if len(ngrams) < len(estimates) else (ngrams,):
@@ -140,15 +142,22 @@ class AdaptiveLength(DraftLengthPolicy):
         return None
 
     def _fastest(self, batch_size: int, options: Sequence[_Option]) -> DraftPlan:
-        best, fastest = _plain(batch_size), 0.0
+        best, fastest, wait = None, 0.0, math.inf
         for one in options:
             length, speed = self._best(batch_size, one.source, one.survival)
             usual = min(len(one.survival), self.cost.usual(batch_size, one.source))
-            if length == 0 and self.idle.seconds(one.source) > self.cost.curve(batch_size, one.source)[usual] / TRIES:
+            until = self.cost.curve(batch_size, one.source)[usual] / TRIES - self.idle.seconds(one.source)
+            if length == 0 and until < 0:
                 return one.plan(usual)
+            wait = min(wait, until)
             if length and speed > fastest:
                 best, fastest = one.plan(length), speed
-        return best
+        return best or _plain(batch_size, self._steps_of(wait, batch_size))
+
+    def _steps_of(self, seconds: float, batch_size: int) -> int:
+        """Return the plain steps in ``seconds``, at most those after which estimates change."""
+        plain = self.cost.plain(batch_size)
+        return max(1, math.ceil(min(FADED_TOGETHER, seconds / plain))) if plain else 1
 
     def _best(self, batch_size: int, source: DraftSource, survival: Sequence[float]) -> tuple[int, float]:
         """Return the best length of ``source``, 0 if none is worth it, and its tokens per second of a sequence."""
@@ -186,8 +195,8 @@ class _Option:
         return DraftPlan(length, self.sources, length)
 
 
-def _plain(batch_size: int) -> DraftPlan:
-    return DraftPlan(0, (DraftSource.NONE,) * batch_size, 0)
+def _plain(batch_size: int, steps: int = 1) -> DraftPlan:
+    return DraftPlan(0, (DraftSource.NONE,) * batch_size, plain_steps=steps)
 
 
 def mean_survival(rows: Iterable[Sequence[float]]) -> list[float]:

@@ -53,11 +53,13 @@ class DraftPlan:
     """At most ``length`` draft tokens per sequence, 0 for a plain step, from ``sources`` (one per sequence).
 
     A draft model drafts at most ``model_length``: more than ``length`` where ``keep_drafting`` ends its chains.
+    Where ``length`` is 0, the plan holds for ``plain_steps`` steps of the same sequences.
     """
 
     length: int
     sources: tuple[DraftSource, ...]
     model_length: int = 0
+    plain_steps: int = 1
 
     @property
     def source(self) -> DraftSource:

@@ -127,25 +127,34 @@ class KVView:
             # Padding nodes beyond the maximum length share its last position, see `TreeMask.columns_of_nodes`.
             return torch.minimum(positions, origin + self._shift + (self._end - 1))
         first, count = (rows.draft_nodes, block.count) if block.depth is None else (block.depth, 1)
+        positions = self.next_positions(origin, first, count)
+        return positions.expand(*positions.shape[:-1], block.count)
+
+    def next_positions(self, origin: Tensor, first: int, count: int) -> Tensor:
+        """Return the cached positions of ``count`` columns, the ``first`` of them so far after the committed ones."""
+        rows = self.cache.rows
         begin, version = (rows.longest, None) if rows.equal_lengths else (0, rows.version)
         cached, end = self._cached_positions, first + count
         if cached is None or not cached.holds(origin, version, len(rows.cpu_lengths), begin, begin + end):
             cached = self._cached_positions = _CachedPositions(origin, version, begin, origin + rows.columns(end))
         begin -= cached.begin
-        positions = cached.positions[..., begin + first : begin + end]
-        return positions.expand(*positions.shape[:-1], block.count)
+        return cached.positions[..., begin + first : begin + end]
 
     def mask(self, block: TreeMask) -> Tensor | None:
         """Return the 2D mask (batch, columns) for models that read it: 0 at left padding, ``None`` without any.
 
         A purely recurrent model has read the padding with the prompt, and takes no mask afterwards.
         """
+        return self.mask_of(block.width)
+
+    def mask_of(self, width: int) -> Tensor | None:
+        """Return the same for the first ``width`` columns."""
         if self.padding is None or not self.cache.attends:
             return None
-        if self._padding_mask is None or self._padding_mask.shape[1] < block.width:
-            missing = block.width + COLUMNS_AHEAD - self.padding.shape[1]
+        if self._padding_mask is None or self._padding_mask.shape[1] < width:
+            missing = width + COLUMNS_AHEAD - self.padding.shape[1]
             self._padding_mask = torch.nn.functional.pad(self.padding.long(), (0, missing), value=1)
-        return self._padding_mask[:, : block.width]
+        return self._padding_mask[:, :width]
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -295,6 +296,37 @@ class ModelRunner:
         if self._finished is None:
             return self.extend(tokens, ancestors, depth)
         return self._finished.narrow(self.extend(*self._finished.widen(tokens, ancestors), depth))
+
+    @property
+    def scores_as_plain(self) -> bool:
+        """Tell whether a plain step needs nothing of ours but the KV cache: its rows are equally long.
+
+        Then transformers' own masks are right, and ``plain_steps`` can read tokens without our hooks.
+        """
+        return (
+            type(self) is ModelRunner
+            and self.slots.cache.rows.equal_lengths
+            and self._positions is None
+            and not self._adapted
+            and self._finished is None
+        )
+
+    @contextlib.contextmanager
+    def plain_steps(self) -> Iterator[Callable[[Proposal], Scores]]:
+        """Score roots alone, one plain step per call, while ``scores_as_plain`` holds."""
+        with self.features.watching() as caught:
+            yield functools.partial(self._score_as_plain, caught)
+
+    def _score_as_plain(self, caught: dict[int, Tensor], proposal: Proposal) -> Scores:
+        slots, rows = self.slots, self.slots.cache.rows
+        inputs = {**self._step_kwargs, "input_ids": proposal.tokens, self._cache_name: slots.cache.shown}
+        if (mask := slots.mask_of(rows.longest + 1)) is not None:
+            inputs["attention_mask"] = mask
+        if self._origin is not None:
+            inputs["position_ids"] = slots.next_positions(self._origin, 0, 1)
+        outputs = self._forward(inputs)
+        rows.draft_nodes = 1
+        return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None

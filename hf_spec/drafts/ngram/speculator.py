@@ -283,7 +283,7 @@ class NgramDrafter(Drafter):
         """Look up a chain for each row, as long as the policy says."""
         chains = [next(self._continuations(row, depth), ()) for row in self._rows]
         chances = [
-            self._lookups.chances(number, row.tokens, chain, self._agreed(row))
+            self._lookups.chances(number, row.tokens, chain, self._agreed(row)) if chain else []
             for number, (row, chain) in enumerate(zip(self._rows, chains, strict=True))
         ]
         plan = self._policy.plan(len(chains), [Estimate(DraftSource.NGRAM, chances)])
