@@ -23,6 +23,8 @@ STORIES = (Path(__file__).parents[1] / "fixtures" / "stories_excerpt.txt").read_
 PROMPTS = [Prompt((story[:80],), chat=False) for story in STORIES if len(story) > 80]
 NEW = 40
 TOKENIZER = AutoTokenizer.from_pretrained(demo.path())
+NO_TEMPLATE = copy.deepcopy(TOKENIZER)  # raw prompts are not answered again as messages
+NO_TEMPLATE.chat_template = None
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,10 @@ def load(name: str) -> Any:
     return AutoModel.from_pretrained(demo.path(f"draft-{name}"), dtype=torch.float32)
 
 
-def examine(target: PreTrainedModel, draft: Any, prompts: list[Prompt] = PROMPTS[:4]) -> Diagnosis:
-    return diagnose(target, draft, TOKENIZER, prompts, NEW)
+def examine(
+    target: PreTrainedModel, draft: Any, prompts: list[Prompt] = PROMPTS[:4], tokenizer: Any = NO_TEMPLATE
+) -> Diagnosis:
+    return diagnose(target, draft, tokenizer, prompts, NEW)
 
 
 def rebuilt(draft: Any, change: Callable[[Any], None]) -> Any:
@@ -235,7 +239,7 @@ def test_another_tokenizer_is_named(target: PreTrainedModel, tmp_path: Path) -> 
 def test_prompts_outside_of_the_template_are_named(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [Prompt((f"Tell me a story about a little {animal}.",), chat=False) for animal in ("cat", "dog", "bird")]
     raw, chat = (
-        examine(target, load("eagle3"), [Prompt(one.turns, chat=is_chat) for one in asked])
+        examine(target, load("eagle3"), [Prompt(one.turns, chat=is_chat) for one in asked], TOKENIZER)
         for is_chat in (False, True)
     )
     named = "template" in [one.cause for one in raw.findings]
