@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ from test_verification import TOO_FAR, deviation
 from torch import Tensor
 from transformers import AutoModel
 
-from hf_spec import SpeculationConfig
+from hf_spec import AcceptedTokens, Drafter, Proposal, SpeculationConfig, Speculator
 from hf_spec.checkpoints.auto import AutoDraftModel
 from hf_spec.checkpoints.conversion import convert
 from hf_spec.checkpoints.inspection import inspect
-from hf_spec.drafts.base import DraftContext
+from hf_spec.drafts.base import DraftContext, draft_log_probs
 from hf_spec.drafts.dflash2.configuration import DFlash2SpeculatorConfig
 from hf_spec.drafts.dflash2.modeling import DFlash2DraftModel, SelectorGrowth
 from hf_spec.training.losses import ChunkedLoss
@@ -126,6 +128,7 @@ def draft_for(target: Any, **flags: Any) -> Any:
     with torch.no_grad():
         draft.candidate_selector.successor_codebook.normal_()
         draft.candidate_selector.predecessor_codebook.normal_()
+        draft.candidate_selector.hidden_projection.weight.normal_()  # so that pairs decide much
     return draft
 
 
@@ -141,8 +144,8 @@ def test_same_text_as_plain_generate(name: str) -> None:
             assert out.speculation.counts.proposed > 0
 
 
-@pytest.mark.parametrize("case", ["chain, block", "drawn tree, block"])
-def test_sampled_text_has_the_targets_distribution(case: str) -> None:
+@functools.cache
+def small() -> Any:
     layers, flags = {"num_hidden_layers": 1, "head_dim": 8}, {"aux_hidden_state_layer_ids": [0, 1]}
     torch.manual_seed(0)
     config = DFlash2SpeculatorConfig.for_target(
@@ -152,7 +155,47 @@ def test_sampled_text_has_the_targets_distribution(case: str) -> None:
     with torch.no_grad():
         draft.candidate_selector.successor_codebook.normal_()
         draft.candidate_selector.predecessor_codebook.normal_()
-    assert deviation(sample(draft, VANILLA[case]), distribution()) < TOO_FAR
+        draft.candidate_selector.hidden_projection.weight.normal_()  # so that pairs decide much
+    return draft
+
+
+@pytest.mark.parametrize("case", ["chain, block", "drawn tree, block"])
+def test_sampled_text_has_the_targets_distribution(case: str) -> None:
+    assert deviation(sample(small(), VANILLA[case]), distribution()) < TOO_FAR
+
+
+class Unselected(Speculator):
+    """Sample with the selector, and say that there was none: ``q`` of the candidates' own logits."""
+
+    def feature_layers(self, target: Any) -> tuple[int, ...]:
+        return small().feature_layers(target)
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        drafter = small().drafter(request)
+        propose, blocks = drafter.propose, []
+
+        class Noting(SelectorGrowth):
+            def __init__(self, draft: Any, request: DraftContext, root: Tensor, output: Any) -> None:
+                blocks.append(output.logits)
+                super().__init__(draft, request, root, output)
+
+        def lie(accepted: AcceptedTokens, limit: int) -> Proposal:
+            proposal = propose(accepted, limit)
+            if proposal.q is None:
+                return proposal
+            logits = blocks[-1][:, : proposal.q.shape[1]]
+            values, candidates = logits.topk(small().config.selector_top_k)
+            only = torch.full_like(logits, -torch.inf).scatter(2, candidates, values)
+            return replace(proposal, q=draft_log_probs(small(), request, only).exp())
+
+        drafter.growth, drafter.propose = Noting, lie
+        return drafter
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_q_without_the_selector_is_found_out(rule: Any) -> None:
+    config = SpeculationConfig(num_speculative_tokens=3, verification=rule)
+    assert deviation(sample(Unselected(), config), distribution()) > 3 * TOO_FAR
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
