@@ -36,7 +36,8 @@ out = target.generate(
 This page is generated from the code by `python docs/make_reference.py`.
 """
 SECTIONS = {
-    "Generating": """SpeculationConfig SpeculativeDecoding SpeculativeOutput SpeculationStats SpeculativeModel
+    "Generating": """SpeculationConfig SpeculativeDecoding SpeculativeOutput SpeculativeEncoderDecoderOutput
+        SpeculationStats SpeculativeModel
         as_speculator set_speculator get_speculator last_speculation pure generate_many Completion RequestOutput
         pack packed unpack Packing install uninstall""",
     "Drafts": """AutoDraftModel DraftModel Eagle3DraftModel EagleDraftModel PEagleDraftModel DFlashDraftModel

@@ -30,17 +30,27 @@ from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import EARLY_EXIT, as_speculator
 from .decode.draft_length import Situation, draft_length_policy
 from .decode.loop import Call, GenerateArguments
-from .decode.outputs import SpeculativeOutput, forget_speculation
-from .decode.refusals import Refusal, refuse_cache, refuse_call, refuse_sharing, refusing
+from .decode.outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, forget_speculation
+from .decode.refusals import (
+    Refusal,
+    refuse_before_encoding,
+    refuse_cache,
+    refuse_call,
+    refuse_sharing,
+    refuse_source,
+    refusing,
+)
 from .decode.sequences import Sequences
 from .defaults import configured, default_speculator, option
 from .drafts.base import Speculator
 from .drafts.early_exit.speculator import EarlyExitSpeculator
+from .drafts.source import Source
 from .parallel import ModelParallelGroup
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
 from .scoring.names import cache_among
 from .scoring.prompts import Prompt
+from .scoring.relative_bias import unhook_biases
 from .scoring.selfcheck import check_target
 from .settings import SpeculationConfig, check_settings
 from .verify.stopping import StopChecker
@@ -95,18 +105,24 @@ class SpeculativeDecoding:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
-    ) -> Tensor | SpeculativeOutput:
+    ) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
         speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
         config = speculator.settings(self.config)
         ranks = ModelParallelGroup(model)
         stops, pad_token = StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor
         sequences = Sequences(input_ids, stops, pad_token, self.streamer)
         is_static = isinstance(cache_among(model_kwargs), StaticCache)
-        prompt, samples = Prompt.of_call(input_ids, model_kwargs), bool(generation_config.do_sample)
+        samples, source = bool(generation_config.do_sample), None
         with refusing():
             refuse_call(model, generation_config, model_kwargs, config, sequences)
             refuse_sharing(speculator, model_kwargs)
+            prompt = Prompt.of_call(input_ids, model_kwargs)
+            if model.config.is_encoder_decoder:
+                prompt = Prompt.of_source(model, model_kwargs, len(input_ids))
+                source = Source.of_call(inputs_tensor, model_kwargs, len(input_ids))
+                refuse_source(speculator, source)
             speculator.check(model, config)
             if config.self_check:
                 check_target(model, config.tree is not None, is_static, prompt)
@@ -117,7 +133,7 @@ class SpeculativeDecoding:
             ranks.share_random_numbers(input_ids.device)
         situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
         config, policy = draft_length_policy(config, self.config, situation, ranks)
-        arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer)
+        arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer, source)
         return Call(model, speculator, config, policy, sequences, ranks, arguments).run(input_ids)
 
 
@@ -177,6 +193,7 @@ def uninstall() -> None:
         setattr(owner, name, getattr(ours, "_hf_spec_original", ours))
     unhook_masks()
     unhook_attention()
+    unhook_biases()
 
 
 def _owner(name: str) -> Any:
@@ -303,12 +320,6 @@ def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> Non
 
 def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Raise a Refusal for what transformers would do, or drop, before the loop is asked."""
-    if model.config.is_encoder_decoder:
-        raise Refusal(
-            f"{type(model).__name__} is an encoder-decoder model; a speculator needs a decoder-only target. Drop "
-            "`speculator`; transformers' own assisted generation takes a smaller encoder-decoder model: "
-            "generate(..., assistant_model=...)."
-        )
     for name in ("assistant_model", "custom_generate"):
         if kwargs.get(name) is not None:
             raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
@@ -317,6 +328,9 @@ def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
+    if model.config.is_encoder_decoder:
+        asked = (option(model, kwargs, name) for name in ("num_beams", "cache_implementation"))
+        refuse_before_encoding(model, *asked)
     refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
     if option(model, kwargs, "token_healing"):
         raise Refusal(

@@ -9,7 +9,7 @@ from .checkpoints.inspection import inspect
 from .checkpoints.known import KnownDraft, known_drafts
 from .checkpoints.resolve import as_speculator
 from .configuration import SpeculatorConfig
-from .decode.outputs import SpeculativeOutput, last_speculation
+from .decode.outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, last_speculation
 from .defaults import get_speculator, set_speculator
 from .drafts.base import AcceptedTokens, DraftContext, Drafter, DraftOutput, Speculator
 from .drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -73,6 +73,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationStats",
     "SpeculativeDecoding",
+    "SpeculativeEncoderDecoderOutput",
     "SpeculativeModel",
     "SpeculativeOutput",
     "Speculator",

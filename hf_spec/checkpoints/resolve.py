@@ -80,18 +80,15 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return as_speculator(load_draft(speculator, target, **_placement(target)), target)
     if isinstance(base, PreTrainedModel) and (assistant := assistant_speculator(base)) is not None:
         return as_speculator(assistant, target)
-    if isinstance(base, PreTrainedModel) and base.can_generate() and not base.config.is_encoder_decoder:
+    is_pair = bool(getattr(target.config, "is_encoder_decoder", False))
+    if isinstance(base, PreTrainedModel) and base.can_generate() and (is_pair or not base.config.is_encoder_decoder):
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
         "speculator must be a draft model, a causal language model, an assistant of transformers, 'ngram', 'mtp', "
         "'early-exit', 'auto', a path or Hub id of one, or a hf_spec.Speculator, got "
         f"{type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained."
-        + (
-            " An encoder-decoder model can assist another: generate(..., assistant_model=...)."
-            if _encodes(base)
-            else ""
-        )
+        + (" An encoder-decoder model can draft for another of its kind alone." if _encodes(base) else "")
     )
 
 

@@ -76,6 +76,11 @@ def config_of(target: str) -> Any:
             f"the target {target!r} is a draft, which drafts for a language model: pass it as --speculator, and that "
             "model as the target"
         )
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"the target {target!r} is an encoder-decoder model, and the commands serve decoder-only ones: call its "
+            "generate(..., speculator=...) in Python"
+        )
     return config
 
 

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from transformers.utils import logging
 from ..device_tensors import to_device
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator
 from ..drafts.lazy import LazyDrafter
+from ..drafts.source import Source
 from ..metrics import SpeculationStats
 from ..parallel import ModelParallelGroup
 from ..policy.base import DraftLengthPolicy, StepObservation
@@ -24,7 +25,7 @@ from ..policy.fixed import unbounded
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
 from ..scoring.graphs import Compiler
-from ..scoring.names import CACHE, cache_among
+from ..scoring.names import CACHE, cache_among, text_arguments
 from ..scoring.runner import Scores
 from ..scoring.selfcheck import reads_prompts_causally
 from ..scoring.target_keys import TargetKeys
@@ -33,7 +34,7 @@ from ..verify.processors import Processors
 from ..verify.verifier import StepResult
 from .draft_length import most_nodes
 from .emission import Emitter
-from .outputs import Record, SpeculativeOutput, remember_speculation
+from .outputs import Record, SpeculativeEncoderDecoderOutput, SpeculativeOutput, output_of, remember_speculation
 from .sequences import Sequences
 
 NEVER_RIGHT = 20  # steps with draft tokens, counted per row, in which none was accepted
@@ -43,12 +44,13 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class GenerateArguments:
-    """What ``generate`` passes to its decoding method, and the tokenizer for the statistics."""
+    """What ``generate`` passes to its decoding method, the tokenizer for the statistics, and an encoder's source."""
 
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any]
     logits_processor: LogitsProcessorList
     tokenizer: Any = None
+    source: Source | None = None
 
 
 class Call:
@@ -68,6 +70,7 @@ class Call:
         generation_config, model_kwargs = arguments.generation_config, arguments.model_kwargs
         self.model, self.speculator, self.config = model, speculator, config
         self.generation_config, self.model_kwargs = generation_config, model_kwargs
+        self.source = arguments.source
         # What grows: the text, and what is returned about it.
         self.sequences = sequences
         self.stats = SpeculationStats(batch_size=len(sequences.rows), tokenizer=arguments.tokenizer)
@@ -99,7 +102,7 @@ class Call:
         self.prompt_mask: Tensor
         self._was_plain = False  # the last step drafted nothing
 
-    def run(self, input_ids: Tensor) -> Tensor | SpeculativeOutput:
+    def run(self, input_ids: Tensor) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
         """Generate after ``input_ids`` (batch, length), and return what ``generate`` returns."""
         try:
             result = self.read_prompt(input_ids)
@@ -113,7 +116,7 @@ class Call:
     def read_prompt(self, input_ids: Tensor) -> StepResult:
         """Emit the first token of every row, or the first step's where draft tokens are read with the prompt."""
         config, kwargs = self.generation_config, self.model_kwargs
-        mask = _prompt_mask(input_ids, kwargs.get("attention_mask"))
+        mask = _prompt_mask(input_ids, kwargs.get(text_arguments(self.model).mask))
         self.sequences.show_prompt()
         self.prompt_mask = mask
         can_draft = self.config.tree is None and not self.speculator.shares_target_cache  # before the prompt is read
@@ -317,7 +320,9 @@ class Call:
         )
         own = self.policy if plans_itself or self.policy.stops_early else free
         runner, keys = self.target if self.speculator.shares_target_cache else None, TargetKeys(self.target)
-        request = DraftContext(*asked, compiler=self.compiler, policy=own, runner=runner, target_keys=keys)
+        request = DraftContext(
+            *asked, compiler=self.compiler, policy=own, runner=runner, target_keys=keys, source=self.source
+        )
         start = functools.partial(self.speculator.drafter, request)
         return LazyDrafter(start, free if plans_itself else self.policy, self.speculator.source)
 
@@ -325,7 +330,7 @@ class Call:
     def _returns_cache(self) -> bool:
         return bool(self.generation_config.return_dict_in_generate) or self.target.slots.cache_is_the_users
 
-    def output(self) -> Tensor | SpeculativeOutput:
+    def output(self) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
         """Close the stream and return what ``generate`` returns."""
         if self._returns_cache and (early := self._ended_early()):
             with self.stats.timed("target"):
@@ -342,12 +347,8 @@ class Call:
         cache: Any = self.target.release(emitted - 1) if self._returns_cache else None
         if not self.generation_config.return_dict_in_generate:
             return token_ids
-        return SpeculativeOutput(
-            sequences=cast(torch.LongTensor, token_ids),
-            speculation=self.stats,
-            **{CACHE: cache},
-            **self.record.outputs(emitted),
-        )
+        found = {"sequences": token_ids, "speculation": self.stats, CACHE: cache, **self.record.outputs(emitted)}
+        return output_of(self.model, found, None if self.source is None else self.source.kwargs["encoder_outputs"])
 
     def _warn_if_never_right(self) -> None:
         counts = self.stats.counts

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from ..metrics import SpeculationStats
 from ..scoring.adapters import base_model
@@ -26,6 +26,33 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """
 
     speculation: SpeculationStats | None = None
+
+
+@dataclass
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """The same of an encoder-decoder model, with the states of its encoder and decoder under their own names.
+
+    ``speculation`` is ``None`` where the model's own ``generate`` cuts every field into rows (Whisper): ask
+    ``last_speculation(model)``.
+    """
+
+    speculation: SpeculationStats | None = None
+
+
+def output_of(
+    model: PreTrainedModel, found: dict[str, Any], encoder_outputs: Any
+) -> SpeculativeOutput | SpeculativeEncoderDecoderOutput:
+    """Return what was ``found``, by the names of a decoder-only output, as ``generate`` of ``model`` does.
+
+    ``encoder_outputs`` are those of an encoder-decoder model, ``None`` of others.
+    """
+    if encoder_outputs is None:
+        return SpeculativeOutput(**found)
+    if cast(Any, type(model)).generate is not cast(Any, GenerationMixin).generate:
+        found["speculation"] = None
+    states = found.pop("hidden_states")
+    of_encoder = None if states is None else getattr(encoder_outputs, "hidden_states", None)
+    return SpeculativeEncoderDecoderOutput(**found, decoder_hidden_states=states, encoder_hidden_states=of_encoder)
 
 
 # Number and statistics of the last call of each model. None: the call drafted nothing.

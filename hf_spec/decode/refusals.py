@@ -10,9 +10,17 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from ..drafts.base import Speculator
-from ..scoring.architectures import drops_cache, keeps_own_states, why_no_trees, why_unsupported
+from ..drafts.source import Source
+from ..scoring.architectures import (
+    STATIC_BESIDE_AN_ENCODER,
+    drops_cache,
+    keeps_own_states,
+    why_no_trees,
+    why_refused,
+    why_unsupported,
+)
 from ..scoring.cache import has_states
-from ..scoring.names import CACHES, cache_among
+from ..scoring.names import CACHES, cache_among, text_arguments
 from ..settings import SpeculationConfig
 from .sequences import Sequences
 
@@ -25,6 +33,9 @@ OTHER_WAYS = (  # options that ask transformers for another decoding method
     "constraints",
     "force_words_ids",
 )
+
+
+_OWN_ASSISTANT = "transformers' own assisted generation may take it: generate(..., assistant_model=...)"
 
 
 class Refusal(ValueError):
@@ -53,22 +64,19 @@ def refuse_call(
     _refuse_options(model, generation_config, model_kwargs)
     _refuse_target(model, model_kwargs, config, len(sequences.lengths))
     if sequences.stops.max_length is not None:
-        prompt = _length_of_prompt(generation_config, model_kwargs, sequences.prompt_length)
+        prompt = sequences.prompt_length
+        if not model.config.is_encoder_decoder:  # whose mask is the source's
+            prompt = _length_of_prompt(generation_config, model_kwargs, prompt)
         longest = prompt + sequences.stops.max_length - sequences.prompt_length
         _refuse_growing_rope(model, model_kwargs, prompt, longest)
         _refuse_short_cache(cache_among(model_kwargs), longest - 1)
 
 
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    if model.config.is_encoder_decoder:
-        raise _refusal(
-            f"{type(model).__name__} is an encoder-decoder model; only decoder-only targets are supported. "
-            "transformers' own assisted generation takes a smaller one of its kind: generate(..., assistant_model=...)"
-        )
     if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
         raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
     if (generation_config.num_beams or 1) > 1:
-        raise _refusal(f"num_beams={generation_config.num_beams}: one text per sequence is verified; use num_beams=1")
+        raise _refusal(_why_no_beams(int(generation_config.num_beams or 1)))
     for name in OTHER_WAYS:
         if getattr(generation_config, name, None):
             instead = ", or pass speculator='early-exit'" if name == "assistant_early_exit" else ""
@@ -94,6 +102,22 @@ def refuse_sharing(speculator: Speculator, model_kwargs: dict[str, Any]) -> None
             "early exit drafts over the target's own cache, and not over a static one, for which the target is "
             "compiled as a whole; leave cache_implementation unset and pass no StaticCache, or use another draft"
         )
+
+
+def refuse_before_encoding(model: PreTrainedModel, num_beams: int | None, implementation: str | None) -> None:
+    """Raise a ``Refusal`` for an encoder-decoder ``model`` that cannot be served, before its encoder runs."""
+    if (num_beams or 1) > 1:
+        raise _refusal(_why_no_beams(int(num_beams or 1)))
+    if (reason := why_refused(model)) is not None:
+        raise _refusal(f"{type(model).__name__} is not supported: {reason}; {_OWN_ASSISTANT}")
+    if implementation == "static":
+        raise _refusal(f"the cache of {type(model).__name__} {STATIC_BESIDE_AN_ENCODER}")
+
+
+def refuse_source(speculator: Speculator, source: Source) -> None:
+    """Raise a ``Refusal`` if ``speculator`` reads the ``source`` by an encoder of its own, and cannot."""
+    if speculator.encodes and (reason := source.why_not_encoded()) is not None:
+        raise _refusal(f"the draft has an encoder of its own, and {reason}, or use 'ngram'")
 
 
 def refuse_cache(implementation: str | None) -> None:
@@ -165,6 +189,13 @@ def _refuse_short_cache(cache: object, columns: int) -> None:
         )
 
 
+def _why_no_beams(count: int) -> str:
+    return (
+        f"num_beams={count}: one text per sequence is verified, not several beams. Saved generation configs and "
+        "pipelines ask for beams, too; pass num_beams=1, or generate_kwargs={'num_beams': 1} to a speech pipeline"
+    )
+
+
 def _length_of_prompt(generation_config: GenerationConfig, model_kwargs: dict[str, Any], ids: int) -> int:
     """Count the prompt's positions, in ``ids``, embeddings or a cache: the attention mask covers them all."""
     mask = model_kwargs.get("attention_mask")
@@ -175,7 +206,7 @@ def _refuse_growing_rope(
     model: PreTrainedModel, model_kwargs: dict[str, Any], prompt_length: int, max_length: int
 ) -> None:
     # Cached keys keep the old rotary frequencies, and new keys would get others.
-    config, mask = model.config.get_text_config(decoder=True), model_kwargs.get("attention_mask")
+    config, mask = model.config.get_text_config(decoder=True), model_kwargs.get(text_arguments(model).mask)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # of all layers, or of each type of layer
         rope_type = rope.get("rope_type") if isinstance(rope, dict) else None

@@ -26,6 +26,7 @@ from ..proposal import NO_PARENT, Proposal, once
 from ..scoring.names import CACHE
 from ..scoring.plain import scored_vocabulary
 from ..settings import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from .source import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +52,8 @@ class DraftContext:
     otherwise take the best ones. ``compiler``: the call is compiled, and so is the drafter if it can be. ``policy``: a
     drafter that can tell how probably its draft tokens are accepted asks it how many to draft. ``runner`` is the
     target's own, for speculators with ``shares_target_cache``. ``target_keys``: the target's keys and values of
-    committed tokens, to be read only; ``None`` where they cannot be read.
+    committed tokens, to be read only; ``None`` where they cannot be read. ``source``: what an
+    encoder-decoder target reads besides this text.
     """
 
     target: PreTrainedModel
@@ -66,6 +68,7 @@ class DraftContext:
     policy: DraftLengthPolicy = field(default_factory=lambda: unbounded(AcceptanceEstimator()))
     runner: ModelRunner | None = None
     target_keys: TargetKeys | None = None
+    source: Source | None = None
 
     @property
     def keep_drafting(self) -> Callable[[Tensor], bool] | None:
@@ -374,6 +377,11 @@ class Speculator(ABC):
 
         By default it can.
         """
+
+    @property
+    def encodes(self) -> bool:
+        """Tell whether drafters read an encoder-decoder target's source by an encoder of their own; not by default."""
+        return False
 
     def defaults(self) -> SpeculationConfig:
         """Return the settings used where the user chose none."""

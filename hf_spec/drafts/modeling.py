@@ -266,6 +266,11 @@ class DraftModel(PreTrainedModel, Speculator):
         return [attention_mask[kind] for kind in kinds]
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
+        if target.config.is_encoder_decoder:
+            raise ValueError(
+                f"the draft {type(self).__name__} reads hidden states of decoder-only targets, and "
+                f"{type(target).__name__} is an encoder-decoder model; use a smaller model of its kind, or 'ngram'"
+            )
         self.config.check_target(target.config)
         if (reason := why_no_masks(self.config._attn_implementation)) is not None:
             raise ValueError(f"the draft {type(self).__name__} {reason}")

@@ -113,6 +113,11 @@ def _check(model: Any, prompts: Any, batch_size: int, look_ahead: int, options: 
         raise TypeError("prompts is one text: pass a list of texts")
     if isinstance(prompts, Mapping):  # iterating would yield its keys, as texts
         raise TypeError(f"prompts is one {type(prompts).__name__}: pass a list with one for each prompt, or texts")
+    if base_model(model).config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base_model(model)).__name__} is an encoder-decoder model, and generate_many pads prompts for "
+            "decoder-only ones; call model.generate(..., speculator=...) for each batch of sources"
+        )
     for name, number in (("batch_size", batch_size), ("look_ahead", look_ahead)):
         if not is_int(number) or number < 1:
             raise ValueError(f"{name} is {number!r}; set a whole number of at least 1")

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import StaticCache
+from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
 from ..versions import CHECKPOINTING
 from .cache import has_states, unsupported_layer
@@ -26,6 +26,8 @@ OWN_STATES = ("minimax", "rwkv", "xlstm")
 REFUSED = {
     "cpmant": "it reads its prompt again in every forward",
     "dory": "its loops read keys from the layers of the cache, past what a block is shown",
+    "fsmt": "its decoder builds masks of its own, which know no tree and no rows of different lengths",
+    "led": "its decoder builds masks of its own, which know no tree and no rows of different lengths",
     "prophetnet": "it goes on from its cache with one token at a time only",
     "recurrent_gemma": "it keeps recurrent states in its modules and takes several tokens for a new prompt",
     "roformer": "it gives all rows the same positions",
@@ -41,6 +43,7 @@ REFUSED_CLASSES = {
     ),
     "XLMWithLMHeadModel": "it keeps no key-value cache of transformers (its `cache` is a dictionary of its own)",
 }
+STATIC_BESIDE_AN_ENCODER = "is static, which is served for decoder-only models alone; leave cache_implementation unset"
 _BIAS = "its relative position bias counts columns from one place for the whole batch"
 # Model types that are supported at batch size 1 only, and the reason.
 ONE_ROW = {
@@ -80,6 +83,11 @@ def cache_name(model: PreTrainedModel) -> str:
     return next((name for name in CACHES if name in known), CACHES[0])
 
 
+def cross_attends(model: PreTrainedModel) -> bool:
+    """Tell whether ``model`` attends to the states of an encoder: its own, or a target's (WhisperForCausalLM)."""
+    return bool(model.config.is_encoder_decoder) or "encoder_outputs" in arguments_of(model)
+
+
 def keeps_own_states(model: PreTrainedModel) -> bool:
     """Tell whether ``model`` makes a cache of its own kind for its recurrent states."""
     return model.config.get_text_config(decoder=True).model_type in OWN_STATES
@@ -98,7 +106,7 @@ def why_one_row(model: PreTrainedModel) -> str | None:
 def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> str | None:
     """Say why ``model`` with transformers' ``cache`` cannot be scored over slots, or return ``None`` if it can."""
     name = type(model).__name__
-    if (reason := _why_refused(model)) is not None:
+    if (reason := why_refused(model)) is not None:
         return f"{name} is not supported: {reason}"
     if batch > 1 and (reason := why_one_row(model)) is not None:
         return f"{name} is supported for one row at a time only: {reason}"
@@ -111,7 +119,13 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
     known = arguments_of(model)
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
         return f"{name} keeps no key-value cache of transformers (its forward takes no {CACHES[0]})"
-    layer = unsupported_static_layer(cache) if isinstance(cache, StaticCache) else unsupported_layer(cache)
+    if cross_attends(model) and (reason := _why_not_beside_an_encoder(cache)) is not None:
+        return f"the cache of {name} {reason}"
+    if isinstance(cache, EncoderDecoderCache) and cross_attends(model):
+        layers = map(unsupported_layer, (cache.self_attention_cache, cache.cross_attention_cache))
+        layer = next(filter(None, layers), None)
+    else:
+        layer = unsupported_static_layer(cache) if isinstance(cache, StaticCache) else unsupported_layer(cache)
     if layer is not None:
         return f"the cache of {name} is {layer}, not one of attention and recurrent layers"
     knows_layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None)  # and so does the cache
@@ -120,7 +134,18 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
     return None
 
 
-def _why_refused(model: PreTrainedModel) -> str | None:
+def _why_not_beside_an_encoder(cache: object) -> str | None:
+    """Say why slots cannot replace the part of ``cache`` that is the text's, or return ``None`` if they can."""
+    if not isinstance(cache, EncoderDecoderCache):
+        kind = type(cache).__name__
+        return f"is a {kind}, in which the keys of the source have no place; pass an EncoderDecoderCache, or none"
+    if isinstance(cache.self_attention_cache, StaticCache) or isinstance(cache.cross_attention_cache, StaticCache):
+        return STATIC_BESIDE_AN_ENCODER
+    return None
+
+
+def why_refused(model: PreTrainedModel) -> str | None:
+    """Say why ``model`` is refused whatever its cache is, or return ``None`` if it is not."""
     reasons = [REFUSED.get(model.config.get_text_config(decoder=True).model_type)]
     reasons += [REFUSED_CLASSES.get(kind.__name__) for kind in type(model).__mro__]
     return next(filter(None, reasons), None)

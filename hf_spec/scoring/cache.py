@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache, StaticCache
 
 from ..device_tensors import cached_arange, to_list
 from .buffers import SequenceLengths, SlotBuffer
@@ -89,14 +89,20 @@ class TreeKVCache(Cache):
         self.on_access: Callable[[int, int], None] | None = None  # called with layer and number of each state in use
         self.own_states: OwnStates | None = None
         self._own_cache: Any = None
+        self._crossing: EncoderDecoderCache | None = None  # these slots, and the keys of an encoder's states
 
     @classmethod
     def adopt(cls, cache: Any, batch_size: int, device: torch.device, open_nodes: int = 0) -> TreeKVCache:
         """Take over the contents of ``cache`` after the prefill, when all rows have the same length.
 
         It is a ``DynamicCache``, or of the model's own kind, which then goes on holding the states itself. Its last
-        ``open_nodes`` columns are the draft region, a chain.
+        ``open_nodes`` columns are the draft region, a chain. ``cache`` keeps the keys of an encoder's states, for all
+        rows. Once some rows have left, the model is shown copies of the others.
         """
+        if isinstance(cache, EncoderDecoderCache):
+            slots = cls.adopt(cache.self_attention_cache, batch_size, device, open_nodes)
+            slots._crossing = EncoderDecoderCache(slots, cache.cross_attention_cache)
+            return slots
         length = _length(cache) - open_nodes
         rows = SequenceLengths(torch.full((batch_size,), length, device=device), [length] * batch_size)
         rows.draft_nodes = open_nodes
@@ -111,7 +117,14 @@ class TreeKVCache(Cache):
     @property
     def shown(self) -> Any:
         """Return the cache that the model is given: one of its own kind if it needs that."""
+        if self._crossing is not None:
+            return self._crossing
         return self if self._own_cache is None else self._own_cache
+
+    @property
+    def crosses(self) -> bool:
+        """Tell whether some layers attend to the states of an encoder."""
+        return self._crossing is not None
 
     @property
     def is_linear(self) -> list[bool]:
@@ -174,13 +187,15 @@ class TreeKVCache(Cache):
                 self._retired[self.batch[row]] = self.rows.cpu_lengths[row], states
         for layer in self.layers:
             layer.keep_rows(rows)
+        if self._crossing is not None:
+            self._crossing = EncoderDecoderCache(self, _rows_of(self._crossing.cross_attention_cache, rows))
         self.batch = [self.batch[row] for row in kept]
         self.rows.set(self.rows.lengths.index_select(0, rows), [self.rows.cpu_lengths[row] for row in kept])
 
     @property
     def can_join(self) -> bool:
         """Tell whether rows of another cache can be appended: only where slots hold everything."""
-        return self._own_cache is None and all(layer.can_join for layer in self.layers)
+        return self._own_cache is None and not self.crosses and all(layer.can_join for layer in self.layers)
 
     def join(self, other: TreeKVCache) -> None:
         """Append the rows of ``other``, a cache of the same model; the draft regions are dropped."""
@@ -193,6 +208,7 @@ class TreeKVCache(Cache):
 
     def release(self, cache: DynamicCache, longest: int) -> None:
         """Write at most ``longest`` columns of every row into transformers' ``cache``; shorter rows end in zeros."""
+        self._crossing, cache = None, text_cache(cache)
         self.keep_rows(self.rows.lengths.new_empty(0), keep_finished=True)
         lengths = [min(length, longest) for _, (length, _) in sorted(self._retired.items())]
         for index, (slots, layer) in enumerate(zip(self.layers, getattr(cache, "layers", ()), strict=True)):
@@ -217,6 +233,22 @@ class TreeKVCache(Cache):
         return [buffer for layer in self.layers for buffer in layer.buffers.values()]
 
 
+def text_cache(cache: Any) -> Any:
+    """Return the part of ``cache`` that holds the keys of the text: all of it, unless there is an encoder's, too."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _rows_of(cache: Cache, rows: Tensor) -> DynamicCache:
+    """Copy the ``rows`` of a cache that no key is added to any more."""
+    kept = DynamicCache()
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        if layer.is_initialized:
+            here = rows.to(layer.keys.device)
+            kept.update(layer.keys.index_select(0, here), layer.values.index_select(0, here), index)
+    return kept
+
+
 def _length(cache: DynamicCache) -> int:
     """Return the length of the layers that have seen tokens; those that share another layer's keys have not."""
     layers = getattr(cache, "layers", ())
@@ -231,7 +263,7 @@ def _length(cache: DynamicCache) -> int:
 
 def has_states(cache: object) -> bool:
     """Tell whether some layer of ``cache`` keeps a recurrent or convolution state."""
-    return any(map(keeps_state, getattr(cache, "layers", [])))
+    return any(map(keeps_state, getattr(text_cache(cache), "layers", [])))
 
 
 def undo_reading(cache: object) -> Callable[[], None]:
@@ -239,6 +271,8 @@ def undo_reading(cache: object) -> Callable[[], None]:
 
     A cache of a model's own kind is not restored, nor a static one that the user has not passed in.
     """
+    if isinstance(cache, EncoderDecoderCache):
+        return _undo_crossing(cache)
     if isinstance(cache, StaticCache) and getattr(cache, "_is_user_defined", False):
         return undo_static_reading(cache)
     if type(cache) is not DynamicCache:
@@ -249,6 +283,18 @@ def undo_reading(cache: object) -> Callable[[], None]:
         for undo_layer in undo_layers:
             undo_layer()
         del cache.layers[count:]  # added by the reading
+
+    return put_back
+
+
+def _undo_crossing(cache: EncoderDecoderCache) -> Callable[[], None]:
+    parts, known = (cache.self_attention_cache, cache.cross_attention_cache), dict(cache.is_updated)
+    undo_parts = [undo_reading(part) for part in parts]
+
+    def put_back() -> None:
+        for undo_part in undo_parts:
+            undo_part()
+        cache.is_updated = known
 
     return put_back
 

@@ -77,7 +77,10 @@ class Features:
 
     def all_hidden(self, outputs: Any) -> tuple[Tensor, ...]:
         """Return every hidden state, (batch, length, ...), if they were asked for; see ``streams_first``."""
-        return tuple(map(_rows_first, outputs.hidden_states)) if self.every else ()
+        if not self.every:
+            return ()
+        states = getattr(outputs, "decoder_hidden_states", None)  # of an encoder-decoder model
+        return tuple(map(_rows_first, outputs.hidden_states if states is None else states))
 
 
 def _rows_first(states: Tensor) -> Tensor:
@@ -94,8 +97,9 @@ def decoder_of(model: Any) -> Any:
     found = model.get_decoder()
     if found is model.get_output_embeddings():  # ModernBERT calls it its decoder
         return model.base_model
-    if found.get_output_embeddings() is not None:  # Llama 4 and Mllama return the complete model, with its head
-        return found.model
+    if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is not None:
+        # Llama 4 and Mllama return the complete model, with its head; so does a pair of an encoder and any decoder.
+        return found.base_model if model.config.is_encoder_decoder else found.model
     return found
 
 

@@ -109,6 +109,7 @@ class KVView:
             depth,
             equal_lengths=rows.equal_lengths,
             end=self._end if self._shift is None else None,
+            crosses=self.cache.crosses,
         )
 
     def positions(self, origin: Tensor, block: TreeMask) -> Tensor:

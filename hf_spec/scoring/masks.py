@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+    causal_mask_function,
+)
 
 from ..device_tensors import cached_arange
 from .attention import folding
@@ -34,7 +39,8 @@ class TreeMask:
     depths of the open nodes, the new ones last. All new nodes are ``depth`` deep where that is known.
 
     ``window`` is the number of columns that a query sees at most, if all layers agree. ``asked`` counts how often the
-    model asked for a mask: one that never asks would ignore the tree silently.
+    model asked for a mask: one that never asks would ignore the tree silently. ``crosses``: some layers attend to the
+    states of an encoder, by a mask of their own.
     """
 
     lengths: Tensor
@@ -48,6 +54,7 @@ class TreeMask:
     depth: int | None = None
     equal_lengths: bool = False  # the rows are equally long
     end: int | None = None  # no row may ever reach this column
+    crosses: bool = False
     asked: int = 0
 
     @property
@@ -169,7 +176,7 @@ def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
 
     They are what transformers would make, in a fifth of the time; ``None`` where it has to be asked.
     """
-    block = _block.get() if _any_open else None
+    block = open_block()
     if block is None or implementation != "sdpa":
         return None
     block.asked += 1
@@ -190,6 +197,11 @@ _block: ContextVar[TreeMask | None] = ContextVar("hf_spec_block", default=None)
 _counting = threading.Lock()
 _open = 0  # number of open blocks, in all threads
 _any_open = False  # checked first: unlike a context variable, torch.compile can read it, so plain calls can be graphs
+
+
+def open_block() -> TreeMask | None:
+    """Return the block that this thread is scoring, or ``None`` if it scores none."""
+    return _block.get() if _any_open else None
 
 
 @contextlib.contextmanager
@@ -220,9 +232,11 @@ def _hook_masks(implementation: str) -> None:
         return
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        block = _block.get() if _any_open else None
+        block = open_block()
         if block is None:
             return original(*args, **kwargs)
+        if block.crosses and kwargs["mask_function"] is bidirectional_mask_function:
+            return original(*args, **kwargs)  # all nodes see the same of an encoder's states
         block.asked += 1
         if implementation.startswith("flash"):  # it takes no custom mask: only chains at batch size 1 come here
             return None

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
-from .architectures import arguments_of, cache_name, keeps_own_states
+from .architectures import arguments_of, cache_name, cross_attends, keeps_own_states
+from .names import text_arguments
 
 MASKED = -1e4  # logits as low as this are a mask: no head computes them
 
@@ -44,11 +45,14 @@ def readable(tokens: Tensor, count: int) -> Tensor:
     return tokens.masked_fill((tokens < 0) | (tokens >= count), 0)
 
 
-def new_cache(model: PreTrainedModel) -> DynamicCache | None:
+def new_cache(model: PreTrainedModel) -> DynamicCache | EncoderDecoderCache | None:
     """Make the empty cache that transformers would make for ``model``; ``None`` if the model makes its own kind."""
     if keeps_own_states(model):
         return None
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    if cross_attends(model):
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache())  # sources fit into no window
+    return DynamicCache(config=config)
 
 
 def new_static_cache(model: PreTrainedModel, length: int) -> StaticCache:
@@ -84,11 +88,22 @@ def padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> 
     return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
 
-def prompt_kwargs(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> dict[str, Any]:
-    """Build the arguments of ``generate``'s prefill, with an empty ``cache``, by default the model's usual one."""
+def prompt_kwargs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    cache: Cache | None = None,
+    source: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build the arguments of ``generate``'s prefill, with an empty ``cache``, by default the model's usual one.
+
+    ``source`` are those of the encoder's states, where the model attends to some.
+    """
     cache = new_cache(model) if cache is None else cache
     mask = None if bool(attention_mask.all()) else attention_mask
-    kwargs: dict[str, Any] = {cache_name(model): cache, "attention_mask": mask, "use_cache": True}
+    kwargs: dict[str, Any] = {cache_name(model): cache, text_arguments(model).mask: mask, "use_cache": True}
+    if source is not None:
+        return kwargs | source
     if "position_ids" in arguments_of(model):
         known = {"attention_mask": attention_mask}
         kwargs["position_ids"] = model._prepare_position_ids_for_generation(input_ids, known)
@@ -123,7 +138,7 @@ def _logits_after(
     for piece in pieces:
         new = piece.shape[1]
         kwargs = model._update_model_kwargs_for_generation(
-            outputs, kwargs, is_encoder_decoder=False, num_new_tokens=new
+            outputs, kwargs, is_encoder_decoder=model.config.is_encoder_decoder, num_new_tokens=new
         )
         input_ids = torch.cat([input_ids, piece], dim=1)
         inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **kwargs)
@@ -150,7 +165,8 @@ def step_inputs(model: Any, input_ids: Tensor, outputs: Any, kwargs: dict[str, A
     ``outputs`` are those of the prompt's last forward, and ``kwargs`` the arguments of its first one.
     """
     longer = torch.nn.functional.pad(input_ids, (0, 1))  # the value of the new token does not matter
-    kwargs = model._update_model_kwargs_for_generation(outputs, dict(kwargs), is_encoder_decoder=False)
+    has_encoder = model.config.is_encoder_decoder
+    kwargs = model._update_model_kwargs_for_generation(outputs, dict(kwargs), is_encoder_decoder=has_encoder)
     prepared: dict[str, Any] = model.prepare_inputs_for_generation(longer, next_sequence_length=1, **kwargs)
     return prepared
 

@@ -38,6 +38,8 @@ class OwnPositions:
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             given = columns
+            if _counts_columns(module):
+                return _all_columns(module, args, kwargs, block)
             if isinstance(module, nn.Embedding):  # takes one row of positions for the whole batch
                 given = columns.flatten()
             elif _counts_from_padding(module):
@@ -47,6 +49,8 @@ class OwnPositions:
             return args, {**kwargs, "position_ids": given}
 
         def after(module: nn.Module, args: Any, embedded: Any) -> Any:
+            if _counts_columns(module):
+                return embedded.reshape(-1, embedded.shape[-1])[columns.to(embedded.device)]
             return embedded.reshape(*columns.shape, -1) if isinstance(module, nn.Embedding) else embedded
 
         return hooked(self._readers, before, after)
@@ -82,12 +86,13 @@ class OwnPositions:
 
 def _readers(model: PreTrainedModel) -> list[nn.Module]:
     """Find the modules that read positions: an embedding in old decoders, the decoder in some new wrappers."""
-    wanted = {f"{CACHE}_length", "position_ids"}
+    wanted, decoder = {f"{CACHE}_length", "position_ids"}, decoder_of(model)
+    of_text = decoder if model.config.is_encoder_decoder else model
     modules = [
-        module for module in model.modules() if isinstance(module, nn.Embedding) or _counts_from_padding(module)
+        module for module in of_text.modules() if isinstance(module, nn.Embedding) or _counts_from_padding(module)
     ]
     found: list[nn.Module] = [module for module in modules if wanted.issubset(arguments_of(module))]
-    decoder = decoder_of(model)
+    found = found or [module for module in of_text.modules() if _counts_columns(module)]
     return found or [decoder] * ("position_ids" in arguments_of(decoder))
 
 
@@ -95,3 +100,25 @@ def _counts_from_padding(module: nn.Module) -> bool:
     """Tell whether ``module`` is a sinusoidal table in which the first position is ``padding_idx`` + 1."""
     has_table = hasattr(module, "make_weights") and hasattr(module, "padding_idx")
     return has_table and hasattr(module, "create_position_ids_from_input_ids")
+
+
+def _counts_columns(module: nn.Module) -> bool:
+    """Tell whether ``module`` is a table that counts positions from the cache's length, and can be given none."""
+    if not (hasattr(module, "make_weights") or isinstance(module, nn.Embedding)):
+        return False
+    known = arguments_of(module)
+    return f"{CACHE}_length" in known and "position_ids" not in known
+
+
+def _all_columns(
+    module: nn.Module, args: Any, kwargs: dict[str, Any], block: TreeMask
+) -> tuple[tuple[Any], dict[str, Any]]:
+    """Make ``module`` embed the positions of all columns that ``block`` may use, as of one text without padding.
+
+    Its first argument are the tokens, or only their shape. Whether they are padding is all that matters to it.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name != f"{CACHE}_length"}
+    shape = torch.Size((1, block.width if block.end is None else min(block.width, block.end)))
+    if not isinstance(args[0], Tensor):
+        return (shape,), kwargs
+    return (args[0].new_full(shape, 1 + int(getattr(module, "padding_idx", None) or 0)),), kwargs

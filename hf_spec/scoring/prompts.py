@@ -1,4 +1,7 @@
-"""The prompts that the self-check tries a target with: a few tokens of text, or the inputs of a call's prefill."""
+"""The prompts that the self-check tries a target with: a few tokens of text, or the inputs of a call's prefill.
+
+An encoder-decoder model is tried with a few tokens after the first source of the call.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
+from transformers.utils.generic import ModelOutput
 
 from .architectures import cache_name, why_one_row
-from .names import CACHES, cache_among
+from .names import CACHES, OF_ENCODER_DECODER, cache_among
 from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
 
 PROMPT_TOKENS = 7  # tokens of a prompt of text
@@ -72,6 +76,30 @@ class Prompt:
             slots = max(slots, int(cache.get_max_length()))
         return cls(input_ids, mask, _without_cache(model_kwargs), tuple(sorted(extra)), slots)
 
+    @classmethod
+    def of_source(cls, model: PreTrainedModel, model_kwargs: dict[str, Any], batch: int) -> Prompt:
+        """Make two rows of text, or one if ``model`` takes no more, after the first source of a ``batch``.
+
+        The end of the source is hidden from the second row, if there is a mask to do so. Text is padded on the left
+        if the call has a mask for it.
+        """
+        names, rows = OF_ENCODER_DECODER, 2 if why_one_row(model) is None else 1
+        kwargs = {
+            name: _first_row(value, batch, rows)
+            for name, value in _without_cache(model_kwargs).items()
+            if name not in names
+        }
+        ids, mask = tokens_for(model, rows, PROMPT_TOKENS), None
+        if isinstance(seen := kwargs.get("attention_mask"), Tensor) and seen.ndim == 2:
+            shown = seen[-1].nonzero()[:, 0]
+            seen[-1, shown[-max(1, len(shown) // 3) :][: len(shown) - 1]] = 0
+        if model_kwargs.get(names.mask) is not None:
+            mask = torch.ones_like(ids)
+            mask[-1, :2] = 0
+            kwargs[names.mask] = mask
+        extra = sorted(name for name, value in kwargs.items() if _is_content(value))
+        return cls(ids, mask, kwargs, tuple(extra))
+
     def handed(self, model: PreTrainedModel, static: bool = False) -> dict[str, Any]:
         """Build the arguments of ``generate``'s prefill, with an empty cache."""
         cache = new_static_cache(model, self.slots) if static else new_cache(model)
@@ -117,3 +145,13 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_content(value: object) -> bool:
     return value is not None and not isinstance(value, (bool, int, float, str))
+
+
+def _first_row(value: Any, batch: int, rows: int) -> Any:
+    """Copy the first row of what has ``batch`` rows, a tensor or what an encoder returned, into ``rows`` rows."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _first_row(one, batch, rows) for name, one in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_first_row(one, batch, rows) for one in value)
+    has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch
+    return value[:1].repeat(rows, *[1] * (value.ndim - 1)) if has_rows else value

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.utils.generic import ModelOutput
 
 from ..device_tensors import to_device
 from ..proposal import Proposal
@@ -25,12 +26,13 @@ from .features import Features
 from .hooks import NO_CONTEXT, hooked
 from .kv_view import KVView
 from .masks import TreeMask
-from .names import CACHES
+from .names import CACHES, OF_DECODER_ONLY, text_arguments
 from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
+from .relative_bias import hook_biases
 
-# Arguments that are rebuilt for each forward, and those that have a column for each token.
-PER_FORWARD = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "logits_to_keep", *CACHES)
+# Arguments that are rebuilt for each forward, with the names of the text, and those that have a column for each token.
+PER_FORWARD = ("logits_to_keep", *CACHES)
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -135,6 +137,9 @@ class ModelRunner:
         self.features = Features(model, feature_layers, every=hidden_states)
         self.slots: KVView  # from the prefill on
         self._cache_name = cache_name(model)
+        self._names = text_arguments(model)
+        if model.config.is_encoder_decoder:
+            hook_biases(model)
         self._text_config = model.config.get_text_config(decoder=True)
         self._origin: Tensor | None = None  # (..., batch or 1, 1), the position that column 0 has or would have
         self._adapted = adapted_layers(model)  # layers with an adapter per row
@@ -165,12 +170,14 @@ class ModelRunner:
     def verifies_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Tell whether ``prefill_with_draft_tokens`` can replace ``prefill``.
 
-        It needs a prompt of tokens alone, read in one forward into an empty cache whose layers keep all of it. Nobody
+        It needs a prompt of tokens alone, read in one forward into an empty cache whose layers keep all of it. That
+        leaves out encoder-decoder models, whose prompt is a token or two, after a source. Nobody
         may want the prompt's features, and the model has to read prompts causally. There must be no hooks of other
         packages: one that acts on prompts (a press that prunes the cache) would take draft tokens for a part of one.
         """
         cache = model_kwargs.get(self._cache_name)
-        others = {name: value for name, value in model_kwargs.items() if name not in PER_FORWARD}
+        text = (*OF_DECODER_ONLY, *PER_FORWARD)
+        others = {name: value for name, value in model_kwargs.items() if name not in text}
         return (
             not self.features.layers
             and not self.features.every
@@ -209,12 +216,21 @@ class ModelRunner:
         self._start_after(input_ids, outputs, model_kwargs, record, 1 + count)
         return Scores(outputs.logits[:, -1 - count :])
 
-    def prefill_tokens(self, input_ids: Tensor, attention_mask: Tensor, cache: Cache | None = None) -> Scores | None:
-        """Read a prompt outside ``generate``; return ``None`` if it is empty: there is nothing to score."""
-        kwargs = prompt_kwargs(self.model, input_ids, attention_mask, cache)
+    def prefill_tokens(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        cache: Cache | None = None,
+        source: dict[str, Any] | None = None,
+    ) -> Scores | None:
+        """Read a prompt outside ``generate``; return ``None`` if it is empty: there is nothing to score.
+
+        ``source`` are the arguments of the encoder's states, where the model attends to some.
+        """
+        kwargs = prompt_kwargs(self.model, input_ids, attention_mask, cache, source)
         if input_ids.shape[1] == 0:
             first = input_ids.new_zeros(1, 1) if "position_ids" in kwargs else None
-            given = {"use_cache": True, "position_ids": first}
+            given = {"use_cache": True, "position_ids": first} | (source or {})
             self._start(kwargs[self._cache_name], len(input_ids), input_ids.device, None, given)
             return None
         if self.model._supports_logits_to_keep():
@@ -236,14 +252,10 @@ class ModelRunner:
     ) -> None:
         """Set up the slots after a prompt, and the arguments that the model itself prepares for the next forward."""
         batch, cache = len(outputs.logits), outputs[self._cache_name]
-        if isinstance(cache, EncoderDecoderCache):
-            raise ValueError(
-                f"{type(self.model).__name__} attends to the output of an encoder, whose keys lie in a cache of their "
-                "own, and slots cannot stand in for that"
-            )
         prepared = step_inputs(self.model, input_ids, outputs, model_kwargs)
         self._by_token = {*TOKEN_TYPES, *record.by_token}
-        self._start(cache, batch, outputs.logits.device, model_kwargs.get("attention_mask"), prepared, open_nodes)
+        padding = model_kwargs.get(self._names.mask)
+        self._start(cache, batch, outputs.logits.device, padding, prepared, open_nodes)
 
     def _start(
         self,
@@ -255,11 +267,12 @@ class ModelRunner:
         open_nodes: int = 0,
     ) -> None:
         """Replace ``cache`` by slots; ``prepared`` are the arguments of the first one-token forward after it."""
-        position = prepared.get("position_ids")
+        position = prepared.get(self._names.positions)
         self._positions = OwnPositions(self.model) if position is None else None
         self.slots = self._slots_over(cache, batch, device, padding, open_nodes)
         self._origin = None if position is None else position[..., -1:] - self.slots.prompt
-        self._step_kwargs = {name: value for name, value in prepared.items() if name not in PER_FORWARD}
+        rebuilt = (*self._names, *PER_FORWARD)
+        self._step_kwargs = {name: value for name, value in prepared.items() if name not in rebuilt}
 
     def _slots_over(self, cache: Any, batch: int, device: torch.device, padding: Tensor | None, nodes: int) -> KVView:
         """Replace transformers' ``cache`` by slots; its last ``nodes`` columns are the draft region, a chain."""
@@ -271,7 +284,7 @@ class ModelRunner:
         record = _PrefillRecord()
 
         def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            record.by_token = _named_by_token(kwargs)
+            record.by_token = self._named_by_token(kwargs)
             return args, kwargs | changed
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -319,11 +332,11 @@ class ModelRunner:
 
     def _score_as_plain(self, caught: dict[int, Tensor], proposal: Proposal) -> Scores:
         slots, rows = self.slots, self.slots.cache.rows
-        inputs = {**self._step_kwargs, "input_ids": proposal.tokens, self._cache_name: slots.cache.shown}
+        inputs = {**self._step_kwargs, self._names.ids: proposal.tokens, self._cache_name: slots.cache.shown}
         if (mask := slots.mask_of(rows.longest + 1)) is not None:
-            inputs["attention_mask"] = mask
+            inputs[self._names.mask] = mask
         if self._origin is not None:
-            inputs["position_ids"] = slots.next_positions(self._origin, 0, 1)
+            inputs[self._names.positions] = slots.next_positions(self._origin, 0, 1)
         outputs = self._forward(inputs)
         rows.draft_nodes = 1
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
@@ -401,6 +414,18 @@ class ModelRunner:
         finally:
             del self._step_kwargs["logits_to_keep"]
 
+    def _named_by_token(self, kwargs: dict[str, Any]) -> set[str]:
+        """Name the arguments of a forward that have a column for each token; none if there is only one token."""
+        names = self._names
+        tokens = kwargs.get(names.ids) if kwargs.get(names.embeds) is None else kwargs[names.embeds]
+        count = 1 if tokens is None else tokens.shape[1]
+        rebuilt = (*names, *PER_FORWARD)
+        return {
+            name
+            for name, value in kwargs.items()
+            if isinstance(value, Tensor) and name not in rebuilt and value.shape[1:2] == (count,) and count > 1
+        }
+
     def _forward(self, inputs: dict[str, Any]) -> Any:
         return self.model(**inputs, return_dict=True)
 
@@ -414,11 +439,11 @@ class ModelRunner:
 
     def _inputs(self, tokens: Tensor, block: TreeMask) -> dict[str, Any]:
         """Build the arguments of a forward over new nodes (batch, nodes)."""
-        inputs = {**self._step_kwargs, "input_ids": tokens, self._cache_name: self.slots.cache.shown}
+        inputs = {**self._step_kwargs, self._names.ids: tokens, self._cache_name: self.slots.cache.shown}
         if (mask := self.slots.mask(block)) is not None:
-            inputs["attention_mask"] = mask
+            inputs[self._names.mask] = mask
         if self._origin is not None:
-            inputs["position_ids"] = self.slots.positions(self._origin, block)
+            inputs[self._names.positions] = self.slots.positions(self._origin, block)
         for name in self._by_token:  # all new tokens get the value of the first one after the prompt
             if isinstance(value := inputs.get(name), Tensor) and value.shape[1] == 1:
                 inputs[name] = value.expand(-1, tokens.shape[1], *value.shape[2:])
@@ -466,10 +491,7 @@ class ModelRunner:
             self._origin = origin.index_select(-2, rows.to(origin.device))
         if self._positions is not None:
             self._positions.keep_rows(rows)
-        self._step_kwargs = {
-            name: value.index_select(0, rows.to(value.device)) if _has_rows(value, batch) else value
-            for name, value in self._step_kwargs.items()
-        }
+        self._step_kwargs = {name: _rows_of(value, rows, batch) for name, value in self._step_kwargs.items()}
 
     def align(self) -> None:
         """Shift all rows to end in the same column, where slots hold everything and positions are given separately."""
@@ -502,16 +524,11 @@ def refuse_trees(proposal: Proposal) -> None:
         )
 
 
-def _named_by_token(kwargs: dict[str, Any]) -> set[str]:
-    """Name the arguments of a forward that have a column for each token; none if there is only one token."""
-    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    count = 1 if tokens is None else tokens.shape[1]
-    return {
-        name
-        for name, value in kwargs.items()
-        if isinstance(value, Tensor) and name not in PER_FORWARD and value.shape[1:2] == (count,) and count > 1
-    }
-
-
-def _has_rows(value: object, batch: int) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+def _rows_of(value: Any, rows: Tensor, batch: int) -> Any:
+    """Keep ``rows`` of an argument with ``batch`` rows: a tensor, or tensors that an encoder returned."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _rows_of(one, rows, batch) for name, one in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_rows_of(one, rows, batch) for one in value)
+    has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+    return value.index_select(0, rows.to(value.device)) if has_rows else value

@@ -26,20 +26,26 @@ from .trials import in_short, tried_once
 
 
 class _Shape(NamedTuple):
-    """A shape of proposal to try: the parents of its nodes, and the nodes that the first row commits."""
+    """A shape of proposal to try: the parents of its nodes, and the nodes that the first row commits.
+
+    The second proposal has the same shape, or, ``then_plain``, the root alone.
+    """
 
     parents: tuple[int, ...]
     kept: tuple[int, ...]
+    then_plain: bool = False
 
     @property
     def leaves(self) -> list[int]:
-        """List the leaf nodes."""
-        return sorted(set(range(len(self.parents))) - set(self.parents))
+        """List the leaf nodes of the second proposal."""
+        return [0] if self.then_plain else sorted(set(range(len(self.parents))) - set(self.parents))
 
 
 # The first row commits the root and a child, the others the root only: so the rows advance differently.
 CHAIN = _Shape(parents=(-1, 0, 1, 2), kept=(0, 1))
 TREE = _Shape(parents=(-1, 0, 0, 1, 2, 2), kept=(0, 2))  # the second of two children: its slots have to move
+STEP = CHAIN._replace(then_plain=True)
+SHAPES = {"chain": CHAIN, "tree": TREE, "plain step after a chain": STEP}
 # Largest difference that may be due to rounding in any model, as a share of the logits' spread.
 CHECK_TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.25}
 # In half precision the limit is lower if two plain readings of the same tokens differ less: TIMES_APART times their
@@ -57,6 +63,8 @@ def check_target(model: PreTrainedModel, trees: bool, static: bool = False, prom
     if model.training:  # dropout: no two forwards agree
         return
     _check_shape(model, "chain", static, prompt)
+    if model.config.is_encoder_decoder:  # they have masks and biases of their own for a single token
+        _check_shape(model, "plain step after a chain", static, prompt)
     if trees:
         _check_shape(model, "tree", static, prompt)
 
@@ -78,7 +86,7 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
             "bitsandbytes bnb_4bit_compute_dtype=torch.bfloat16)"
         )
     try:
-        apart, most = difference_from_plain(model, TREE if name == "tree" else CHAIN, static, prompt)
+        apart, most = difference_from_plain(model, SHAPES[name], static, prompt)
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"
@@ -198,7 +206,7 @@ def _differences(
 
 def _read_block(model: PreTrainedModel, shape: _Shape, static: bool, prompt: Prompt, draw: int) -> list[_Read]:
     """Score a block, commit different numbers of nodes per row, and score a second block of the same ``shape``."""
-    rows, is_chain = len(prompt.ids), shape == CHAIN
+    rows, is_chain = len(prompt.ids), shape != TREE
     kwargs = prompt.handed(model, static)
     runner = runner_for(model, cache_among(kwargs), one_chain=is_chain)
     runner.prefill(prompt.ids, GenerationConfig(disable_compile=True), kwargs)
@@ -206,6 +214,8 @@ def _read_block(model: PreTrainedModel, shape: _Shape, static: bool, prompt: Pro
     tokens = tokens_for(model, rows, parents.shape[1], draw + 1).to(parents.device)
     first = Proposal(tokens, parents, len(shape.parents), is_chain=is_chain)
     second = Proposal(tokens.flip(0, 1), parents, len(shape.parents), is_chain=is_chain)
+    if shape.then_plain:
+        second = Proposal.nothing(second.root)
     runner.score(first)
     kept = [shape.kept if row == 0 else (0,) for row in range(rows)]
     nodes = torch.tensor([shape.kept if row == 0 else (0, 0) for row in range(rows)], device=parents.device)

@@ -41,6 +41,11 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
         raise TypeError(
             f"the target is a {type(target).__name__}: pass a loaded language model as the second argument"
         )
+    if base_model(target).config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(base_model(target)).__name__} is an encoder-decoder model: drafts with weights read the hidden "
+            "states of decoder-only targets. Draft for it by a smaller encoder-decoder model, or by 'ngram'"
+        )
 
 
 def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:

@@ -24,6 +24,8 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    ProphetNetConfig,
+    ProphetNetForConditionalGeneration,
     StaticCache,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -139,11 +141,23 @@ def test_encoder_decoder() -> None:
         decoder_attention_heads=2,
     )
     model = BartForConditionalGeneration(config)
-    refuse("encoder-decoder", "generate(..., assistant_model=...)", model)
-    with pytest.raises(ValueError, match="decoder-only"):
-        model.generate(**INPUTS, custom_generate=hf_spec.SpeculativeDecoding("ngram"))
+    refuse("is static", "leave cache_implementation unset", model, cache_implementation="static")
+    refuse("num_beams=4: .*pipelines ask for beams, too", "pass num_beams=1", model, num_beams=4)
     refuse("speculator must be", "AutoModelForCausalLM", error=TypeError, speculator=model)
-    refuse("speculator must be", "generate(..., assistant_model=...)", error=TypeError, speculator=model)
+    refuse("speculator must be", "for another of its kind alone", error=TypeError, speculator=model)
+    prophet = ProphetNetForConditionalGeneration(
+        ProphetNetConfig(
+            vocab_size=99,
+            hidden_size=16,
+            num_encoder_layers=1,
+            num_decoder_layers=1,
+            num_encoder_attention_heads=2,
+            num_decoder_attention_heads=2,
+        )
+    )
+    refuse("one token at a time only", "generate(..., assistant_model=...)", prophet)
+    with pytest.raises(ValueError, match="generate_many pads prompts for decoder-only ones"):
+        hf_spec.generate_many(model, [[3]], max_new_tokens=4)
 
 
 def test_a_draft_given_as_an_assistant() -> None:

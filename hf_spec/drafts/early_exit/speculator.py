@@ -61,7 +61,13 @@ class EarlyExitSpeculator(Speculator):
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError if ``target`` cannot run its first layers alone over its cache."""
-        layer, cache, other = self.layer_of(target), new_cache(target), "use another draft, or 'ngram'"
+        other = "use another draft, or 'ngram'"
+        if target.config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(target).__name__} is an encoder-decoder model, and early exit runs the first layers of "
+                f"decoder-only ones; {other}"
+            )
+        layer, cache = self.layer_of(target), new_cache(target)
         if (reason := why_unsupported(target, cache, batch=1)) is not None:
             raise ValueError(f"{reason}; {other}")
         if keeps_own_states(target) or has_states(cache):

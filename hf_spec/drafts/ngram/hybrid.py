@@ -64,6 +64,11 @@ class HybridSpeculator(Speculator):
         return True
 
     @property
+    def encodes(self) -> bool:
+        """Tell whether the draft model does."""
+        return self._draft.encodes
+
+    @property
     def supports_early_stop(self) -> bool:
         """Tell whether the draft's chains end where ``DraftContext.keep_drafting`` says so."""
         return self._draft.supports_early_stop

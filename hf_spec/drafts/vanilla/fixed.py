@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...proposal import Proposal
+from ...scoring.architectures import cross_attends
 from ...scoring.factory import BLOCK_TOLERANCE
 from ...scoring.names import CACHE
 from ...scoring.plain import (
@@ -47,7 +48,7 @@ class StaticModelKV:
         if model._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
         model(tokens, **kwargs)
-        assert cache is not None
+        assert isinstance(cache, DynamicCache)
         self.keys = StaticKeys.adopt(cache, mask)
         kinds = getattr(self.config, "layer_types", None) or ["all"] * len(cache.layers)
         self.windows: dict[str, int | None] = {
@@ -70,11 +71,15 @@ class StaticModelKV:
 def why_no_fixed_slots(model: PreTrainedModel) -> str | None:
     """Return why ``model`` cannot run over fixed slots, or ``None`` if it can."""
     config, cache = model.config.get_text_config(decoder=True), new_cache(model)
-    if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
+    if cross_attends(model):
+        return "it attends to the states of an encoder"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no positions"
     if position_limit(model) is not None:
         return "its positions come from a table, which ends"
-    if cache is None or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+    if not isinstance(cache, DynamicCache) or any(
+        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers
+    ):
         return "not all of its layers keep keys and values alone"
     if (reason := why_not_static(config)) is not None:
         return reason

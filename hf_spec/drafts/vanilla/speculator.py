@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,7 +11,7 @@ from transformers.utils import logging
 
 from ...device_tensors import cached_arange, to_device, to_list
 from ...proposal import Proposal
-from ...scoring.architectures import arguments_of, drops_cache, why_unsupported
+from ...scoring.architectures import arguments_of, cross_attends, drops_cache, why_unsupported
 from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
@@ -52,6 +54,11 @@ class VanillaSpeculator(Speculator):
             raise ValueError(
                 "the draft is the target itself: a draft token would cost as much as a plain one. Use a smaller model."
             )
+        if cross_attends(self.model) and not target.config.is_encoder_decoder:
+            raise ValueError(
+                f"the draft {name} attends to the states of an encoder, and the target {type(target).__name__} reads "
+                "no source; use a decoder-only draft, or 'ngram'"
+            )
         if drops_cache(self.model):
             raise ValueError(
                 f"the draft {name} is in training mode with activation checkpointing, which drops its cache; call "
@@ -61,6 +68,11 @@ class VanillaSpeculator(Speculator):
         if (reason := why_unsupported(self.model, cache)) is not None:
             raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
         runner_for(self.model, cache, one_chain=False)  # has errors of its own
+
+    @property
+    def encodes(self) -> bool:
+        """Tell whether the draft has an encoder of its own."""
+        return bool(self.model.config.is_encoder_decoder)
 
     @property
     def supports_early_stop(self) -> bool:
@@ -75,6 +87,13 @@ class VanillaSpeculator(Speculator):
             not_compiled(self.model, reason)
             return VanillaDrafter(self.model, request)
         return CompiledDrafter(FixedVanillaDrafter(self.model, request), request, request.compiler)
+
+
+def _states(model: PreTrainedModel, request: DraftContext) -> dict[str, Any] | None:
+    """Return the arguments by which a draft is given an encoder's states; ``None`` for one that attends to none."""
+    if request.source is None or not cross_attends(model):
+        return None
+    return request.source.encoded_by(model)
 
 
 class VanillaDrafter(Drafter):
@@ -99,7 +118,8 @@ class VanillaDrafter(Drafter):
         self._lengths: list[int] = [] if self._limit is None else taken.sum(1).tolist()
         self._reads = self._positions_left is None or self._positions_left > 0
         if self._reads:
-            self._runner.prefill_tokens(self._padding.readable(request.input_ids.to(self._device)), mask)
+            ids = self._padding.readable(request.input_ids.to(self._device))
+            self._runner.prefill_tokens(ids, mask, source=_states(model, request))
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens, except those that are in the cache already, then grow a proposal."""

@@ -1,0 +1,74 @@
+"""The source that an encoder-decoder target reads: what a draft for it may read, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..scoring.architectures import arguments_of
+from ..scoring.names import CACHES, OF_ENCODER_DECODER
+from ..scoring.plain import input_device
+from ..scoring.trials import in_short
+
+NOT_A_TOKEN = -100  # transformers puts it where the user passes an encoder's states instead of its inputs
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one call of an encoder-decoder target reads besides its text.
+
+    ``inputs`` (batch, ...) are what the user passed: token ids, embeddings, sound or images. ``None``: only the
+    encoder's states were passed. ``kwargs`` are the other arguments of the call, such as ``attention_mask`` (batch,
+    source), and ``encoder_outputs``, which the target's encoder returned.
+    """
+
+    inputs: Tensor | None
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of_call(cls, inputs: Tensor | None, model_kwargs: dict[str, Any], batch: int) -> Source:
+        """Take over what ``generate`` passes to its decoding method; ``inputs`` have one row per returned sequence."""
+        if inputs is not None:
+            inputs = inputs.repeat_interleave(batch // len(inputs), dim=0)
+            if not inputs.is_floating_point() and bool((inputs == NOT_A_TOKEN).all()):
+                inputs = None
+        left_out = (*CACHES, *OF_ENCODER_DECODER)
+        return cls(inputs, {name: value for name, value in model_kwargs.items() if name not in left_out})
+
+    def why_not_encoded(self) -> str | None:
+        """Say why an encoder other than the target's cannot read the source, or return ``None`` if it can."""
+        if self.inputs is None:
+            return "only the states of the target's encoder were passed; pass its inputs"
+        if self.kwargs.get("inputs_embeds") is not None:
+            return "the source are embeddings of the target; pass token ids"
+        return None
+
+    @torch.no_grad()
+    def encoded_by(self, model: Any) -> dict[str, Any]:
+        """Encode the source by the encoder of ``model``, and return the arguments of its prefill.
+
+        Errors: a ValueError if the encoder cannot read it.
+        """
+        device, given = input_device(model), {}
+        for name, value in self.kwargs.items():
+            if name != "encoder_outputs" and name in arguments_of(model):
+                given[name] = _moved(value, device, model)
+        try:
+            inputs, name, given = model._prepare_model_inputs(_moved(self.inputs, device, model), None, given)
+            found = model._maybe_prepare_encoder_kwargs_for_generation(inputs, given, name, GenerationConfig())
+        except Exception as error:  # of other features, say: more bins of sound than it knows
+            raise ValueError(
+                f"the draft {type(model).__name__} cannot read the source of this call ({in_short(error)}); use a "
+                "draft whose inputs are prepared as the target's are, or 'ngram'."
+            ) from error
+        return dict(found)
+
+
+def _moved(value: Any, device: torch.device, model: PreTrainedModel) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(device, model.dtype if value.is_floating_point() else value.dtype)

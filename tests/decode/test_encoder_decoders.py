@@ -1,0 +1,296 @@
+"""Encoder-decoder targets: the text is that of plain `generate`, whatever the source, the draft and the call.
+
+Sources of a batch are padded to different lengths, so that a mask of cross-attention that is lost, or hidden like that
+of the text, shows in the tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from architectures import build as decoder_only
+from encoder_decoders import VOCABULARY, build, generate, sources
+from test_exactness import flawed, noisy_copy
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+
+import hf_spec
+from hf_spec import NgramSpeculator, SpeculationConfig
+from hf_spec.drafts.source import Source
+from hf_spec.scoring.names import CACHE
+
+NEW = 24
+CORE = ("t5", "bart", "mbart", "marian", "pegasus", "m2m_100", "whisper")
+PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+SHAPES = {
+    "chain": SpeculationConfig(num_speculative_tokens=4),
+    "static tree": SpeculationConfig(tree=PATHS),
+    "dynamic tree": SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, num_tree_tokens=8),
+}
+CHAIN = SHAPES["chain"]
+
+
+@functools.cache
+def target(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+@functools.cache
+def smaller(name: str) -> PreTrainedModel:
+    """Make a draft with an encoder of its own that is right about half of the time."""
+    return noisy_copy(target(name), seed=0, noise=0.05)
+
+
+@functools.cache
+def plain(name: str, batch: int) -> Tensor:
+    return generate(target(name), **sources(target(name), batch), max_new_tokens=NEW, do_sample=False)
+
+
+def text(name: str, batch: int, **options: Any) -> Any:
+    options = {"max_new_tokens": NEW, "do_sample": False} | options
+    return generate(target(name), **sources(target(name), batch), **options)
+
+
+# --- Greedy text -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CORE)
+def test_same_text_as_plain_generate(name: str, shape: str) -> None:
+    ngram = NgramSpeculator(corpus=flawed(plain(name, 3)))
+    for kind, speculator in {"n-gram": ngram, "draft": smaller(name)}.items():
+        accepted = proposed = 0
+        for batch in (1, 3):
+            got = text(name, batch, speculator=speculator, speculation_config=SHAPES[shape])
+            assert torch.equal(got, plain(name, batch)), (kind, batch)
+            counts = hf_spec.last_speculation(target(name)).counts  # type: ignore[union-attr]
+            accepted += counts.accepted
+            proposed += counts.proposed
+        assert 0 < accepted < proposed, kind
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_eager_attention(name: str) -> None:
+    model = build(name, attn_implementation="eager")
+    given = sources(model, 3)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
+    want = generate(model, **given, **options)
+    for shape in SHAPES.values():
+        got = generate(model, **given, **options, speculator=smaller(name), speculation_config=shape)
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_sequences_that_end_at_different_times(name: str) -> None:
+    """Rows leave the batch, and so do the rows of the source that only they read."""
+    whole = plain(name, 3)
+    ends = [int(whole[0, 5]), int(whole[1, 12])]
+    for eos in (ends[:1], ends[1:], ends):
+        want = text(name, 3, eos_token_id=eos)
+        assert len(set((want == 0).sum(1).tolist())) > 1  # else nobody leaves before the others
+        for shape in SHAPES.values():
+            assert torch.equal(
+                text(name, 3, eos_token_id=eos, speculator=smaller(name), speculation_config=shape), want
+            )
+            assert torch.equal(text(name, 3, eos_token_id=eos, speculator="ngram", speculation_config=shape), want)
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "no repetition": {"no_repeat_ngram_size": 2},
+    "penalty, length and first token": {"repetition_penalty": 1.3, "min_length": 6, "forced_bos_token_id": 7},
+    "not from the source": {"encoder_no_repeat_ngram_size": 1},
+    "from the source": {"encoder_repetition_penalty": 1.5},
+    "in lockstep": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores / 2])},
+}
+
+
+@pytest.mark.parametrize("case", PROCESSORS)
+def test_processors(case: str) -> None:
+    options = PROCESSORS[case] | {"eos_token_id": [5, 60], "pad_token_id": 0}
+    want = text("bart", 3, **options)
+    for shape in SHAPES.values():
+        for speculator in ("ngram", smaller("bart")):
+            got = text("bart", 3, **options, speculator=speculator, speculation_config=shape)
+            assert torch.equal(got, want), shape
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_half_precision(name: str) -> None:
+    """The self-check passes, and the text goes on; which token wins a near-tie is not asked."""
+    model = build(name, dtype=torch.bfloat16)
+    draft = noisy_copy(model, seed=0, noise=0.05)
+    for shape in SHAPES.values():
+        out = generate(
+            model,
+            **sources(model, 3),
+            max_new_tokens=NEW,
+            do_sample=False,
+            speculator=draft,
+            speculation_config=shape,
+            return_dict_in_generate=True,
+        )
+        assert out.sequences.shape == (3, 1 + NEW) and out.speculation.counts.accepted
+
+
+# --- What a call may hand in -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_a_text_that_has_begun(name: str) -> None:
+    """Texts of different lengths are padded on the left. Whisper then counts positions from the text, BART columns."""
+    ids = torch.tensor([[1, 5, 9], [1, 7, 7], [1, 1, 4]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1]])
+    for given in ({"decoder_input_ids": ids}, {"decoder_input_ids": ids, "decoder_attention_mask": mask}):
+        want = text(name, 3, **given)
+        for shape in SHAPES.values():
+            assert torch.equal(text(name, 3, **given, speculator=smaller(name), speculation_config=shape), want)
+
+
+def test_states_and_embeddings_handed_in() -> None:
+    model, draft, given = target("t5"), smaller("t5"), sources(target("t5"), 3)
+    mask = given["attention_mask"]
+    states = model.get_encoder()(**given)
+    embeds = model.get_input_embeddings()(given["input_ids"])
+    for handed in ({"encoder_outputs": states}, {"inputs_embeds": embeds}):
+        options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": mask, **handed}
+        got = generate(model, **options, speculator="ngram")
+        assert torch.equal(got, plain("t5", 3))
+        with pytest.raises(ValueError, match=r"an encoder of its own, and .*, or use 'ngram'"):
+            generate(model, **options, speculator=draft)
+    both = generate(
+        model, **given, encoder_outputs=states, max_new_tokens=NEW, do_sample=False, speculator=draft
+    )  # the draft reads the inputs
+    assert torch.equal(both, plain("t5", 3))
+
+
+def test_several_texts_of_a_source() -> None:
+    options = {"do_sample": True, "num_return_sequences": 2, "top_k": 1}
+    want = text("bart", 3, **options)
+    got = text("bart", 3, **options, speculator=smaller("bart"), num_speculative_tokens=4)
+    assert torch.equal(got, want) and len(got) == 6
+    assert hf_spec.last_speculation(target("bart")).counts.accepted  # type: ignore[union-attr]
+
+
+def test_the_source_of_a_draft_has_a_row_for_each_text() -> None:
+    source = Source.of_call(torch.tensor([[3], [4]]), {"attention_mask": torch.ones(4, 1)}, 4)
+    assert source.inputs is not None and source.inputs.tolist() == [[3], [3], [4], [4]]
+    assert Source.of_call(torch.full((2, 3), -100), {}, 2).inputs is None
+
+
+def test_a_cache_is_filled_and_continued() -> None:
+    """The keys of the source stay as plain `generate` leaves them, for all rows, also of those that ended early."""
+    eos = int(plain("bart", 3)[0, 5])
+    options = {"eos_token_id": eos, "return_dict_in_generate": True}
+    want = text("bart", 3, **options)
+    own = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    given = {"speculator": smaller("bart"), "num_speculative_tokens": 4}
+    out = text("bart", 3, **options, **given, **{CACHE: own})
+    assert torch.equal(out.sequences, want.sequences) and out[CACHE] is own
+    lengths = [(row != 0).sum() - 1 for row in want.sequences]
+    for mine, theirs in zip(own.self_attention_cache.layers, want[CACHE].self_attention_cache.layers, strict=True):
+        for row, length in enumerate(lengths):
+            assert torch.allclose(mine.keys[row, :, :length], theirs.keys[row, :, :length], atol=1e-4)
+    for mine, theirs in zip(own.cross_attention_cache.layers, want[CACHE].cross_attention_cache.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+
+    first = text("bart", 3, return_dict_in_generate=True, max_new_tokens=8, **given)
+    ids = first.sequences
+    more = {"decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids), "max_new_tokens": NEW - 8}
+    assert torch.equal(text("bart", 3, **more, **given, **{CACHE: first[CACHE]}), plain("bart", 3))
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was() -> None:
+    own = EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    def fails(ids: Tensor, scores: Tensor) -> Tensor:
+        raise RuntimeError("a processor of the user's")
+
+    with pytest.raises(RuntimeError, match="of the user's"):
+        text("bart", 3, speculator="ngram", logits_processor=LogitsProcessorList([fails]), **{CACHE: own})
+    assert own.get_seq_length() == 0 and not own.cross_attention_cache.layers and not any(own.is_updated.values())
+    assert torch.equal(text("bart", 3, speculator="ngram", **{CACHE: own}), plain("bart", 3))
+
+
+# --- What it returns -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_scores_logits_and_hidden_states(name: str, shape: str) -> None:
+    asked = ("output_scores", "output_logits", "output_hidden_states", "return_dict_in_generate")
+    everything: dict[str, Any] = dict.fromkeys(asked, True)
+    model = build(name, dtype=torch.float64)  # T5 does not scale its attention, which multiplies what rounding does
+    draft, given = noisy_copy(model, seed=0, noise=0.05), sources(model, 3)
+    given = {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
+    everything |= {"max_new_tokens": NEW, "do_sample": False}
+    want = generate(model, **given, **everything)
+    out = generate(model, **given, **everything, speculator=draft, speculation_config=SHAPES[shape])
+    assert isinstance(out, hf_spec.SpeculativeEncoderDecoderOutput)
+    cuts = name == "whisper"  # every field into rows, and so it gets no statistics
+    assert set(out.keys()) == {*want.keys(), *([] if cuts else ["speculation"])}
+    for field in ("scores", "logits", "encoder_hidden_states"):
+        assert len(out[field]) == len(want[field])
+        for mine, theirs in zip(out[field], want[field], strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5)
+    for step, steps in zip(out.decoder_hidden_states, want.decoder_hidden_states, strict=True):
+        for mine, theirs in zip(step, steps, strict=True):
+            assert mine.shape == theirs.shape and torch.allclose(mine, theirs, atol=1e-5)
+    assert cuts or hf_spec.last_speculation(model) is out.speculation
+
+
+# --- What is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(cause: str, name: str = "t5", **options: Any) -> None:
+    encoded = []
+    hook = target(name).get_encoder().register_forward_hook(lambda *args: encoded.append(1))
+    with hook, pytest.raises(ValueError, match=cause):
+        text(name, 2, **{"speculator": "ngram"} | options)
+    assert not encoded, "the encoder ran first"
+
+
+def test_beams() -> None:
+    refused("pipelines ask for beams, too; pass num_beams=1", num_beams=2)
+    model = build("t5")
+    model.generation_config.num_beams = 4
+    with pytest.raises(ValueError, match=r"num_beams=4: .* Saved generation configs"):
+        generate(model, **sources(model, 1), max_new_tokens=4, speculator="ngram")
+    got = generate(model, **sources(model, 1), max_new_tokens=4, do_sample=False, speculator="ngram", num_beams=1)
+    assert torch.equal(got, plain("t5", 1)[:, :5])
+
+
+def test_other_caches() -> None:
+    refused("is static, which is served for decoder-only models alone", cache_implementation="static")
+    static = EncoderDecoderCache(StaticCache(config=target("t5").config, max_cache_len=30), DynamicCache())
+    for cache, cause in ((DynamicCache(), "a DynamicCache, in which the keys of the source"), (static, "is static")):
+        with pytest.raises(ValueError, match=cause):
+            text("t5", 1, speculator="ngram", **{CACHE: cache})
+
+
+def test_drafts_that_cannot_serve() -> None:
+    eagle = hf_spec.AutoDraftModel.from_pretrained(hf_spec.demo.path("draft-eagle3"))
+    with pytest.raises(ValueError, match="reads hidden states of decoder-only targets"):
+        text("t5", 1, speculator=eagle)
+    with pytest.raises(ValueError, match="early exit runs the first layers of decoder-only ones"):
+        text("t5", 1, speculator="early-exit")
+    llama = decoder_only("llama")
+    with pytest.raises(TypeError, match="for another of its kind alone"):
+        llama.generate(torch.tensor([[3]]), max_new_tokens=4, speculator=target("t5"))
+    with pytest.raises(ValueError, match="the target LlamaForCausalLM reads no source"):
+        llama.generate(torch.tensor([[3]]), max_new_tokens=4, speculator=hf_spec.VanillaSpeculator(target("t5")))
+    got = text("t5", 3, speculator=llama, num_speculative_tokens=3)  # it drafts from the text alone
+    assert torch.equal(got, plain("t5", 3))
+
+
+def test_a_draft_that_cannot_read_the_source() -> None:
+    deaf = build("whisper", num_mel_bins=6)
+    with pytest.raises(ValueError, match=r"cannot read the source of this call .*; use a draft whose inputs"):
+        text("whisper", 1, speculator=deaf)
+
+
+def test_a_vocabulary_is_the_decoders() -> None:
+    assert target("t5").config.vocab_size == VOCABULARY
