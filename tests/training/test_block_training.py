@@ -369,7 +369,10 @@ def test_overfitting_one_batch_drives_acceptance_to_one(kind: str, settings: dic
     after = one.evaluate()
     guesses = draft.config.num_speculative_tokens
     assert after["eval_loss"] < before["eval_loss"]
-    most = 0.94 if kind == "jetspec" else 0.97  # with KL it stayed at 0.964 for other numbers of steps and rates, too
+    # KL learns the distribution of a random target, which is far from one-hot. Overlaps reach 0.99, but in 2 to 4 of
+    # about 70 places another token is the draft's best: 0.965 of the longest. The causal mask is not the cause: with
+    # `nll` the same draft reaches 1.0, and a block that sees all of itself 0.985 with KL. All drafts are accepted.
+    most = 0.94 if kind == "jetspec" else 0.97
     assert before["eval_expected_length"] < 2 < most * (1 + guesses) < after["eval_expected_length"]
     assert min(after[f"eval_acceptance_{k}"] for k in range(1, 1 + guesses)) > 0.9
     if kind in ("vanilla", "rnn"):
