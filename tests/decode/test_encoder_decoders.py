@@ -22,6 +22,8 @@ import hf_spec
 from hf_spec import NgramSpeculator, SpeculationConfig
 from hf_spec.drafts.source import Source
 from hf_spec.scoring.names import CACHE
+from hf_spec.scoring.relative_bias import unhook_biases
+from hf_spec.scoring.runner import ModelRunner
 
 NEW = 24
 CORE = ("t5", "bart", "mbart", "marian", "pegasus", "m2m_100", "whisper")
@@ -294,3 +296,42 @@ def test_a_draft_that_cannot_read_the_source() -> None:
 
 def test_a_vocabulary_is_the_decoders() -> None:
     assert target("t5").config.vocab_size == VOCABULARY
+
+
+# --- What the self-check must find -----------------------------------------------------------------------------------
+
+
+def no_biases(monkeypatch: pytest.MonkeyPatch) -> None:
+    unhook_biases()
+    monkeypatch.setattr("hf_spec.scoring.runner.hook_biases", lambda model: None)
+
+
+def no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_spec.scoring.positions._readers", lambda model: [])
+
+
+def no_mask_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = ModelRunner._inputs
+
+    def lost(runner: ModelRunner, *args: Any) -> dict[str, Any]:
+        return {name: value for name, value in inputs(runner, *args).items() if name != "attention_mask"}
+
+    monkeypatch.setattr(ModelRunner, "_inputs", lost)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [("t5", no_biases), ("mbart", no_positions), ("whisper", no_positions), ("bart", no_mask_of_the_source)],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_mistakes_are_found_in_a_call_that_pads_nothing(
+    name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name)
+    given = sources(model, 1)
+    mistake(monkeypatch)
+    with pytest.raises(ValueError, match="differently from single steps"):
+        generate(model, **given, max_new_tokens=4, do_sample=False, speculator="ngram")
+    monkeypatch.undo()
+    got = generate(model, **given, max_new_tokens=4, do_sample=False, speculator="ngram")
+    assert torch.equal(got, plain(name, 1)[:, : got.shape[1]])
