@@ -41,8 +41,8 @@ SECTIONS = {
         as_speculator set_speculator get_speculator last_speculation pure generate_many Completion RequestOutput
         pack packed unpack Packing install uninstall""",
     "Drafts": """AutoDraftModel DraftModel Eagle3DraftModel EagleDraftModel PEagleDraftModel DFlashDraftModel
-        DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp EarlyExitSpeculator VanillaSpeculator NgramSpeculator
-        HybridSpeculator known_drafts KnownDraft""",
+        DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp EarlyExitSpeculator VanillaSpeculator
+        TranslatedSpeculator NgramSpeculator HybridSpeculator known_drafts KnownDraft""",
     "Files of drafts": """inspect convert SpeculatorConfig Eagle3SpeculatorConfig EagleSpeculatorConfig
         PEagleSpeculatorConfig DFlashSpeculatorConfig DSparkSpeculatorConfig MedusaSpeculatorConfig
         MTPSpeculatorConfig drafts.features.FeatureSpeculatorConfig drafts.fusing.FusingSpeculatorConfig

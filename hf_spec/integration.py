@@ -27,7 +27,7 @@ from .batching.hooks import HOOKS as BATCHING
 from .batching.hooks import signature_with_keywords
 from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
-from .checkpoints.resolve import EARLY_EXIT, as_speculator
+from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
 from .decode.draft_length import Situation, draft_length_policy
 from .decode.loop import Call, GenerateArguments
 from .decode.outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, forget_speculation
@@ -46,6 +46,7 @@ from .drafts.base import Speculator
 from .drafts.early_exit.speculator import EarlyExitSpeculator
 from .drafts.source import Source
 from .parallel import ModelParallelGroup
+from .scoring.adapters import base_model
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
 from .scoring.names import cache_among
@@ -68,6 +69,9 @@ DOCUMENTATION = """
             Length of a chain, or depth of a tree, in every step. Left out, it is chosen from step to step by
             what pays, and may be 0; when sampling after a seed was set, no clock is read for it. `"auto"`: it is
             read then, too.
+
+        A draft with another tokenizer is passed as in assisted generation: with `tokenizer` and
+        `assistant_tokenizer`.
 
         With `return_dict_in_generate=True` the output has `speculation`, a `hf_spec.SpeculationStats`.
 """
@@ -258,7 +262,11 @@ def _speculate(
         _refuse_other_ways(model, kwargs)
         refuse_while_engine_decodes(model)
         speculator = _with_exit_layer(model, speculator, kwargs)
-        found, tokenizer = as_speculator(speculator, model), kwargs.pop("tokenizer", None)
+        tokenizer, other = kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None)
+        if other is None:
+            found = as_speculator(speculator, model)
+        else:
+            found = with_tokenizers(speculator, base_model(model), other, getattr(tokenizer, "tokenizer", tokenizer))
         if found.shares_target_cache:
             kwargs.setdefault("assistant_early_exit", None)  # a config's, with which transformers would decode
         if config is None:

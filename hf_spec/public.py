@@ -31,6 +31,7 @@ from .drafts.ngram.hybrid import HybridSpeculator
 from .drafts.ngram.speculator import NgramSpeculator
 from .drafts.peagle.configuration import PEagleSpeculatorConfig
 from .drafts.peagle.modeling import PEagleDraftModel
+from .drafts.translated.speculator import TranslatedSpeculator
 from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import SpeculativeDecoding, SpeculativeModel, install, uninstall
 from .many.generate import generate_many
@@ -79,6 +80,7 @@ __all__ = [
     "Speculator",
     "SpeculatorConfig",
     "TargetMtp",
+    "TranslatedSpeculator",
     "VanillaSpeculator",
     "as_speculator",
     "convert",

@@ -23,6 +23,7 @@ from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
+from ..drafts.translated.speculator import TranslatedSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.adapters import base_model
 from ..scoring.plain import input_device
@@ -120,6 +121,31 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
     return AutoModelForCausalLM.from_pretrained(path, **kwargs)
 
 
+def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, target_tokenizer: Any) -> Speculator:
+    """Turn a causal language model with another ``tokenizer``, or the path or Hub id of one, into a ``Speculator``.
+
+    If the tokenizers have the same tokens, nothing is translated. Errors: a ValueError for another kind of draft, or
+    without a ``target_tokenizer``.
+    """
+    if isinstance(speculator, str | os.PathLike) and speculator not in ("ngram", "mtp", EARLY_EXIT, "auto"):
+        _warn_of_reading(os.fspath(speculator), target)
+        speculator = load_draft(speculator, target, **_placement(target))
+    draft = base_model(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
+    if not (isinstance(draft, PreTrainedModel) and draft.can_generate() and not _encodes(draft)):
+        raise ValueError(
+            f"assistant_tokenizer is for a draft that is a causal language model, and {type(draft).__name__} is none; "
+            "drop assistant_tokenizer"
+        )
+    if target_tokenizer is None:
+        raise ValueError(
+            "assistant_tokenizer needs the target's tokenizer, too: generate(..., tokenizer=tokenizer, "
+            "assistant_tokenizer=the draft's tokenizer)"
+        )
+    if tokenizer.get_vocab() == target_tokenizer.get_vocab():
+        return as_speculator(VanillaSpeculator(draft), target)
+    return as_speculator(TranslatedSpeculator(draft, tokenizer, target_tokenizer), target)
+
+
 def _suggestion(name: str) -> str:
     """Suggest what the user meant by a ``name`` that does not exist; "" without an idea."""
     if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", EARLY_EXIT, "auto"), 1):
@@ -181,13 +207,20 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
     Vocabularies of the same size may have different tokens. Only local directories are compared.
     """
     draft = network_of(speculator)
-    if isinstance(draft, PreTrainedModel):
+    if isinstance(draft, PreTrainedModel) and not isinstance(speculator, TranslatedSpeculator):
         own, wanted = draft.name_or_path, target.name_or_path
         if (share := common_tokens(own, wanted)) < MOST_IN_COMMON and _serves(speculator, target):
             logger.warning_once(
                 f"only {share:.0%} of the tokens of the draft {own} and the target {wanted} are the same: their "
                 "tokenizers differ, so hardly a draft token will be accepted. The text is still the target's. "
-                f"Drafts of other tokenizers are served by transformers' own {OTHER_TOKENIZERS}"
+                f"If the draft is a language model, pass both tokenizers: {OTHER_TOKENIZERS}"
+            )
+        elif share < 1 and (moved := moved_tokens(own, wanted)) and _serves(speculator, target):
+            token, (id, other) = next(iter(moved.items()))
+            logger.warning_once(
+                f"the tokenizers of the draft {own} and the target {wanted} look alike, but {len(moved)} tokens have "
+                f"other ids, such as {printable(token)!r}: {id} in the draft and {other} in the target. Draft tokens "
+                f"around these will be rejected. The text is still the target's. To translate them: {OTHER_TOKENIZERS}"
             )
 
 
@@ -240,6 +273,13 @@ def common_tokens(draft: str, target: str) -> float:
         return 1.0
     both = own.keys() & wanted.keys()
     return sum(own[id] == wanted[id] for id in both) / max(1, len(both))
+
+
+@functools.cache
+def moved_tokens(draft: str, target: str) -> dict[str, tuple[int, int]]:
+    """Return the tokens that have different ids in the tokenizers of ``draft`` and ``target``, with both ids."""
+    own, wanted = (_vocabulary(Path(place, "tokenizer.json")) for place in (draft, target))
+    return {token: (id, wanted[token]) for token, id in own.items() if wanted.get(token, id) != id}
 
 
 def _vocabulary(file: Path) -> dict[str, int]:

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import looking_for
-from ..checkpoints.resolve import as_speculator, load_draft
+from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, load_draft, with_tokenizers
 from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
+from ..drafts.modeling import DraftModel
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
 from ..packing.packing import pack
@@ -133,7 +134,20 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
     if name in ("ngram", "history", *OF_TARGET):
         return as_speculator(unloaded(name), target)
     draft = load_draft(name, target, dtype=dtype)
-    return as_speculator(draft if target.device.type == "meta" else draft.to(input_device(target)), target)
+    draft = draft if target.device.type == "meta" else draft.to(input_device(target))
+    both = None if isinstance(draft, DraftModel) else _other_tokenizers(name, target.name_or_path or "")
+    return as_speculator(draft, target) if both is None else with_tokenizers(draft, target, *both)
+
+
+def _other_tokenizers(draft: str, target: str) -> tuple[Any, Any] | None:
+    """Return the tokenizers of a draft and a target if they differ in more than a few tokens, and can be read."""
+    try:
+        own, wanted = (AutoTokenizer.from_pretrained(place) for place in (draft, target))
+    except (OSError, ValueError):
+        return None
+    tokens, others = own.get_vocab(), wanted.get_vocab()
+    same = sum(others.get(token) == id for token, id in tokens.items())
+    return None if same >= MOST_IN_COMMON * min(len(tokens), len(others)) else (own, wanted)
 
 
 def unloaded(name: str) -> str | Speculator:

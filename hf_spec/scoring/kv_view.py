@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..device_tensors import cached_arange
+from ..device_tensors import cached_arange, to_device
 from .buffers import COLUMNS_AHEAD
 from .masks import TreeMask, depths_with, showing
 
@@ -166,6 +166,14 @@ class KVView:
         """
         on_device = None if on_device is None else on_device.to(self.device)
         self.cache.commit(path.to(self.device), counts, in_place, on_device)
+        self._depths = None
+
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """Keep ``lengths[b]`` committed tokens of each row, padding included, and drop the draft region."""
+        rows = self.cache.rows
+        rows.draft_nodes = 0
+        if list(lengths) != rows.cpu_lengths:
+            rows.set(to_device(list(lengths), self.device), list(lengths))
         self._depths = None
 
     def rollback(self) -> None:

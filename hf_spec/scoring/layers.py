@@ -226,9 +226,9 @@ class SlidingSlotLayer(SlotLayer):
 
     @property
     def first(self) -> int:
-        """Return the first column that some row's next query can see."""
+        """Return the first column that some row's next query can see and that is still there."""
         assert self.window is not None
-        return max(0, self.rows.shortest - self.window + 1)
+        return max(self.buffers["keys"].start, self.rows.shortest - self.window + 1)
 
     def release(self, layer: Any, rows: list[dict[str, Tensor]], lengths: list[int]) -> None:
         """Write what the next query sees to transformers' ``layer``, and the length of the longest row."""

@@ -355,6 +355,13 @@ class ModelRunner:
         self.slots.commit(*finished.widen_path(path, counts), in_place)
         self.keep_rows(finished.rows, keep_finished=True)
 
+    def shorten(self, lengths: Sequence[int]) -> None:
+        """Keep ``lengths[b]`` committed tokens of each row, padding included, and drop the draft region.
+
+        Where layers have a window, the oldest tokens in it may be lost. States cannot be taken back.
+        """
+        self.slots.shorten(lengths)
+
     def rollback(self) -> None:
         """Drop the draft region, also after a forward that failed; the committed tokens stay."""
         self.slots.rollback()

@@ -25,8 +25,8 @@ from .vocabulary_padding import VocabularyPadding, vocabulary_of
 MOST_PADDING = 512
 # Longer inputs compute only the logits that are asked for; in tokens.
 LAST_LOGITS_FROM = 16
-# How transformers itself serves a draft whose tokenizer is not the target's.
-OTHER_TOKENIZERS = "generate(..., assistant_model=draft, tokenizer=..., assistant_tokenizer=...)"
+# How to pass a draft whose tokenizer is not the target's.
+OTHER_TOKENIZERS = "generate(..., speculator=draft, tokenizer=tokenizer, assistant_tokenizer=the draft's tokenizer)"
 
 logger = logging.get_logger(__name__)
 
@@ -47,8 +47,8 @@ class VanillaSpeculator(Speculator):
         if abs(own - wanted) >= MOST_PADDING or (own != wanted and min(own, wanted) < 16 * MOST_PADDING):
             raise ValueError(
                 f"the draft {name} has a vocabulary of {own} tokens and the target one of {wanted}: their tokenizers "
-                "differ, so its token ids mean other words. Use a draft of the target's family, or 'ngram', or "
-                f"transformers' own {OTHER_TOKENIZERS}."
+                f"differ, so its token ids mean other words. Pass both: {OTHER_TOKENIZERS}. Or use a draft of the "
+                "target's family, or 'ngram'."
             )
         if self.model is target:
             raise ValueError(

@@ -1,0 +1,1 @@
+"""Draft tokens of a language model with another tokenizer."""
