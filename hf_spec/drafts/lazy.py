@@ -14,7 +14,7 @@ from .base import AcceptedTokens, Drafter, ask
 class LazyDrafter(Drafter):
     """A drafter that ``start`` makes when a step first needs draft tokens.
 
-    ``policy`` is asked in every step how many; ``source`` is what the step counts as there.
+    ``policy`` is asked how many, once for as many plain steps as it says; ``source`` is what the step counts as there.
     """
 
     def __init__(
