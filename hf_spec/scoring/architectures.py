@@ -119,6 +119,8 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
     known = arguments_of(model)
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
         return f"{name} keeps no key-value cache of transformers (its forward takes no {CACHES[0]})"
+    if cross_attends(model) and not model.config.is_encoder_decoder:
+        return f"{name} attends to the output of an encoder that is no part of it (use the complete model)"
     if cross_attends(model) and (reason := _why_not_beside_an_encoder(cache)) is not None:
         return f"the cache of {name} {reason}"
     if isinstance(cache, EncoderDecoderCache) and cross_attends(model):

@@ -59,11 +59,6 @@ class VanillaSpeculator(Speculator):
                 f"the draft {name} attends to the states of an encoder, and the target {type(target).__name__} reads "
                 "no source; use a decoder-only draft, or 'ngram'"
             )
-        if cross_attends(self.model) and not self.encodes:
-            raise ValueError(
-                f"the draft {name} is a decoder without an encoder, and cannot read the states of the target's yet; "
-                "pass the complete model, encoder included, or use 'ngram'"
-            )
         if drops_cache(self.model):
             raise ValueError(
                 f"the draft {name} is in training mode with activation checkpointing, which drops its cache; call "
