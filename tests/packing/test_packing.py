@@ -160,12 +160,13 @@ def test_the_plain_weights_are_let_go(model: Any) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no peak of the memory can be read here")
 def test_one_layer_at_a_time_is_in_memory_twice() -> None:
-    layers = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(6))).eval()  # 32 MiB each
+    # 40 MiB each: malloc gives what is larger than 32 MiB back to the system at once.
+    layers = nn.Sequential(*(nn.Linear(2048, 5120, bias=False) for _ in range(6))).eval()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
     hf_spec.pack(layers, force=True)
-    assert memory("VmHWM") - before < 56 and memory("VmRSS") - before < 24
+    assert memory("VmHWM") - before < 70 and memory("VmRSS") - before < 28
 
 
 def memory(field: str) -> float:
