@@ -175,7 +175,8 @@ class Call:
                         assert result is not None  # there is no draft token to blame
                         self._commit(proposal, scores, result)
                         emitted.append(result.emitted)
-                    usual = self._observe(proposal, result, start, usual)
+                    self._observe(proposal, result, start, usual)
+                    usual = True
                     if len(self.sequences.rows) < len(self.rows):
                         return result, start, proposal
                     start, proposal = self._propose(result.accepted_tokens(self.features, self.rows))
@@ -255,11 +256,10 @@ class Call:
         self.target.commit(result.path, result.kept, proposal.is_chain or result.in_place, result.counts)
         self.block, self.features = None, scores.features
 
-    def _observe(self, proposal: Proposal, result: StepResult, start: float, usual: bool) -> bool:
-        """Tell the policy what the step did, and how long it took if that was as ``usual``; the next one will be."""
+    def _observe(self, proposal: Proposal, result: StepResult, start: float, usual: bool) -> None:
+        """Tell the policy what the step did, and how long it took if that was as ``usual``."""
         seconds = time.perf_counter() - start if usual and not self.drafter.had_backlog else None
         self.policy.observe(StepObservation(proposal.max_depth, seconds, result.deepest, result.accepted))
-        return True
 
     def _align(self, proposal: Proposal) -> None:
         """Align the rows where plain steps follow each other: it costs once what each of them would cost more."""

@@ -204,10 +204,11 @@ class Verifier:
 
     def _plain_step(self, proposal: Proposal, scores: Scores, cut: Cut) -> StepResult:
         """Do as a call with draft tokens does, in fewer instructions: nothing can be rejected or spoilt."""
-        path, tokens, counts = vars(self._root_token(proposal, scores)).values()
-        emitted, none = tokens.tolist(), [0] * len(tokens)
+        root = self._root_token(proposal, scores)
+        emitted: list[list[int]] = root.tokens.tolist()
         _refuse_missing(emitted)
-        return StepResult(path, tokens, cut(emitted), emitted, none, none, none, True, counts, [[0]] * len(tokens))
+        kept, none, nodes = cut(emitted), [0] * len(emitted), [[0]] * len(emitted)
+        return StepResult(root.path, root.tokens, kept, emitted, none, none, none, True, root.counts, nodes)
 
 
 def _refuse_missing(emitted: list[list[int]]) -> None:
