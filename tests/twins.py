@@ -11,6 +11,7 @@ from architectures import build
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.generation.streamers import BaseStreamer
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 
@@ -19,6 +20,19 @@ TREE = SpeculationConfig(num_speculative_tokens=3, tree="dynamic", tree_topk=2, 
 SHAPES = {"chain": CHAIN, "tree": TREE}
 DEPTHS = {"gemma3n_text": 4, "gemma2": 4, "qwen3_next": 4}  # two layers of each kind
 BATCHES = {"one": (1, (13,)), "ragged": (3, (13, 9, 5)), "eight": (8, (13, 9, 5, 1))}
+
+
+class Heard(BaseStreamer):
+    """A streamer that keeps every token that it is given, and -1 at the end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
 
 
 def path_to(proposal: Proposal, row: int, node: int) -> tuple[int, ...]:

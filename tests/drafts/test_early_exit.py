@@ -15,8 +15,7 @@ from test_distribution_end_to_end import VANILLA, Lying, distribution, sample
 from test_verification import TOO_FAR, deviation
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
-from twins import CHAIN, SHAPES, TREE, noisy, tokenizer
+from twins import CHAIN, SHAPES, TREE, Heard, noisy, tokenizer
 
 import hf_spec
 from hf_spec import (
@@ -97,16 +96,6 @@ def test_a_seed_gives_the_text_of_plain_sampling(shape: str) -> None:
 
 
 def test_stop_strings_and_a_streamer() -> None:
-    class Heard(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.tokens.append(-1)
-
     inputs, words = prompts(1), tokenizer()
     stop = words.decode(plain(model(), inputs)[0, 20:22])
     heard, options = Heard(), {"stop_strings": [stop], "tokenizer": words}

@@ -26,8 +26,7 @@ from test_inputs import tiny
 from torch import Tensor, fx
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
-from transformers.generation.streamers import BaseStreamer
-from twins import target
+from twins import Heard, target
 
 from hf_spec import Eagle3SpeculatorConfig, NgramSpeculator, Proposal, SpeculationConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
@@ -169,17 +168,7 @@ def test_rows_that_end_apart(shape: SpeculationConfig, batch: int) -> None:
 def test_hidden_states_logits_and_streams() -> None:
     model = target("gemma2")
 
-    class AcceptedTokens(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.tokens.append(-1)
-
-    told = AcceptedTokens(), AcceptedTokens()
+    told = Heard(), Heard()
     options = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
     expected = generate(model, 1, streamer=told[0], **options)
     found = guessing(model, 1, expected.sequences, TREE, streamer=told[1], **options)
