@@ -126,7 +126,7 @@ class SpeculativeDecoding:
             if model.config.is_encoder_decoder:
                 prompt = Prompt.of_source(model, model_kwargs, len(input_ids))
                 source = Source.of_call(inputs_tensor, model_kwargs, len(input_ids))
-                refuse_source(speculator, source)
+                refuse_source(speculator, model, source)
             speculator.check(model, config)
             if config.self_check:
                 check_target(model, config.tree is not None, is_static, prompt)

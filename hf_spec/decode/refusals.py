@@ -114,9 +114,9 @@ def refuse_before_encoding(model: PreTrainedModel, num_beams: int | None, implem
         raise _refusal(f"the cache of {type(model).__name__} {STATIC_BESIDE_AN_ENCODER}")
 
 
-def refuse_source(speculator: Speculator, source: Source) -> None:
+def refuse_source(speculator: Speculator, model: PreTrainedModel, source: Source) -> None:
     """Raise a ``Refusal`` if ``speculator`` reads the ``source`` by an encoder of its own, and cannot."""
-    if speculator.encodes and (reason := source.why_not_encoded()) is not None:
+    if speculator.encodes(model) and (reason := source.why_not_encoded()) is not None:
         raise _refusal(f"the draft has an encoder of its own, and {reason}, or use 'ngram'")
 
 

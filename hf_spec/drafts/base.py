@@ -378,9 +378,8 @@ class Speculator(ABC):
         By default it can.
         """
 
-    @property
-    def encodes(self) -> bool:
-        """Tell whether drafters read an encoder-decoder target's source by an encoder of their own; not by default."""
+    def encodes(self, target: PreTrainedModel) -> bool:
+        """Tell whether drafters read the source of ``target`` by an encoder of their own; not by default."""
         return False
 
     def defaults(self) -> SpeculationConfig:

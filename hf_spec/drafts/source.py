@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from ..scoring.architectures import arguments_of
 from ..scoring.names import CACHES, OF_ENCODER_DECODER
 from ..scoring.plain import input_device
 from ..scoring.trials import in_short
+from .encoders import shares_encoder
 
 NOT_A_TOKEN = -100  # transformers puts it where the user passes an encoder's states instead of its inputs
 
@@ -47,16 +49,28 @@ class Source:
             return "the source are embeddings of the target; pass token ids"
         return None
 
-    @torch.no_grad()
-    def encoded_by(self, model: Any) -> dict[str, Any]:
-        """Encode the source by the encoder of ``model``, and return the arguments of its prefill.
+    def states_for(self, model: Any, target: Any) -> dict[str, Any]:
+        """Return the arguments by which the prefill of a draft ``model`` is given the states of an encoder.
 
-        Errors: a ValueError if the encoder cannot read it.
+        They are those of the encoder of ``target`` if the draft has the same encoder, or none. Errors: a ValueError
+        if the draft's own encoder cannot read the source.
         """
-        device, given = input_device(model), {}
-        for name, value in self.kwargs.items():
-            if name != "encoder_outputs" and name in arguments_of(model):
-                given[name] = _moved(value, device, model)
+        device = input_device(model)
+        states = {"encoder_outputs": _moved(self.kwargs["encoder_outputs"], device, model)}
+        if not model.config.is_encoder_decoder:  # its other arguments are the text's
+            return states
+        return self._arguments_of(model) | states if shares_encoder(model, target) else self._encoded_by(model)
+
+    def _arguments_of(self, model: Any) -> dict[str, Any]:
+        """Return the arguments of the call that the forward of ``model`` takes, but for the encoder's states."""
+        device, known = input_device(model), arguments_of(model)
+        given = {name: value for name, value in self.kwargs.items() if name != "encoder_outputs" and name in known}
+        return {name: _moved(value, device, model) for name, value in given.items()}
+
+    @torch.no_grad()
+    def _encoded_by(self, model: Any) -> dict[str, Any]:
+        """Encode the source by the encoder of ``model``."""
+        device, given = input_device(model), self._arguments_of(model)
         try:
             inputs, name, given = model._prepare_model_inputs(_moved(self.inputs, device, model), None, given)
             found = model._maybe_prepare_encoder_kwargs_for_generation(inputs, given, name, GenerationConfig())
@@ -69,6 +83,10 @@ class Source:
 
 
 def _moved(value: Any, device: torch.device, model: PreTrainedModel) -> Any:
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _moved(one, device, model) for name, one in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_moved(one, device, model) for one in value)
     if not isinstance(value, Tensor):
         return value
     return value.to(device, model.dtype if value.is_floating_point() else value.dtype)

@@ -103,8 +103,13 @@ def why_one_row(model: PreTrainedModel) -> str | None:
     return ONE_ROW.get(model.config.get_text_config(decoder=True).model_type)
 
 
-def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> str | None:
-    """Say why ``model`` with transformers' ``cache`` cannot be scored over slots, or return ``None`` if it can."""
+def why_unsupported(
+    model: PreTrainedModel, cache: object, batch: int = 2, *, beside_encoder: bool = False
+) -> str | None:
+    """Say why ``model`` with transformers' ``cache`` cannot be scored over slots, or return ``None`` if it can.
+
+    ``beside_encoder``: a decoder without an encoder is given the states of another model's.
+    """
     name = type(model).__name__
     if (reason := why_refused(model)) is not None:
         return f"{name} is not supported: {reason}"
@@ -119,7 +124,7 @@ def why_unsupported(model: PreTrainedModel, cache: object, batch: int = 2) -> st
     known = arguments_of(model)
     if cache is None or ("input_ids" in known and cache_name(model) not in known):  # a wrapper may name nothing
         return f"{name} keeps no key-value cache of transformers (its forward takes no {CACHES[0]})"
-    if cross_attends(model) and not model.config.is_encoder_decoder:
+    if cross_attends(model) and not model.config.is_encoder_decoder and not beside_encoder:
         return f"{name} attends to the output of an encoder that is no part of it (use the complete model)"
     if cross_attends(model) and (reason := _why_not_beside_an_encoder(cache)) is not None:
         return f"the cache of {name} {reason}"

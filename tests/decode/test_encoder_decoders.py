@@ -6,7 +6,6 @@ of the text, shows in the tokens.
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -16,7 +15,7 @@ from architectures import build as decoder_only
 from encoder_decoders import VOCABULARY, build, generate, sources
 from test_exactness import flawed, noisy_copy
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel, WhisperForCausalLM
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 import hf_spec
@@ -293,12 +292,6 @@ def test_a_draft_that_cannot_read_the_source() -> None:
     deaf = build("whisper", num_mel_bins=6)
     with pytest.raises(ValueError, match=r"cannot read the source of this call .*; use a draft whose inputs"):
         text("whisper", 1, speculator=deaf)
-
-
-def test_a_decoder_without_its_encoder_is_no_draft() -> None:
-    alone = WhisperForCausalLM(copy.deepcopy(target("whisper").config)).eval()
-    with pytest.raises(ValueError, match="cannot be a draft: WhisperForCausalLM attends to the output of an encoder"):
-        text("whisper", 1, speculator=alone)
 
 
 def test_a_vocabulary_is_the_decoders() -> None:

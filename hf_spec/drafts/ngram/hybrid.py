@@ -63,10 +63,9 @@ class HybridSpeculator(Speculator):
         """Return True: the history knows the acceptance probability of its tokens."""
         return True
 
-    @property
-    def encodes(self) -> bool:
+    def encodes(self, target: PreTrainedModel) -> bool:
         """Tell whether the draft model does."""
-        return self._draft.encodes
+        return self._draft.encodes(target)
 
     @property
     def supports_early_stop(self) -> bool:

@@ -16,6 +16,7 @@ from ...scoring.factory import runner_for
 from ...scoring.plain import input_device, new_cache, position_limit
 from ...settings import SpeculationConfig
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
+from ..encoders import encoder_width, shares_encoder
 from ..static import CompiledDrafter, not_compiled
 from ..trees import grow
 from .fixed import FixedVanillaDrafter, why_no_fixed_slots
@@ -65,14 +66,26 @@ class VanillaSpeculator(Speculator):
                 "draft.eval() first"
             )
         cache = new_cache(self.model)
-        if (reason := why_unsupported(self.model, cache)) is not None:
+        if (reason := why_unsupported(self.model, cache, beside_encoder=True)) is not None:
             raise ValueError(f"{name} cannot be a draft: {reason}. Use another draft, or 'ngram'.")
+        self._check_states(target)
         runner_for(self.model, cache, one_chain=False)  # has errors of its own
 
-    @property
-    def encodes(self) -> bool:
-        """Tell whether the draft has an encoder of its own."""
-        return bool(self.model.config.is_encoder_decoder)
+    def _check_states(self, target: PreTrainedModel) -> None:
+        """Raise a ValueError if a draft without an encoder cannot read the states of the target's."""
+        if self.model.config.is_encoder_decoder or not cross_attends(self.model):
+            return
+        width, own = encoder_width(target), self.model.config.get_text_config(decoder=True).hidden_size
+        if width not in (None, own):
+            raise ValueError(
+                f"the draft {type(self.model).__name__} is a decoder without an encoder, and attends to states of "
+                f"width {own}; those of {type(target).__name__} have {width}. Use a draft whose encoder is the "
+                "target's, or load the complete draft with its own encoder, or use 'ngram'."
+            )
+
+    def encodes(self, target: PreTrainedModel) -> bool:
+        """Tell whether the draft has an encoder of its own: one that is not the target's, too."""
+        return bool(self.model.config.is_encoder_decoder) and not shares_encoder(self.model, target)
 
     @property
     def supports_early_stop(self) -> bool:
@@ -93,7 +106,7 @@ def _states(model: PreTrainedModel, request: DraftContext) -> dict[str, Any] | N
     """Return the arguments by which a draft is given an encoder's states; ``None`` for one that attends to none."""
     if request.source is None or not cross_attends(model):
         return None
-    return request.source.encoded_by(model)
+    return request.source.states_for(model, request.target)
 
 
 class VanillaDrafter(Drafter):
