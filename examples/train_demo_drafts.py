@@ -1,4 +1,4 @@
-"""Train the demo family's EAGLE-3, Medusa, MTP and DSpark drafts, in part on text that the target wrote itself.
+"""Train drafts over the demo target's states, in part on text that the target wrote itself.
 
     python examples/prepare_demo_corpus.py --corpus DIR --work WORK --tokenizer hf_spec/demo/target
     python examples/train_demo_drafts.py --work WORK --output hf_spec/demo --kind eagle3
@@ -20,6 +20,8 @@ from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_spec import demo
+from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
+from hf_spec.drafts.dflash2.configuration import DFlash2SpeculatorConfig
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.drafts.medusa.configuration import MedusaSpeculatorConfig
@@ -40,6 +42,8 @@ MIXTURE = [
 # For each kind: configuration class, its fields, and training arguments. Medusa heads that ended in the target's own
 # output layer, which is only 144 wide, were accepted less often however they were trained.
 MUON = {"muon_learning_rate": 42e-3, "learning_rate": 6e-3, "weight_decay": 0.05}
+BLOCK = {"layers": {"num_hidden_layers": 2}, "block_size": 8, "mask_token_id": 0}  # padding, which no text has
+OF_BLOCKS = {**MUON, "num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2}
 KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "eagle3": (
         Eagle3SpeculatorConfig,
@@ -59,14 +63,16 @@ KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "dspark": (
         DSparkSpeculatorConfig,
         {
-            "layers": {"num_hidden_layers": 2},
-            "block_size": 7,
-            "mask_token_id": 0,  # the padding token, which never occurs in text
+            **BLOCK,
+            "block_size": 7,  # the root's slot predicts, too
             "markov_head_type": "rnn",
             "markov_rank": 48,
         },
-        {**MUON, "num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2},
+        OF_BLOCKS,
     ),
+    "dflash": (DFlashSpeculatorConfig, BLOCK, OF_BLOCKS),
+    "jetspec": (DFlashSpeculatorConfig, {**BLOCK, "block_causal": True}, {**OF_BLOCKS, "step_decay": 1.0}),
+    "dflash2": (DFlash2SpeculatorConfig, {**BLOCK, "selector_rank": 48}, OF_BLOCKS),
 }
 BEGINNINGS = (8, 16, 32, 64)  # tokens of a document before the target continues
 

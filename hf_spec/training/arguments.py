@@ -22,6 +22,7 @@ NUMBERS = (
         "feature_loss_weight",
         "confidence_weight",
         "selector_weight",
+        "kl_temperature",
         "eval_temperature",
     ),
     "muon_learning_rate",
@@ -36,7 +37,7 @@ LEAST = {
     **dict.fromkeys(("eval_prompts", "confidence_weight", "selector_weight", "feature_loss_weight"), 0),
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), 0),
 }
-ABOVE_0 = ("step_decay", "muon_learning_rate", "eval_temperature")
+ABOVE_0 = ("step_decay", "kl_temperature", "muon_learning_rate", "eval_temperature")
 
 
 @dataclass
@@ -53,6 +54,7 @@ class DraftTrainingArguments(TrainingArguments):
         objective: the loss. ``"kl"``: from the target's distribution. ``"reverse_kl"``. ``"ce"``: cross-entropy with
             its best token. ``"nll"``: with the text's own token. ``"tv"``: total variation, one minus the acceptance
             rate. ``"lk"``: from KL to total variation as acceptance grows. A sum, such as ``"0.1 ce + 0.9 tv"``.
+        kl_temperature: divides both logits of ``"kl"``, which is then multiplied by its square (JetSpec).
         normalizer: per step, ``"token"`` weights all answer tokens equally, and ``"sequence"`` all documents.
             ``"guess"`` divides the losses of all steps by the sum of their weights (DFlash, DSpark).
         num_anchors: blocks drafted in each example (DFlash). They start after answer tokens that are sampled again
@@ -84,6 +86,7 @@ class DraftTrainingArguments(TrainingArguments):
     step_decay: float = 0.8
     chain_smoothing: float | None = None
     objective: str = "kl"
+    kl_temperature: float = 1.0
     normalizer: str = "token"
     num_anchors: int = 512
     confidence_weight: float = 1.0

@@ -136,14 +136,15 @@ class StepMetrics:
 
     ``losses`` (steps,) are weighted sums. ``correct`` tells whether the draft's best token is the target's.
     ``overlap`` is the acceptance rate of a sampled draft token. ``inside`` tells whether the draft vocabulary has the
-    target's best token. ``confidence`` is the draft's probability of the token that the objective wants. Values at
-    positions that do not count are meaningless.
+    target's best token. ``confidence`` is the draft's probability of the token that the objective wants, and
+    ``selected`` that of the draft's selector, if it has one. Values at positions that do not count are meaningless.
     """
 
     losses: Tensor
     correct: Tensor
     overlap: Tensor
     confidence: Tensor
+    selected: Tensor
     inside: Tensor
 
     def plus(self, losses: Tensor) -> StepMetrics:
@@ -178,7 +179,7 @@ class _Columns:
 
     ``text`` and ``column`` (n,) are the batch row and the column number. ``hidden`` (n, target hidden) are the
     target's last hidden states and ``tokens`` (n,) the predicted tokens of the text. ``weights`` (steps, n) are those
-    of the predictions, 0 where a step has none.
+    of the predictions, 0 where a step has none, and ``selector_weights`` (steps, n) those of the selector's.
     """
 
     text: Tensor
@@ -186,6 +187,7 @@ class _Columns:
     hidden: Tensor
     tokens: Tensor
     weights: Tensor
+    selector_weights: Tensor
 
     def positions(self, step: int, length: int) -> Tensor:
         """Return the position (n,) of ``step`` in each column; where there is none, any valid index (weight 0)."""
@@ -214,7 +216,10 @@ class ChunkedLoss:
     acceptance rate of a sampled draft token. ``smoothing``: see ``chain_weights``.
 
     ``selector(states, logits, labels)`` is that of ``Unrolled``. It is trained by cross-entropy among its candidates,
-    weighted by ``selector_weight``, to choose the token that the objective wants.
+    weighted by ``selector_weight``, to choose the token that the objective wants. Chains then weigh it by its own
+    probabilities.
+
+    ``temperature`` divides both logits of ``"kl"``, which is then multiplied by its square (JetSpec).
     """
 
     draft_head: Callable[[int, Tensor], Tensor]
@@ -228,6 +233,7 @@ class ChunkedLoss:
     smoothing: float | None = None
     selector: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     selector_weight: float = 1.0
+    temperature: float = 1.0
 
     def compute(
         self,
@@ -243,10 +249,13 @@ class ChunkedLoss:
         length, target hidden) are the target's last hidden states. ``weights`` (steps, batch, length - 1) are those
         of the positions. ``input_ids`` (batch, length) are needed for ``"nll"``.
         """
+        of_selector = weights
         if self.smoothing is not None:
             with torch.no_grad():
                 _, found = replace(self, smoothing=None).compute(states, hidden, weights, (), input_ids)
-            weights = weights * chain_weights(found.confidence, weights > 0, self.smoothing)
+            counted = weights > 0
+            of_selector = weights * chain_weights(found.selected, counted, self.smoothing)
+            weights = weights * chain_weights(found.confidence, counted, self.smoothing)
         by_column = _shift(weights, 1)  # (steps, batch, columns)
         text, column = (by_column > 0).any(0).nonzero(as_tuple=True)
         if not len(text):  # the loss is zero, but every process of a distributed run needs a gradient
@@ -254,7 +263,8 @@ class ChunkedLoss:
         tokens = torch.full_like(text, -1)
         if input_ids is not None:
             tokens = input_ids[text, (column + 2).clamp(max=input_ids.shape[1] - 1)]
-        columns = _Columns(text, column, hidden[text, column + 1], tokens, by_column[:, text, column])
+        used = by_column[:, text, column], _shift(of_selector, 1)[:, text, column]
+        columns = _Columns(text, column, hidden[text, column + 1], tokens, *used)
         chunks: list[StepMetrics] = []
         trained = [parameter for parameter in trained if parameter.requires_grad]
         apply = cast(Any, _InChunks.apply)
@@ -267,7 +277,7 @@ class ChunkedLoss:
             return _shift(placed, -1)
 
         losses = torch.stack([chunk.losses for chunk in chunks]).sum(0)
-        metrics = (by_position(name) for name in ("correct", "overlap", "confidence", "inside"))
+        metrics = (by_position(name) for name in ("correct", "overlap", "confidence", "selected", "inside"))
         return loss, StepMetrics(losses, *metrics)
 
     @torch.no_grad()
@@ -295,17 +305,23 @@ class ChunkedLoss:
         return TargetDistribution(log_p, p, p_of_all, best, inside, token)
 
     def compare(
-        self, target: TargetDistribution, step: int, states: Tensor, weights: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self,
+        target: TargetDistribution,
+        step: int,
+        states: Tensor,
+        weights: Tensor,
+        selector_weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the loss of n predictions of a step, with gradients by autograd, and their metrics (n,).
 
-        The metrics are ``correct``, ``overlap`` and ``confidence`` of ``StepMetrics``.
-        ``states`` (n, hidden) are the input of the draft's head, ``weights`` (n,) those of the predictions.
+        The metrics are ``correct``, ``overlap``, ``confidence`` and ``selected`` of ``StepMetrics``.
+        ``states`` (n, hidden) are the input of the draft's head, ``weights`` (n,) those of the predictions. The
+        selector's are the same unless ``selector_weights`` (n,) are given.
         """
         logits = self.draft_head(step, states).float()  # (n, draft vocabulary)
         log_q = logits.log_softmax(-1)
         terms = objective_terms(self.objective)
-        divergence = sum(weight * self._divergence(name, log_q, target) for name, weight in terms.items())
+        divergence = sum(weight * self._divergence(name, logits, log_q, target) for name, weight in terms.items())
         loss = (divergence * weights * target.inside).sum()
         with torch.no_grad():
             token = log_q.max(-1).indices
@@ -317,14 +333,19 @@ class ChunkedLoss:
             said = self.confidence(states).float()
             wrong = functional.binary_cross_entropy_with_logits(said, overlap.clamp(0, 1), reduction="none")
             loss = loss + self.confidence_weight * (wrong * weights).sum()
-        if self.selector is not None:
-            scores, place = self.selector(states, logits, wanted)
-            missed = functional.cross_entropy(scores.float(), place, reduction="none")
-            loss = loss + self.selector_weight * (missed * weights * target.inside).sum()
-        return loss, correct, overlap, confidence
+        if self.selector is None:
+            return loss, correct, overlap, confidence, confidence
+        scores, place = self.selector(states, logits, wanted)
+        missed = functional.cross_entropy(scores.float(), place, reduction="none")
+        used = weights if selector_weights is None else selector_weights
+        loss = loss + self.selector_weight * (missed * used * target.inside).sum()
+        return loss, correct, overlap, confidence, (-missed.detach()).exp()
 
-    def _divergence(self, objective: str, log_q: Tensor, target: TargetDistribution) -> Tensor:
-        """Return the divergence between the draft's log-probabilities (n, draft vocabulary) and the target's, (n,)."""
+    def _divergence(self, objective: str, logits: Tensor, log_q: Tensor, target: TargetDistribution) -> Tensor:
+        """Return the divergence between the target's distributions and the draft's, (n,).
+
+        The draft's are given as ``logits`` and as log-probabilities ``log_q``, (n, draft vocabulary) both.
+        """
         if objective == "nll":
             own = -log_q.gather(-1, target.token.clamp(min=0)[:, None])[:, 0]
             return torch.where(target.token >= 0, own, 0)
@@ -334,6 +355,9 @@ class ChunkedLoss:
             return cast(Tensor, torch.linalg.vecdot(log_q.exp(), log_q - target.log_p))
         if objective == "tv":
             return 1 - torch.minimum(target.p, log_q.exp()).sum(-1)
+        if objective == "kl" and (heat := self.temperature) != 1:
+            log_p, log_q = (target.log_p / heat).log_softmax(-1), (logits / heat).log_softmax(-1)
+            return heat**2 * cast(Tensor, torch.linalg.vecdot(log_p.exp(), log_p - log_q))
         kl: Tensor = torch.linalg.vecdot(target.p, target.log_p - log_q)
         if objective == "kl":
             return kl
@@ -349,7 +373,7 @@ def of_chains(metrics: StepMetrics, counted: Tensor) -> StepMetrics:
     the draft tokens before it are those of the text. So the metrics of step 0 are shifted.
     """
     steps = range(len(counted))
-    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "confidence", "inside")}
+    later = {name: getattr(metrics, name)[0] for name in ("correct", "overlap", "confidence", "selected", "inside")}
     moved = {name: torch.stack([one.roll(-step, -1) for step in steps]) for name, one in later.items()}
     return StepMetrics(functional.pad(metrics.losses, (0, len(counted) - 1)), **moved)
 
@@ -391,16 +415,17 @@ class _InChunks(torch.autograd.Function):
                 places = columns.text[chunk][picked], columns.positions(step, given[step].shape[1])[chunk][picked]
                 with torch.set_grad_enabled(learns):
                     states = given[step][places].detach().requires_grad_(learns)
-                    one, *metrics = loss.compare(target.at(picked), step, states, weights[picked])
+                    used = weights[picked], columns.selector_weights[step, chunk][picked] / scale
+                    one, *metrics = loss.compare(target.at(picked), step, states, *used)
                 compared.append((one.detach() * scale, *(_placed(metric, picked, weights) for metric in metrics)))
                 if learns:
                     gradients[step][places], *found = torch.autograd.grad(one, [states, *trained], allow_unused=True)
                     for gradient, more in zip(gradients[steps:], found, strict=True):
                         if more is not None:  # None for the parameters of another step's head
                             gradient += more
-            losses, correct, overlap, confidence = (torch.stack(metric) for metric in zip(*compared, strict=True))
-            chunks.append(StepMetrics(losses, correct, overlap, confidence, target.inside.expand(steps, -1)))
-            total += losses.sum()
+            stacked = [torch.stack(metric) for metric in zip(*compared, strict=True)]
+            chunks.append(StepMetrics(*stacked, target.inside.expand(steps, -1)))
+            total += chunks[-1].losses.sum()
         ctx.scale = scale
         ctx.save_for_backward(*gradients)
         return total

@@ -227,6 +227,7 @@ class DraftTrainer(Trainer):
             args.chain_smoothing,
             made.selector,
             args.selector_weight,
+            args.kl_temperature,
         )
         loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained, text.input_ids)
         if args.feature_loss_weight:

@@ -26,6 +26,8 @@ from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, Speculation
 from hf_spec.drafts import static as static_drafts
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.dflash.modeling import DFlashDraftModel
+from hf_spec.drafts.dflash2.configuration import DFlash2SpeculatorConfig
+from hf_spec.drafts.dflash2.modeling import DFlash2DraftModel
 from hf_spec.drafts.dspark.configuration import DSparkSpeculatorConfig
 from hf_spec.drafts.dspark.modeling import DSparkDraftModel
 from hf_spec.drafts.eagle.configuration import EagleSpeculatorConfig
@@ -55,6 +57,7 @@ SHAPES = {
 }
 WINDOWS = block_drafts.WINDOW | {"num_hidden_layers": 2, "model_type": "qwen3"}
 MASKED = {"mask_token_id": 0, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+SELECTOR = {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
 BLOCK = {"mask_token_id": 0, "aux_hidden_state_layer_ids": [1, 2], "block_size": 5}
 
 
@@ -69,6 +72,10 @@ def new_draft(kind: str) -> Any:
         "medusa": lambda: MedusaDraftModel(MedusaSpeculatorConfig.for_target(config, num_heads=DEPTH)),
         "peagle": lambda: PEagleDraftModel(PEagleSpeculatorConfig.for_target(config, block_drafts.PLAIN, **MASKED)),
         "dflash": lambda: DFlashDraftModel(DFlashSpeculatorConfig.for_target(config, LAYERS | WINDOW, **BLOCK)),
+        "jetspec": lambda: DFlashDraftModel(
+            DFlashSpeculatorConfig.for_target(config, LAYERS | WINDOW, **BLOCK, block_causal=True)
+        ),
+        "dflash2": lambda: DFlash2DraftModel(DFlash2SpeculatorConfig.for_target(config, LAYERS, **BLOCK, **SELECTOR)),
         "dspark": lambda: DSparkDraftModel(
             DSparkSpeculatorConfig.for_target(config, LAYERS, **BLOCK | MARKOV | {"block_size": 4})
         ),
@@ -79,7 +86,7 @@ def new_draft(kind: str) -> Any:
     return made[kind]().eval()
 
 
-BLOCKS = ("dflash", "dspark", "dspark-plain")
+BLOCKS = ("dflash", "jetspec", "dflash2", "dspark", "dspark-plain")
 MODELS = ("llama", "gemma3_text", "mistral", "cohere2")  # as drafts: full attention, windows, and both
 KINDS = ("eagle", "eagle3", "eagle3-window", "mtp", "medusa", "peagle", *BLOCKS, *MODELS)
 

@@ -192,28 +192,29 @@ def test_training_sees_what_drafting_sees(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", JETSPEC)
-def test_losses_and_gradients_are_those_of_its_recipe(case: str) -> None:
+@pytest.mark.parametrize(("name", "temperature"), [("kl", 1.0), ("kl_T2", 2.0)])
+def test_losses_and_gradients_are_those_of_its_recipe(case: str, name: str, temperature: float) -> None:
     """KL from the target, the mean over all slots: `kl` without a decay. Its first block stands before any context."""
     io, draft, target = outputs(case), load_draft(case), load_target(case)
     ids, guesses, anchors = io["block_ids"][None], draft.config.num_draft_tokens, io["loss_anchors"]
     with torch.no_grad():
         hidden = target(ids, output_hidden_states=True).hidden_states[-1]
-        p = target.get_output_embeddings()(hidden)[0].log_softmax(-1)  # (length, vocabulary)
+        p = (target.get_output_embeddings()(hidden)[0] / temperature).log_softmax(-1)  # (length, vocabulary)
     count = len(anchors) * guesses
     given = read(io, anchors[anchors > 0])
     weights = torch.zeros(guesses, 1, ids.shape[1] - 1)
     weights[:, 0, anchors[anchors > 0] - 1] = 1 / count
     made = draft.unroll(given, guesses)
-    loss = ChunkedLoss(made.head, target.get_output_embeddings(), objective="kl", chunk=5)
+    loss = ChunkedLoss(made.head, target.get_output_embeddings(), objective="kl", chunk=5, temperature=temperature)
     total, _ = loss.compute(made.states, hidden, weights, made.trained, ids)
     assert anchors[0] == 0
-    first = draft(ids[:, :1], features=io["block_features"][None, :0]).logits[0].log_softmax(-1)
-    total = total + (p[:guesses].exp() * (p[:guesses] - first)).sum() / count
-    torch.testing.assert_close(total, io["loss/kl"], **SMALL)
+    first = (draft(ids[:, :1], features=io["block_features"][None, :0]).logits[0] / temperature).log_softmax(-1)
+    total = total + temperature**2 * (p[:guesses].exp() * (p[:guesses] - first)).sum() / count
+    torch.testing.assert_close(total, io[f"loss/{name}"], **SMALL)
     total.backward()
-    for name, weight in draft.named_parameters():
+    for weight_name, weight in draft.named_parameters() if temperature == 1 else ():
         norm = weight.grad.norm()
-        torch.testing.assert_close(norm, io[f"gradnorm/{name}"], atol=1e-5, rtol=2e-4, msg=name)
+        torch.testing.assert_close(norm, io[f"gradnorm/{weight_name}"], atol=1e-5, rtol=2e-4, msg=weight_name)
 
 
 def test_the_example_is_a_recipe(tmp_path: Path) -> None:

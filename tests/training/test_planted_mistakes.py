@@ -57,7 +57,7 @@ def test_confidence_is_learnt_where_the_draft_cannot_guess_the_best_token_too() 
         confidence=lambda given: given[:, 5],
         confidence_weight=0.7,
     )
-    total, _, overlap, _ = loss.compare(loss.distribution(hidden), 0, states, weights)
+    total, _, overlap, *_ = loss.compare(loss.distribution(hidden), 0, states, weights)
     inside = torch.isin(hidden.argmax(-1), ids)
     assert 0 < inside.sum() < 30
     log_q, p = states[:, :5].log_softmax(-1), hidden.softmax(-1)
