@@ -100,16 +100,18 @@ def between(figure: float | None, spread: list[float] | None) -> str:
 
 
 def overall(report: dict[str, Any]) -> str:
-    lines = [
-        "| | x plain | τ | accepted by position, % | outside the models | differ |",
-        f"|{'---|' * 6}",
-    ]
+    has_parts = "target_seconds" in report["figures"]["overall"]["plain"]  # reports before them have a share alone
+    times = "seconds of target, draft, rest" if has_parts else "outside the models"
+    lines = [f"| | x plain | τ | accepted by position, % | {times} | differ |", f"|{'---|' * 6}"]
     for method, one in report["figures"]["overall"].items():
         shares = " ".join(f"{100 * share:.0f}" for share in (one["acceptance_by_position"] or [])[:8])
         differ = "" if one["differing_rows"] is None else f"{one['differing_rows']} of {one['rows']}"
         speed = between(one["ratio_to_plain"], one["ratio_to_plain_spread"])
         tau = between(one["mean_accepted_length"], one["mean_accepted_length_spread"])
-        lines.append(f"| {label(method)} | {speed} | {tau} | {shares} | {one['outside_forwards']:.0%} | {differ} |")
+        took = f"{one['outside_forwards']:.0%}"
+        if has_parts:
+            took = ", ".join(f"{one[f'{part}_seconds']:.1f}" for part in ("target", "draft", "rest"))
+        lines.append(f"| {label(method)} | {speed} | {tau} | {shares} | {took} | {differ} |")
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""Prompts of a benchmark, in any common format of JSON lines."""
+"""Prompts of a benchmark, in any common format of JSON lines, and in Parquet files of SPEED-Bench."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..untrusted import check_ends, check_sound
+
+# What stands in published rows of SPEED-Bench whose text may not be passed on; nvidia's script puts the text there.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+FETCHED = 64  # rows of a Parquet file at a time: prompts of SPEED-Bench have up to 32,000 tokens
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,14 @@ class Prompt:
 
 
 def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list[Prompt]:
-    """Read a JSON-lines file, at most ``limit`` prompts per category.
+    """Read a file of JSON lines or a Parquet file, at most ``limit`` prompts per category.
 
-    A line holds ``{"prompt": text}``, ``{"text": text}``, ``{"messages": [{"role", "content"}, ...]}`` (an answer at
-    the end is dropped) or ``{"turns": [text, ...]}`` as in Spec-Bench, and optionally a ``"category"``.
+    A line or row holds ``{"prompt": text}``, ``{"text": text}``, ``{"messages": [{"role", "content"}, ...]}`` (an
+    answer at the end is dropped) or ``{"turns": [text, ...]}``, and optionally a ``"category"``. Spec-Bench and
+    SPEED-Bench have turns; SPEED-Bench's JSON lines have them as messages of the user alone.
 
-    Errors: OSError if the file cannot be read; ValueError that names a line which is none of these, or for a ``limit``
-    below 1.
+    Errors: OSError if the file cannot be read; ValueError that names a line which is none of these or lacks its text,
+    or for a ``limit`` below 1; ImportError for a Parquet file without pyarrow.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 prompt per category, got {limit!r}; leave it out for all")
@@ -64,8 +70,11 @@ def read_prompts(path: str | os.PathLike[str], limit: int | None = None) -> list
 
 
 def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:
-    """Yield the prompts of a JSON-lines file with the numbers of their lines, one by one; see ``read_prompts``."""
+    """Yield the prompts of a file with the numbers of their lines, one by one; see ``read_prompts``."""
     check_ends(path)
+    if Path(path).suffix == ".parquet":
+        yield from _prompts_in_rows(path)
+        return
     try:
         opened = Path(path).open("rb")  # noqa: SIM115  # json checks UTF-8, so the error names the line
     except OSError as error:
@@ -90,7 +99,38 @@ def numbered_prompts(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt
             yield number, prompt
 
 
+def _prompts_in_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, Prompt]]:
+    """Yield the prompts of a Parquet file with the numbers of their rows."""
+    try:
+        arrow, parquet = (importlib.import_module(name) for name in ("pyarrow", "pyarrow.parquet"))  # untyped
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is a Parquet file, which pyarrow reads: pip install pyarrow, or write JSON lines"
+        ) from error
+    try:
+        file = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file ({str(error).splitlines()[0]}); write JSON lines") from error
+    with file:
+        rows = (row for batch in file.iter_batches(FETCHED) for row in batch.to_pylist())
+        for number, row in enumerate(rows, start=1):
+            try:
+                yield number, _parse_prompt({name: one for name, one in row.items() if one is not None})
+            except ValueError as error:
+                raise ValueError(f"{path}, row {number}: {error}") from error
+
+
 def _parse_prompt(entry: Any) -> Prompt:
+    prompt = _prompt_of(entry)
+    if any(PLACEHOLDER in turn for turn in prompt.turns):
+        raise ValueError(
+            "its text is a placeholder of SPEED-Bench; run SPEED-Bench's prepare.py, which fetches the texts, and "
+            "name the file that it writes"
+        )
+    return prompt
+
+
+def _prompt_of(entry: Any) -> Prompt:
     entry = entry if isinstance(entry, dict) else {}
     category = str(entry.get("category", "prompts"))
     text = entry.get("prompt", entry.get("text"))
@@ -104,6 +144,10 @@ def _parse_prompt(entry: Any) -> Prompt:
         isinstance(message.get(name), str) for message in messages for name in ("role", "content")
     ):
         asked = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+        rest = [message for message in messages if message.get("role") != "system"]
+        if len(asked) == len(rest) > 1:  # turns without their answers, as in SPEED-Bench
+            system = tuple(message for message in messages if message.get("role") == "system")
+            return Prompt(tuple(message["content"] for message in rest), category, system)
         if asked:
             return Prompt((messages[asked[-1]]["content"],), category, tuple(messages[: asked[-1]]))
     raise ValueError(

@@ -15,10 +15,10 @@ class Figures:
     """The figures of one method on the prompts of a category; ``None`` where a figure has no meaning.
 
     Ratios are of tokens per second: over all prompts together, and the median over prompts.
-    ``mean_accepted_length`` is τ, or tokens per target forward for transformers' methods. ``outside_forwards`` is the
-    share of the time in which neither target nor draft was in its ``forward``. ``differing_rows`` counts, for greedy
-    decoding, the rows whose text is not that of plain ``generate``. A spread is the 90 % interval of a bootstrap over
-    the measured prompts.
+    ``mean_accepted_length`` is τ, or tokens per target forward for transformers' methods. ``target_seconds`` and
+    ``draft_seconds`` are those of their forwards. ``rest_seconds`` are all others, and ``outside_forwards`` is their
+    share. ``differing_rows`` counts, for greedy decoding, the rows whose text is not that of plain ``generate``. A
+    spread is the 90 % interval of a bootstrap over the measured prompts.
     """
 
     rows: int
@@ -36,6 +36,9 @@ class Figures:
     differing_rows: int | None
     ratio_to_plain_spread: tuple[float, float] | None = None
     mean_accepted_length_spread: tuple[float, float] | None = None
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    rest_seconds: float = 0.0
 
 
 def _optional(value: float | None, layout: str) -> str:
@@ -55,6 +58,9 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "τ": lambda one: _optional(one.mean_accepted_length, ".2f"),
     "accepted": lambda one: _optional(one.acceptance_rate, ".0%"),
     "by position": lambda one: " ".join(f"{100 * share:.0f}" for share in one.acceptance_by_position or ()),
+    "target+draft+rest s": lambda one: "+".join(
+        f"{seconds:.1f}" for seconds in (one.target_seconds, one.draft_seconds, one.rest_seconds)
+    ),
     "outside": lambda one: f"{one.outside_forwards:.1%}",
     "differ": lambda one: "" if one.differing_rows is None else f"{one.differing_rows}/{one.rows}",
     "same text": lambda one: {None: "", 0: "yes"}.get(one.differing_rows, "NO"),

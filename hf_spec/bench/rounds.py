@@ -39,13 +39,17 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """One ``generate`` call: the emitted tokens of every row, its times, forwards and statistics."""
+    """One ``generate`` call: the emitted tokens of every row, its times, forwards and statistics.
+
+    ``forward_seconds`` are those of target and draft together, ``draft_seconds`` the draft's part of them.
+    """
 
     rows: list[list[int]]
     seconds: float
     forward_seconds: float
     target_forwards: int
     counts: Counts | None
+    draft_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -140,6 +144,7 @@ def figures_of(method: Method, rounds: Sequence[Round], greedy: bool) -> Figures
         _ratios(method.name, method.assisted_name, rounds) if method.assisted_name else (None, None)
     )
     tau = _length(method, runs)
+    forwards, drafting = sum(run.forward_seconds for run in runs), sum(run.draft_seconds for run in runs)
     return Figures(
         rows=len(differs),
         tokens=tokens,
@@ -152,7 +157,10 @@ def figures_of(method: Method, rounds: Sequence[Round], greedy: bool) -> Figures
         mean_accepted_length=tau,
         acceptance_rate=counts.acceptance_rate if counts else None,
         acceptance_by_position=counts.acceptance_by_position if counts else None,
-        outside_forwards=1 - sum(run.forward_seconds for run in runs) / seconds,
+        outside_forwards=1 - forwards / seconds,
+        target_seconds=forwards - drafting,
+        draft_seconds=drafting,
+        rest_seconds=seconds - forwards,
         differing_rows=sum(differs) if greedy else None,
         ratio_to_plain_spread=_spread(rounds, lambda sample: _total(method.name, sample) / _total(PLAIN, sample)),
         mean_accepted_length_spread=None

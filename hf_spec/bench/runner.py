@@ -267,7 +267,7 @@ class _Bench:
         for row in out.speculation.per_row if hasattr(out, "speculation") else ():
             counts = counts or Counts()
             counts.add(row)
-        return Run(rows, seconds, clock.seconds(), clock.calls[0], counts)
+        return Run(rows, seconds, clock.seconds(), clock.calls[0], counts, sum(clock.by_model()[1:]))
 
     def _slots(self, inputs: dict[str, Tensor]) -> int:
         """Return the length of a static cache: a power of two, so that few graphs serve all prompts."""
@@ -312,7 +312,7 @@ class ForwardClock:
         self.models = models
         self.calls = [0] * len(models)
         self._open: list[Any] = []
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[int, Any, Any]] = []  # number of the model, begin, end
         self._hooks: list[Any] = []
 
     def __enter__(self) -> ForwardClock:
@@ -332,15 +332,19 @@ class ForwardClock:
         self._open.append(_mark(device))
 
     def _end(self, device: torch.device, number: int, *_: Any) -> None:
-        self._spans.append((self._open.pop(), _mark(device)))
+        self._spans.append((number, self._open.pop(), _mark(device)))
         self.calls[number] += 1
 
     def seconds(self) -> float:
         """Return the sum of all forwards; the devices must have finished."""
-        return sum(
-            end - start if isinstance(end, float) else float(start.elapsed_time(end)) / 1e3
-            for start, end in self._spans
-        )
+        return sum(self.by_model())
+
+    def by_model(self) -> list[float]:
+        """Return the seconds of each model's forwards; the devices must have finished."""
+        found = [0.0] * len(self.models)
+        for number, start, end in self._spans:
+            found[number] += end - start if isinstance(end, float) else float(start.elapsed_time(end)) / 1e3
+        return found
 
 
 def _mark(device: torch.device) -> Any:

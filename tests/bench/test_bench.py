@@ -92,6 +92,44 @@ def test_every_form_of_a_prompt_is_read(tmp_path):
     ]
 
 
+def test_turns_of_speed_bench_are_read_from_both_of_its_kinds_of_files(tmp_path):
+    """The columns are those of nvidia/SPEED-Bench; its script writes JSON lines with messages in place of turns."""
+    rows = [
+        {"question_id": "0a", "category": "coding", "sub_category": None, "turns": ["c", "d"], "multiturn": True},
+        {"question_id": "0b", "category": "math", "sub_category": "x", "turns": ["e"], "multiturn": False},
+    ]
+    expected = [Prompt(("c", "d"), "coding"), Prompt(("e",), "math")]
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pytest.importorskip("pyarrow").Table.from_pylist(rows), tmp_path / "test.parquet"
+    )
+    assert read_prompts(tmp_path / "test.parquet") == expected
+    lines = [
+        {name: one for name, one in row.items() if name != "turns"}
+        | {"messages": [{"role": "user", "content": turn} for turn in row["turns"]]}
+        for row in rows
+    ]
+    assert read_prompts(write_lines(tmp_path / "qualitative.jsonl", *lines)) == expected
+    system = {"role": "system", "content": "s"}
+    lines[0]["messages"].insert(0, system)
+    assert read_prompts(write_lines(tmp_path / "system.jsonl", lines[0])) == [
+        Prompt(("c", "d"), "coding", history=(system,))
+    ]
+
+
+def test_a_placeholder_of_speed_bench_and_a_broken_file_are_refused(tmp_path):
+    """Texts of others are fetched by SPEED-Bench's script; a placeholder would be measured like a prompt."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    held = {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH\n\nSum up {article}"]}
+    parquet.write_table(pyarrow.Table.from_pylist([{"turns": ["fine"]}, held]), tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"test\.parquet, row 2: its text is a placeholder.*prepare\.py"):
+        read_prompts(tmp_path / "test.parquet")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl, line 1: its text is a placeholder"):
+        read_prompts(write_lines(tmp_path / "prompts.jsonl", held))
+    (tmp_path / "broken.parquet").write_text("{}")
+    with pytest.raises(ValueError, match="is no Parquet file"):
+        read_prompts(tmp_path / "broken.parquet")
+
+
 def test_the_limit_is_per_category(tmp_path):
     lines = [{"prompt": f"{category}{i}", "category": category} for i in range(3) for category in "ab"]
     found = read_prompts(write_lines(tmp_path / "prompts.jsonl", *lines), limit=2)
@@ -161,6 +199,11 @@ def test_a_perfect_draft_shows_in_every_figure(target, twin, tokenizer):
     )
     assert figures["ngram"].ratio_to_assisted is None
     assert all(0 < one.outside_forwards < 1 for one in figures.values())
+    for name, one in figures.items():
+        parts = [one.target_seconds, one.draft_seconds, one.rest_seconds]
+        assert sum(parts) == pytest.approx(one.seconds), name
+        assert [part > 0 for part in parts] == [True, "twin" in name, True], name
+    assert "target+draft+rest s" in report.table().splitlines()[0]
 
 
 def test_forwards_of_a_draft_beside_a_memory_are_forwards(target, twin):
