@@ -424,7 +424,8 @@ class _InChunks(torch.autograd.Function):
                         if more is not None:  # None for the parameters of another step's head
                             gradient += more
             stacked = [torch.stack(metric) for metric in zip(*compared, strict=True)]
-            chunks.append(StepMetrics(*stacked, target.inside.expand(steps, -1)))
+            stacked.append(target.inside.expand(steps, -1))
+            chunks.append(StepMetrics(*stacked))
             total += chunks[-1].losses.sum()
         ctx.scale = scale
         ctx.save_for_backward(*gradients)
