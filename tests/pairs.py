@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,12 +12,24 @@ import pytest
 
 def pairwise(*axes: Iterable[Any]) -> list[Any]:
     """List all combinations of the axes' values, and mark as slow those whose pairs of values others have."""
+    return _enough(axes, 2)
+
+
+def each_value(*axes: Iterable[Any]) -> list[Any]:
+    """List all combinations, and mark as slow those whose values others have: for axes that hardly meet."""
+    return _enough(axes, 1)
+
+
+def _enough(axes: tuple[Iterable[Any], ...], together: int) -> list[Any]:
+    """Mark as slow the combinations that add no ``together`` values which no earlier one has."""
     combinations = list(itertools.product(*(list(enumerate(axis)) for axis in axes)))
-    pairs = [set(itertools.combinations(enumerate(place for place, _ in one), 2)) for one in combinations]
-    wanted, kept = set[Any]().union(*pairs), set[int]()
-    while wanted:
-        best = max(range(len(pairs)), key=lambda number: len(pairs[number] & wanted))
-        wanted -= pairs[best]
+    groups = [set(itertools.combinations(enumerate(place for place, _ in one), together)) for one in combinations]
+    wanted, kept, used = set[Any]().union(*groups), set[int](), Counter[Any]()
+    while wanted:  # of combinations that add as much, take one whose values were taken least
+        news = [(len(group & wanted), -sum(used[one] for one in group)) for group in groups]
+        best = news.index(max(news))
+        wanted -= groups[best]
+        used.update(groups[best])
         kept.add(best)
     return [
         pytest.param(*(value for _, value in one), marks=() if number in kept else pytest.mark.slow)

@@ -13,6 +13,7 @@ import pytest
 import simulated_device
 import torch
 from architectures import prompts
+from pairs import each_value
 from test_trainer import STEPS, arguments, eagle3, losses, medusa, mtp, sharp_target, text
 from torch import Tensor
 from transformers import CompileConfig, ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -242,8 +243,7 @@ def peagle(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("make", [eagle3, mtp, medusa, dspark, peagle])
+@pytest.mark.parametrize(("precision", "make"), each_value(PRECISIONS, [eagle3, mtp, medusa, dspark, peagle]))
 def test_training_loses_alike(
     make: Any, precision: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

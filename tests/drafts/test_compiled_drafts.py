@@ -351,7 +351,7 @@ def test_drafting_is_compiled_with_the_target(
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
+@pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "dynamic"])
 def test_draws_need_few_graphs(shape: str, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A proposal and a choice for each number of seats, however many tokens a row gets, and may still get."""
     monkeypatch.setattr(rings, "SHORTEST", 64)

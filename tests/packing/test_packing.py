@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from groups import environment
+from pairs import each_value
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, LlamaForCausalLM
@@ -666,8 +667,7 @@ def drafts(target: Any) -> Iterator[Any]:
     yield "ngram"
 
 
-@pytest.mark.parametrize("number", range(5), ids=["shared", "reduced", "model", "hybrid", "ngram"])
-@pytest.mark.parametrize("bound", [True, False], ids=["bound before", "not bound"])
+@pytest.mark.parametrize(("number", "bound"), each_value(range(5), [True, False]))
 def test_drafts_are_packed_with_their_target(number: int, bound: bool) -> None:
     target = make()
     speculator = hf_spec.as_speculator(list(drafts(target))[number], target)

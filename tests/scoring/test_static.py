@@ -378,7 +378,7 @@ def test_one_graph_for_each_shape(name: str, forwards: Forwards, monkeypatch: py
     assert len(forwards.shapes) > 2 * len(forwards.compiled) > 2  # it did grow
 
 
-@pytest.mark.parametrize(("new_tokens", "slots"), [(12, 32), (30, 64), (60, 64)])
+@pytest.mark.parametrize(("new_tokens", "slots"), [(12, 32), pytest.param(60, 64, marks=pytest.mark.slow), (30, 64)])
 def test_rings_are_no_longer_than_the_text_can_get(
     new_tokens: int, slots: int, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, BadRequestError, OpenAI
+from pairs import each_value
 from servers import BATCHES, DRAFT, PROMPTS, TARGET, Client, crowd, plain, serving, target, until
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import _StreamError
@@ -317,7 +318,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize(("draft", "options"), [(draft, options) for options in ({}, BATCHES) for draft in DRAFTS])
+@pytest.mark.parametrize(("draft", "options"), each_value(DRAFTS, ({}, BATCHES)))
 def test_every_kind_of_draft(draft, options):
     with serving(*DRAFTS[draft], **options) as client:
         assert client.complete(PROMPTS[2], 40, stream=True) == plain(PROMPTS[2], 40)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from architectures import build
 from golden import in_another_process, tiny_target
+from pairs import each_value
 from safetensors.torch import load_file
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from test_training_data import MARKED, tokenizer
@@ -60,8 +61,7 @@ def trained(make: Any, target: Any, data: Any, folder: Path, **changes: Any) -> 
 # -- the same training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [rows, packed])
-@pytest.mark.parametrize("make", [eagle3, eagle1, mtp, medusa, vanilla])
+@pytest.mark.parametrize(("data", "make"), each_value([packed, rows], [eagle3, eagle1, mtp, medusa, vanilla]))
 def test_offline_training_is_online_training(make: Any, data: Any, tmp_path: Path) -> None:
     target = sharp_target()
     draft = make(target)

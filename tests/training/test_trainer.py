@@ -13,6 +13,7 @@ import torch
 from architectures import LLAMA4, build
 from golden import tiny_target
 from groups import run_two
+from pairs import each_value
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
@@ -196,8 +197,10 @@ def test_packed_documents_weigh_as_single_ones(make: Any, tmp_path: Path) -> Non
     assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("option", [{"activation_checkpointing": True}, {"logit_rows": 3}, {"bf16": True}])
-@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
+@pytest.mark.parametrize(
+    ("option", "make"),
+    each_value([{"activation_checkpointing": True}, {"logit_rows": 3}, {"bf16": True}], [eagle3, medusa, mtp]),
+)
 def test_saving_memory_keeps_the_loss(make: Any, option: dict[str, Any], tmp_path: Path) -> None:
     target, found = sharp_target(), []
     for changes in ({}, option):

@@ -17,6 +17,7 @@ import torch
 from architectures import build
 from golden import tiny_target
 from groups import run_two
+from pairs import each_value
 from test_muon import dspark
 from test_trainer import arguments, eagle3, losses, medusa, medusa_sharing, mtp, sharp_target, text, vanilla
 from torch.utils.data import Dataset
@@ -64,7 +65,7 @@ def test_hyperparameters_are_searched_for(tmp_path: Path) -> None:
     assert best.objective == pytest.approx(min(found.values()))
 
 
-@pytest.mark.parametrize("make", [eagle3, mtp])
+@pytest.mark.parametrize("make", [eagle3, pytest.param(mtp, marks=pytest.mark.slow)])
 def test_compiled_layers_learn_the_same(make: Any, tmp_path: Path) -> None:
     target, found = sharp_target(), []
     for compiled in (False, True):
@@ -79,8 +80,7 @@ def test_compiled_layers_learn_the_same(make: Any, tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("make", [eagle3, mtp, medusa, dspark, vanilla])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("make", "bf16"), each_value([eagle3, mtp, medusa, dspark, vanilla], [True, False]))
 def test_a_trained_draft_is_that_of_its_file(make: Any, bf16: bool, tmp_path: Path) -> None:
     """What autocast put around its forward is taken off, also when it trains, or is evaluated, once more."""
     target, data = sharp_target(), {"train_dataset": text(), "eval_dataset": text(2, seed=5)}

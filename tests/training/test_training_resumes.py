@@ -42,7 +42,9 @@ DAMAGE["no trainer_state.json"] = lambda checkpoint: (checkpoint / "trainer_stat
 DAMAGE["no weights"] = lambda checkpoint: (checkpoint / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(one, marks=pytest.mark.slow if one in FILES[2:] else ()) for one in DAMAGE]
+)
 def test_a_broken_checkpoint_is_passed_over(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("transformers").propagate = True
     whole = trainer(tmp_path)
@@ -138,7 +140,10 @@ def test_what_a_checkpoint_says_of_its_optimizer_is_told_where_arguments_differ(
     assert max(logs.get("learning_rate", 0) for logs in again.state.log_history) <= (muon or 1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length", "batch_rebalance"])
+OTHER_ORDERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("sequential", "group_by_length")]
+
+
+@pytest.mark.parametrize("strategy", ["random", "batch_rebalance", *OTHER_ORDERS])
 def test_examples_come_in_the_order_of_an_uninterrupted_run(strategy: str, tmp_path: Path) -> None:
     rows = [row for length in (9, 12, 16) for row in text(rows=4, length=length)]
     options = {"train_dataset": rows, "max_steps": 14, "train_sampling_strategy": strategy, "data_seed": None}

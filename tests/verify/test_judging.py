@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lengths import force_lengths
+from pairs import each_value
 from test_compiled_drafts import DEPTH, SHAPES, draft_of, short_slots, text_and_out  # noqa: F401  # with a fixture
 from test_static import Forwards, generate, on_any_device
 from torch import Tensor, fx
@@ -62,8 +63,10 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("shape", ["chain", "sampled", "dynamic", "mixed"])
-@pytest.mark.parametrize("rule", [token_verification, block_verification])
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    each_value([token_verification, block_verification], ["chain", "sampled", "dynamic", "mixed"]),
+)
 def test_the_same_coins_give_the_same_verdict(rule: Rule, shape: str, compiler: Compiler) -> None:
     """In 1 to 8 rows, where some guesses are PAD_NODE, with and without processors: and one graph for each size."""
     seen, others, nodes = set(), 0, proposal_of(shape, 1, 0)[0].tokens.shape[1]
@@ -257,7 +260,12 @@ def texts(reusing: Reusing, kind: str, shape: str, sample: bool) -> list[Tensor]
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "sample"), [("mtp", "chain", False), ("eagle3", "chain", True), ("eagle3", "dynamic", True)]
+    ("kind", "shape", "sample"),
+    [
+        pytest.param("mtp", "chain", False, marks=pytest.mark.slow),
+        pytest.param("eagle3", "chain", True, marks=pytest.mark.slow),
+        ("eagle3", "dynamic", True),
+    ],
 )
 def test_what_graphs_gave_is_read_in_time(kind: str, shape: str, sample: bool, reusing: Reusing) -> None:
     plain, graphs = texts(reusing, kind, shape, sample)
