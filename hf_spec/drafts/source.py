@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.utils.generic import ModelOutput
 
 from ..scoring.architectures import arguments_of
 from ..scoring.names import CACHES, OF_ENCODER_DECODER
-from ..scoring.plain import input_device
+from ..scoring.plain import input_device, scored_vocabulary
 from ..scoring.trials import in_short
 from .encoders import shares_encoder
 
@@ -40,6 +41,17 @@ class Source:
                 inputs = None
         left_out = (*CACHES, *OF_ENCODER_DECODER)
         return cls(inputs, {name: value for name, value in model_kwargs.items() if name not in left_out})
+
+    def tokens(self, target: Any) -> list[list[int]] | None:
+        """Return the source of each row as numbers, without padding.
+
+        ``None`` if they are not token ids, or if the encoder of ``target`` has other tokens than its text.
+        """
+        ids, mask = self.inputs, self.kwargs.get("attention_mask")
+        if ids is None or ids.ndim != 2 or ids.is_floating_point() or not _has_one_vocabulary(target):
+            return None
+        seen = torch.ones_like(ids) if mask is None or mask.shape != ids.shape else mask.to(ids)
+        return [[*compress(row, shown)] for row, shown in torch.stack([ids, seen], dim=1).tolist()]
 
     def why_not_encoded(self) -> str | None:
         """Say why an encoder other than the target's cannot read the source, or return ``None`` if it can."""
@@ -80,6 +92,16 @@ class Source:
                 "draft whose inputs are prepared as the target's are, or 'ngram'."
             ) from error
         return dict(found)
+
+
+def _has_one_vocabulary(target: Any) -> bool:
+    """Tell whether encoder and decoder have the same tokens, as far as sizes and the config say."""
+    try:
+        table = target.get_encoder().get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # an encoder of sound or images
+        return False
+    shares = getattr(target.config, "share_encoder_decoder_embeddings", True)  # Marian
+    return bool(shares) and getattr(table, "num_embeddings", None) == scored_vocabulary(target)
 
 
 def _moved(value: Any, device: torch.device, model: PreTrainedModel) -> Any:

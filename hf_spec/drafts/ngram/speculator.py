@@ -21,6 +21,7 @@ from ...policy.base import DraftSource, Estimate
 from ...proposal import NO_PARENT, PAD_NODE, Proposal
 from ...settings import SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
+from .beginnings import beginnings
 from .history_file import SavedHistory, read_history, write_history
 from .lookups import Lookups
 from .suffix_decoding import Continuations, Path, Texts, calibrated, record_outcome, truncated
@@ -46,6 +47,8 @@ class NgramSpeculator(Speculator):
     sequences of a batch look in each other's text, too (suffix decoding, arXiv 2411.04975; docs/history.md). The text
     stays the target's. But which draft tokens are tried, and so how many random numbers sampling takes, depends on
     earlier calls. ``save`` and ``load`` keep the history in a file.
+
+    For an encoder-decoder target whose source has the tokens of its text, the source is looked in as the text is.
 
     Args:
         max_ngram: longest match that is tried.
@@ -148,7 +151,7 @@ class NgramSpeculator(Speculator):
         return NgramDrafter(self, request) if self.history is None else SuffixDrafter(self, request)
 
     def texts(self, request: DraftContext) -> Texts:
-        """Start the texts of a call with a history, which hold the prompts of ``request``.
+        """Start the texts of a call with a history, which hold the prompts of ``request``, and sources before them.
 
         Errors: a ValueError without a history.
         """
@@ -156,8 +159,8 @@ class NgramSpeculator(Speculator):
             raise ValueError("this NgramSpeculator has no history; make it with NgramSpeculator(history_size=...)")
         histories = [self.history, *([] if self._lasting is None else [self._lasting])]
         texts = Texts(len(request.input_ids), histories, self.sizes[-1])
-        for row, prompt in enumerate(request.prompts()):
-            texts.extend(row, prompt)
+        for row, text in enumerate(beginnings(request)):
+            texts.extend(row, text)
         return texts
 
     @property
@@ -255,8 +258,8 @@ class NgramDrafter(Drafter):
         self._policy = request.policy
         self._plans = self._shape.is_chain and speculator.estimates_acceptance(len(self._rows))
         self._lookups = Lookups(request.policy.acceptance, len(self._rows))
-        for row, prompt in zip(self._rows, request.prompts(), strict=True):
-            row.extend(prompt)
+        for row, text in zip(self._rows, beginnings(request), strict=True):
+            row.extend(text)
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Take in ``accepted``, look up what followed the same tokens before, at most ``limit`` tokens of it."""
