@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..drafts.base import Speculator, network_of
@@ -26,6 +26,7 @@ from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
 from ..drafts.translated.speculator import TranslatedSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.adapters import base_model
+from ..scoring.architectures import cross_attends
 from ..scoring.plain import input_device
 from ..untrusted import printable
 from .assistants import assistant_speculator, load_gemma_assistant
@@ -33,6 +34,7 @@ from .auto import AutoDraftModel, load
 from .files import HUB_OPTIONS, gguf, read_checkpoint
 from .kinds import config_classes, find_format
 from .known import cached, known_drafts
+from .language_models import load_language_model
 from .neighbours import ForeignDraftError
 
 EARLY_EXIT = "early-exit"  # the keyword
@@ -85,10 +87,10 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     if isinstance(base, PreTrainedModel) and base.can_generate() and (is_pair or not base.config.is_encoder_decoder):
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
-        "speculator must be a draft model, a causal language model, an assistant of transformers, 'ngram', 'mtp', "
+        "speculator must be a draft model, a language model, an assistant of transformers, 'ngram', 'mtp', "
         "'early-exit', 'auto', a path or Hub id of one, or a hf_spec.Speculator, got "
         f"{type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
-        "AutoModelForCausalLM.from_pretrained."
+        "AutoModelForCausalLM.from_pretrained or AutoModelForSeq2SeqLM.from_pretrained."
         + (" An encoder-decoder model can draft for another of its kind alone." if _encodes(base) else "")
     )
 
@@ -104,9 +106,10 @@ def _encodes(model: Any) -> bool:
 
 
 def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: Any) -> Any:
-    """Load a draft of any format for ``target``, or a causal language model if ``path`` is no draft.
+    """Load a draft of any format for ``target``, or a language model if ``path`` is no draft.
 
-    ``kwargs`` are those of ``from_pretrained``. Errors: a ValueError if there is neither at ``path``.
+    ``kwargs`` are those of ``from_pretrained``. Errors: a ValueError if there is neither at ``path``, or if an
+    encoder-decoder model is there and the target is none.
     """
     try:
         hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
@@ -118,11 +121,11 @@ def load_draft(path: str | os.PathLike[str], target: PreTrainedModel, **kwargs: 
         return AutoDraftModel.from_pretrained(path, target=target, **kwargs)
     if checkpoint.config.get("model_type") in GEMMA_ASSISTANTS:
         return load_gemma_assistant(path, **kwargs)
-    return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    return load_language_model(path, target, **kwargs)
 
 
 def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, target_tokenizer: Any) -> Speculator:
-    """Turn a causal language model with another ``tokenizer``, or the path or Hub id of one, into a ``Speculator``.
+    """Turn a language model with another ``tokenizer``, or the path or Hub id of one, into a ``Speculator``.
 
     If the tokenizers have the same tokens, nothing is translated. Errors: a ValueError for another kind of draft, or
     without a ``target_tokenizer``.
@@ -131,10 +134,10 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
         _warn_of_reading(os.fspath(speculator), target)
         speculator = load_draft(speculator, target, **_placement(target))
     draft = base_model(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
-    if not (isinstance(draft, PreTrainedModel) and draft.can_generate() and not _encodes(draft)):
+    if not (isinstance(draft, PreTrainedModel) and draft.can_generate()):
         raise ValueError(
-            f"assistant_tokenizer is for a draft that is a causal language model, and {type(draft).__name__} is none; "
-            "drop assistant_tokenizer"
+            f"assistant_tokenizer is for a draft that is a language model, and {type(draft).__name__} is none; drop "
+            "assistant_tokenizer"
         )
     if target_tokenizer is None:
         raise ValueError(
@@ -142,7 +145,12 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
             "assistant_tokenizer=the draft's tokenizer)"
         )
     if tokenizer.get_vocab() == target_tokenizer.get_vocab():
-        return as_speculator(VanillaSpeculator(draft), target)
+        return as_speculator(draft, target)
+    if cross_attends(draft):
+        raise ValueError(
+            f"the draft {type(draft).__name__} reads a source and has another tokenizer than the target; drafts of "
+            "its kind need the target's tokenizer: use one, or a decoder-only draft, or 'ngram'"
+        )
     return as_speculator(TranslatedSpeculator(draft, tokenizer, target_tokenizer), target)
 
 

@@ -269,7 +269,8 @@ class DraftModel(PreTrainedModel, Speculator):
         if target.config.is_encoder_decoder:
             raise ValueError(
                 f"the draft {type(self).__name__} reads hidden states of decoder-only targets, and "
-                f"{type(target).__name__} is an encoder-decoder model; use a smaller model of its kind, or 'ngram'"
+                f"{type(target).__name__} is an encoder-decoder model, whose source the draft's layers cannot attend "
+                "to; use a smaller model of the target's kind, a decoder that shares its encoder, or 'ngram'"
             )
         self.config.check_target(target.config)
         if (reason := why_no_masks(self.config._attn_implementation)) is not None:

@@ -43,8 +43,10 @@ def check_call(target: Any, args: Any, given: Mapping[str, Any]) -> None:
         )
     if base_model(target).config.is_encoder_decoder:
         raise ValueError(
-            f"{type(base_model(target)).__name__} is an encoder-decoder model: drafts with weights read the hidden "
-            "states of decoder-only targets. Draft for it by a smaller encoder-decoder model, or by 'ngram'"
+            f"{type(base_model(target)).__name__} is an encoder-decoder model: the drafts that are trained here read "
+            "the hidden states of decoder-only targets, and their layers cannot attend to a source. Draft for it by a "
+            "smaller encoder-decoder model, which transformers' Seq2SeqTrainer trains, by a decoder that shares its "
+            "encoder, or by 'ngram'"
         )
 
 
