@@ -23,9 +23,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import hf_spec
 from hf_spec import demo
 
-SHAPES = {"chains": {"tree": None}, "trees": {"tree": "dynamic", "tree_topk": 4, "num_tree_tokens": 12}}
+CHAINS: dict[str, Any] = {"tree": None}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 BATCH = 16
+
+
+def shapes(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the settings of chains and trees by name."""
+    trees = {"tree": "dynamic", "tree_topk": options.tree_topk}
+    return {"chains": CHAINS} | {f"trees of {one}": trees | {"num_tree_tokens": one} for one in options.tree_tokens}
 
 
 def prompts(stories: list[str], tokenizer: Any, options: argparse.Namespace, seed: int) -> torch.Tensor:
@@ -65,11 +71,11 @@ def compare(name: str, target: Any, tokenizer: Any, options: argparse.Namespace)
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         ids = prompts(stories, tokenizer, options, seed)
-        for shape, given in SHAPES.items():
+        for shape, given in shapes(options).items():
             for how, temperature in TEMPERATURES.items():
                 stats = measured(target, draft, ids, options, shape=given, temperature=temperature, batch=BATCH)
                 figures.setdefault(f"{shape}, {how}", []).append(stats.mean_accepted_length)
-        alone = measured(target, draft, ids[:4], options, shape=SHAPES["chains"], temperature=0.0, batch=1)
+        alone = measured(target, draft, ids[:4], options, shape=CHAINS, temperature=0.0, batch=1)
         figures.setdefault("ms per proposal", []).append(1000 * alone.propose_seconds / alone.steps)
     return figures
 
@@ -93,6 +99,8 @@ def main() -> None:
     parser.add_argument(
         "--draft-length", type=int, default=7, help="of chains, and depth of trees; Medusa has four heads"
     )
+    parser.add_argument("--tree-tokens", type=int, nargs="+", default=[12], help="draft tokens of the trees")
+    parser.add_argument("--tree-topk", type=int, default=4, help="children of a node")
     options = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@
     python examples/train_demo_drafts.py --work WORK --output hf_spec/demo --kind eagle3
 
 The target continues the beginnings of stories and chats, greedily and by sampling. Most of the text is read as it is,
-because generating is slow on one core. docs/demo-family.md describes the results.
+because generating is slow on one core. A run that was interrupted goes on. docs/demo-family.md describes the results.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from datasets import Dataset
 from train_demo_family import load_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_spec import demo
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
@@ -138,14 +139,15 @@ def main() -> None:
         max_grad_norm=1.0,
         warmup_steps=0.05,
         logging_steps=50,
-        save_strategy="no",
+        save_steps=100,
+        save_total_limit=1,
         report_to=[],
         seed=options.seed,
         **recipe,
     )
     draft = new_draft(config, target, count_tokens(data, target.config.vocab_size))
     trainer = DraftTrainer(draft, target, args, train_dataset=data, processing_class=tokenizer)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
     trainer.draft.to(torch.bfloat16).save_pretrained(options.output / name)
 
 
