@@ -24,6 +24,7 @@ from groups import environment
 from test_exactness import BATCHES, CHAIN, NEW_TOKENS, NO_TREES, TREE, flawed, noisy_copy
 from test_inputs import tiny
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from twins import Heard, target
@@ -579,6 +580,24 @@ def test_inductor_and_its_cache_between_processes(tmp_path: Path) -> None:
         figures.append([int(figure) for figure in done.stdout.split()])
     assert figures[0][0] > 0
     assert figures[1] == [0, sum(figures[0])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpp_wrapper", [False, True])
+def test_weights_that_the_compiler_packs(cpp_wrapper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "SHORTEST", 64)
+    torch._dynamo.reset()
+    model = build("llama", num_hidden_layers=1)
+    text = generate(model, 1)
+    counters.clear()
+    with torch._inductor.config.patch(freezing=True, cpp_wrapper=cpp_wrapper):
+        for again in (False, True):
+            config = on_any_device(backend="inductor", mode="default")
+            out = guessing(model, 1, text, CHAIN, compile_config=config, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, text)
+            assert (out.speculation.graphs == 0) == again
+    assert any("mkldnn" in name and "pack" in name for name in counters["inductor"]), counters["inductor"]
+    torch._dynamo.reset()
 
 
 def test_prompts_in_chunks_may_be_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
