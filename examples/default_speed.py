@@ -3,6 +3,8 @@
     python examples/default_speed.py
     python examples/default_speed.py --processors  # with a minimum length, a repetition penalty and an n-gram ban
     python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
+    python examples/default_speed.py --json speeds.json                              # keeps the seconds of every call
+    python examples/default_speed.py --read speeds.json                              # the table of such a file
 
 Each call decodes 96 tokens. Methods take turns, so that drift of the machine affects all of them. A figure is the
 median of the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, never accepted. The
@@ -14,12 +16,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
 
 from hf_spec import demo
 from hf_spec.demo.inflation import Narrowed, inflate
@@ -61,8 +70,8 @@ def assisted(small: Any, tokens: int) -> dict[str, Any]:
 
 def compare(
     target: Any, inputs: Any, ways: dict[str, dict[str, Any]], options: dict[str, Any], rounds: int
-) -> list[float]:
-    """Return how many times faster than the first of ``ways`` the others are."""
+) -> dict[str, list[float]]:
+    """Return the seconds of every call of each of ``ways``."""
 
     def seconds(way: dict[str, Any]) -> float:
         torch.manual_seed(1)
@@ -72,12 +81,23 @@ def compare(
 
     for way in ways.values():
         seconds(way)  # the first tokens of a process
-    times = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             times[name].append(seconds(way))
+    return times
+
+
+def row(label: str, times: dict[str, list[float]]) -> str:
+    """Write a row of the table: how many times faster than the first way the others are."""
     plain, *others = times.values()
-    return [median(base / own for base, own in zip(plain, other, strict=True)) for other in others]
+    ratios = [median(base / own for base, own in zip(plain, other, strict=True)) for other in others]
+    return f"| {label} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
+
+
+def header(names: Sequence[str]) -> str:
+    """Write the first two rows of the table."""
+    return "| | " + " | ".join(names) + " |\n|---|" + "---|" * len(names)
 
 
 def main() -> None:
@@ -94,7 +114,14 @@ def main() -> None:
         "--assisted", type=int, nargs="+", default=[], help="also measure assisted generation with these draft lengths"
     )
     parser.add_argument("--drafts", nargs="+", help="only these")
+    parser.add_argument("--json", type=Path, help="write commit, machine, versions and the seconds of every call")
+    parser.add_argument("--read", type=Path, help="measure nothing: write the table of a file of --json")
     args = parser.parse_args()
+    if args.read:
+        kept = json.loads(args.read.read_text(encoding="utf-8"))["seconds"]
+        print(header(list(next(iter(kept.values())))[1:]))
+        print("\n".join(row(label, times) for label, times in kept.items()))
+        return
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")
     small = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
@@ -104,7 +131,8 @@ def main() -> None:
     named = {name: named[name] for name in args.drafts or named}
     if peers and args.batch != [1]:
         parser.error("assisted generation takes one prompt at a time: --batch 1")
-    print("| | " + " | ".join([*named, *peers]) + " |\n|---|" + "---|" * (len(named) + len(peers)))
+    print(header([*named, *peers]))
+    kept = {"made_from": machine() | {"argv": sys.argv[1:]}, "seconds": {}}
     for batch in args.batch:
         inputs = tokenizer(list(PROMPTS[:batch]), return_tensors="pt", padding=True)
         for do_sample in (False, True):
@@ -119,9 +147,14 @@ def main() -> None:
             ways = {"plain": {"speculator": False}} | {
                 name: {"speculator": one} | given for name, one in named.items()
             }
-            ratios = compare(target, inputs, ways | peers, options, args.rounds)
             label = f"batch {batch}, {'sampled' if do_sample else 'greedy'}"
-            print(f"| {label} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |", flush=True)
+            times = compare(target, inputs, ways | peers, options, args.rounds)
+            kept["seconds"][label] = times
+            print(row(label, times), flush=True)
+            if args.json:
+                written = args.json.with_suffix(".part")
+                written.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+                written.replace(args.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -211,10 +212,92 @@ def test_costs_of_steps_are_measured_and_drawn(tmp_path: Path, monkeypatch: pyte
     ids=["processors", "inflated"],
 )
 def test_default_settings_are_measured_beside_plain_generate(
-    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["default_speed.py", "--rounds", "1", "--new-tokens", "6", *given])
+    file = str(tmp_path / "speeds.json")
+    monkeypatch.setattr("sys.argv", ["default_speed.py", "--rounds", "1", "--new-tokens", "6", "--json", file, *given])
     runpy.run_path(str(ROOT / "examples" / "default_speed.py"), run_name="__main__")
-    header, _, *rows = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr().out
+    header, _, *rows = printed.splitlines()
     assert [row.count("|") for row in rows] == [header.count("|")] * 2
     assert all(float(ratio) > 0 for row in rows for ratio in row.split("|")[2:-1])
+    monkeypatch.setattr("sys.argv", ["default_speed.py", "--read", file])
+    runpy.run_path(str(ROOT / "examples" / "default_speed.py"), run_name="__main__")
+    assert capsys.readouterr().out == printed
+
+
+def engine_speed(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    """Measure two sequences of the demo target with a few methods."""
+    threads = torch.get_num_threads()
+    options = ["--out", str(folder), "--model", "demo", "--dtype", "float32", "--cores", "1", "--prompts", "short"]
+    options += ["--batch", "2", "--new-tokens", "4", "--backend", "eager", *more]
+    monkeypatch.setattr("sys.argv", ["engine_speed.py", *options])
+    try:
+        runpy.run_path(str(ROOT / "examples" / "engine_speed.py"), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_engines_are_compared_in_turns_and_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One file for each cell, replaced after each turn; an engine that does not start is named with its error."""
+    only = ["--only", "^(plain|packed): (plain|hf_spec, eagle3(, tree)?)$|vLLM: plain"]
+    only += ["--vllm", shutil.which("false") or "false"]
+    engine_speed(tmp_path, monkeypatch, "--turns", "1", *only)
+    (file,) = tmp_path.glob("*.json")
+    assert file.name == "demo-float32-1core-short-batch2.json"
+    before = json.loads(file.read_text(encoding="utf-8"))
+    engine_speed(tmp_path, monkeypatch, "--turns", "2", *only, "--markdown", str(tmp_path / "speeds.md"))
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert len(content["turns"]) == 2 and content["turns"][0] == before["turns"][0]
+    assert content["errors"] == {"vLLM: plain": "RuntimeError: ended with status 1"}
+    assert {"commit", "processor", "torch", "transformers", "hf_spec"} <= content["made_from"].keys()
+    names = [f"{condition}: {name}" for condition in ("plain", "packed") for name in ("plain", *TWO)]
+    assert list(content["turns"][1]) == [*names[1:], names[0]]
+    lines = (tmp_path / "speeds.md").read_text(encoding="utf-8").splitlines()
+    rows = {cells[1].strip(): cells for line in lines if len(cells := line.split("|")) == 8}
+    assert [rows[f"{condition}: plain"][3].strip() for condition in ("plain", "packed")] == ["1.00"] * 2
+    assert {cells[6].strip() for title, cells in rows.items() if ": " in title} == {"same"}
+    assert "- Not measured: vLLM: plain. RuntimeError: ended with status 1" in lines
+    for run in content["turns"][0].values():
+        assert run["target"] > 0 and run["seconds"] > run["target"] + run["draft"]
+    with pytest.raises(ValueError, match="measured with other new_tokens"):
+        engine_speed(tmp_path, monkeypatch, "--turns", "3", *only, "--new-tokens", "5")
+    capsys.readouterr()
+
+
+TWO = ("hf_spec, eagle3", "hf_spec, eagle3, tree")
+
+
+@pytest.mark.slow
+def test_every_method_of_transformers_and_ours_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_speed(tmp_path, monkeypatch, "--turns", "1", "--batch", "1")
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert content["errors"] == {}
+    assert len(content["turns"][0]) == 2 * 10 + 7
+    assert len({json.dumps(run["tokens"]) for run in content["turns"][0].values()}) == 1
+
+
+def test_speeds_are_divided_by_plain_of_the_same_conditions() -> None:
+    """Packed plain is twice as fast as plain here: a packed draft that is as fast as it gains nothing."""
+    names = runpy.run_path(str(ROOT / "examples" / "engine_speed.py"))
+    run = {"target": 0.5, "draft": 0.25, "tokens": [[1, 2]], "accepted_length": None}
+    seconds = {"plain: plain": 2.0, "packed: plain": 1.0, "packed: hf_spec, n-grams": 1.0, "vLLM: n-grams": 1.0}
+    turn = {title: run | {"seconds": one} for title, one in seconds.items()}
+    turn["vLLM: n-grams"] |= {"target": None, "draft": None, "tokens": [[1, 3]]}
+    found = {row["title"]: row for row in names["rows_of"]({"turns": [turn]})}
+    assert [found[title]["ratio"] for title in seconds] == [1, 1, 1, None]
+    assert found["packed: plain"]["parts"] == [0.5, 0.25, 0.25]
+    assert found["vLLM: n-grams"]["parts"] == [None] * 3
+    assert [found[title]["same_text"] for title in seconds] == [True, True, True, False]
+
+
+def test_steps_are_counted_as_vllm_counts_them() -> None:
+    """Steps that begin before the end of a text count whole; the first token belongs to no step."""
+    names = runpy.run_path(str(ROOT / "examples" / "engines" / "compare.py"))
+    drafted = [False, True, True, False, False, True, False, True, True, False]  # steps of 2, 0, 1 and 2
+    assert names["accepted_by_step"](drafted, 20) == [2, 0, 1, 2]
+    assert names["accepted_by_step"](drafted, 6) == [2, 0, 1]  # the third begins at 5, and ends at the seventh token
+    assert names["accepted_by_step"](drafted, 5) == [2, 0]

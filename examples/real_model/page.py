@@ -1,14 +1,16 @@
 """Write docs/benchmarks.md from raw figures: those of measure.sh, and the logs of training.
 
-    python examples/real_model/page.py RESULTS docs/benchmarks.md [--work WORK]
+    python examples/real_model/page.py RESULTS docs/benchmarks.md [--work WORK] [--readme README.md]
 
 ``--work`` names the directory of make.sh. Logs, configs and model cards of its drafts are then copied to RESULTS
-first. The page is made from RESULTS alone, so it can be written again without the drafts.
+first. The page is made from RESULTS alone, so it can be written again without the drafts. ``--readme`` replaces the
+table of README by one of the same figures.
 """
 
 import argparse
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,19 @@ NOTES = {  # of a table, by its file; to be removed when the file is measured ag
         "Measured with an earlier version that could replace MKL by oneDNN, and "
         "[faster than today's](performance.md#float32-on-a-cpu). "
     ),
+}
+README_TABLE = re.compile(r"^\| SmolLM2-135M-Instruct, .*\n(?:\|.*\n)+", re.MULTILINE)
+README_ROWS = {
+    "greedy": "bfloat16-batch1-temperature0-1-auto.json",
+    "temperature 1": "bfloat16-batch1-temperature1-1-auto.json",
+    "greedy, eight sequences at once": "bfloat16-batch8-temperature0-8-auto.json",
+}
+README_COLUMNS = {
+    "n-grams": "ngram chain",
+    "EAGLE-3": f"{NEWEST} chain",
+    "history and EAGLE-3": f"memory+{NEWEST} chain",
+    "transformers' prompt lookup": "prompt lookup",
+    "transformers' assisted": "assisted: vanilla chain",
 }
 LOGGED = ("step", "max_steps", "epoch", "loss", "learning_rate", "num_input_tokens_seen")
 
@@ -194,11 +209,11 @@ scripts alone, and these commands make them again:
 cd examples/real_model
 ./make.sh ~/smollm2 CORPUS spec_bench.jsonl     # prompts, the target's answers, features, drafts
 ./measure.sh ~/smollm2 spec_bench.jsonl results # use a machine that does nothing else
-python page.py results ../../docs/benchmarks.md --work ~/smollm2
+python page.py results ../../docs/benchmarks.md --work ~/smollm2 --readme ../../README.md
 ```
 
-After an interruption, `make.sh` and `measure.sh` continue where they stopped. `page.py` writes this page from the raw
-figures in `examples/real_model/results`.
+After an interruption, `make.sh` and `measure.sh` continue where they stopped. `page.py` writes this page and the
+table of README from the raw figures in `examples/real_model/results`.
 
 How to read the tables:
 
@@ -249,16 +264,36 @@ def page(results: Path, target: Path) -> str:
     return "\n".join(sections)
 
 
+def readme_table(results: Path) -> str:
+    """Return README's table; the best of a row is bold."""
+    columns = " | ".join(README_COLUMNS)
+    lines = [f"| SmolLM2-135M-Instruct, bfloat16 | {columns} |", f"|{'---|' * (1 + len(README_COLUMNS))}"]
+    for row, file in README_ROWS.items():
+        found = json.loads((results / file).read_text(encoding="utf-8"))["figures"]["overall"]
+        ratios = [found[method]["ratio_to_plain"] if method in found else None for method in README_COLUMNS.values()]
+        best = max(ratio for ratio in ratios if ratio is not None)
+        cells = [
+            "not possible" if ratio is None else f"**{ratio:.2f}**" if ratio == best else f"{ratio:.2f}"
+            for ratio in ratios
+        ]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, help="directory of raw figures")
     parser.add_argument("page", type=Path, help="file to write; the picture goes next to it")
     parser.add_argument("--work", type=Path, help="directory of make.sh, to copy from")
+    parser.add_argument("--readme", type=Path, help="README whose table is to be replaced")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
     if args.work:
         collect(args.work, args.results)
     args.page.write_text(page(args.results, args.page), encoding="utf-8")
+    if args.readme:
+        text = args.readme.read_text(encoding="utf-8")
+        args.readme.write_text(README_TABLE.sub(lambda _: readme_table(args.results), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -229,3 +229,14 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, capsys):
     script("page", results, tmp_path / "again.md", monkeypatch=monkeypatch)
     again = (tmp_path / "again.md").read_text(encoding="utf-8")
     assert again == page  # from the raw figures alone
+
+
+def test_the_table_of_the_readme_is_made_from_the_raw_figures(tmp_path, monkeypatch):
+    """As committed, and after somebody changed a figure by hand."""
+    readme = tmp_path / "README.md"
+    committed = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme.write_text(committed.replace("| **2.25** |", "| **2.26** |"), encoding="utf-8")
+    assert readme.read_text(encoding="utf-8") != committed
+    given = [FOLDER / "results", tmp_path / "page.md", "--readme", readme]
+    script("page", *given, monkeypatch=monkeypatch)
+    assert readme.read_text(encoding="utf-8") == committed
