@@ -62,6 +62,7 @@ class SpeculatorConfig(CompositeConfig):
         "transformer_layer_config": SubConfigSpec(AutoConfig, "llama", {"num_hidden_layers": 1})
     }
     layer_model_types: ClassVar[tuple[str, ...]] = ("llama", "qwen3")
+    code: ClassVar[dict[str, str] | None] = None  # the ``auto_map`` of files that hold this code themselves
 
     speculators_model_type: str = ""
     transformer_layer_config: dict[str, Any] | PreTrainedConfig | None = None
@@ -72,6 +73,8 @@ class SpeculatorConfig(CompositeConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_layer_type()
         kwargs.pop("auto_map", None)  # names classes of whoever wrote the file
+        if self.code is not None:
+            kwargs["auto_map"] = dict(self.code)
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
         self._fill_in()
         self.validate()

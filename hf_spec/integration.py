@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import LongTensor, Tensor
@@ -15,46 +15,27 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
-from transformers.cache_utils import StaticCache
 from transformers.generation.streamers import BaseStreamer
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from .batching.hooks import HOOKS as BATCHING
-from .batching.hooks import signature_with_keywords
+from .batching.hooks import KEYWORDS, signature_with_keywords
 from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
-from .decode.draft_length import Situation, draft_length_policy
-from .decode.loop import Call, GenerateArguments
+from .decode.entry import Decoding, Stream, decode_with, refuse_other_ways
+from .decode.options import option
 from .decode.outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, forget_speculation
-from .decode.refusals import (
-    Refusal,
-    refuse_before_encoding,
-    refuse_cache,
-    refuse_call,
-    refuse_sharing,
-    refuse_source,
-    refusing,
-)
-from .decode.sequences import Sequences
-from .defaults import configured, default_speculator, option
+from .decode.refusals import Refusal
+from .defaults import default_speculator
 from .drafts.base import Speculator
 from .drafts.early_exit.speculator import EarlyExitSpeculator
-from .drafts.source import Source
-from .parallel import ModelParallelGroup
 from .scoring.adapters import base_model
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
-from .scoring.names import cache_among
-from .scoring.prompts import Prompt
 from .scoring.relative_bias import unhook_biases
-from .scoring.selfcheck import check_target
 from .settings import SpeculationConfig, check_settings
-from .verify.stopping import StopChecker
 
 DOCUMENTATION = """
 
@@ -112,33 +93,10 @@ class SpeculativeDecoding:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
-        speculator, input_ids = as_speculator(self.speculator, model), input_ids.long()
-        config = speculator.settings(self.config)
-        ranks = ModelParallelGroup(model)
-        stops, pad_token = StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor
-        sequences = Sequences(input_ids, stops, pad_token, self.streamer)
-        is_static = isinstance(cache_among(model_kwargs), StaticCache)
-        samples, source = bool(generation_config.do_sample), None
-        with refusing():
-            refuse_call(model, generation_config, model_kwargs, config, sequences)
-            refuse_sharing(speculator, model_kwargs)
-            prompt = Prompt.of_call(input_ids, model_kwargs)
-            if model.config.is_encoder_decoder:
-                prompt = Prompt.of_source(model, model_kwargs, len(input_ids))
-                source = Source.of_call(inputs_tensor, model_kwargs, len(input_ids))
-                refuse_source(speculator, model, source)
-            speculator.check(model, config)
-            if config.self_check:
-                check_target(model, config.tree is not None, is_static, prompt)
-        if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
-            cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
-
-        if samples:
-            ranks.share_random_numbers(input_ids.device)
-        situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
-        config, policy = draft_length_policy(config, self.config, situation, ranks)
-        arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer, source)
-        return Call(model, speculator, config, policy, sequences, ranks, arguments).run(input_ids)
+        decoding = Decoding(as_speculator(self.speculator, model), self.config, self.streamer, self.tokenizer)
+        return decoding(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, **model_kwargs
+        )
 
 
 class SpeculativeModel(Protocol):
@@ -219,6 +177,10 @@ def _speculative(plain: Any) -> Any:
         given = kwargs | dict(zip(names, args, strict=False))
         hook, has_settings = given.get("custom_generate"), (speculation_config, num_speculative_tokens) != (None, None)
         falls_back = False  # to plain generation, where a default cannot serve a call that asks for nothing of ours
+        if isinstance(hook, str):  # a repository's way of decoding, which gets all arguments, even ours
+            asked = speculator, speculation_config, num_speculative_tokens
+            ours = {name: value for name, value in zip(KEYWORDS, asked, strict=True) if value is not None}
+            return plain(self, *args, **kwargs, **ours)
         if speculator is None and isinstance(hook, SpeculativeDecoding):  # let it have what transformers drops
             speculator, speculation_config = hook.speculator, speculation_config or hook.config
             given = {"streamer": hook.streamer, "tokenizer": hook.tokenizer} | given | {"custom_generate": None}
@@ -257,9 +219,9 @@ def _speculate(
 ) -> Any:
     """Call ``plain`` with our loop as its way of decoding; ``ends_stream``: also where the call is refused."""
     kwargs = dict(given)
-    stream = _Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
+    stream = Stream(kwargs.pop("streamer")) if kwargs.get("streamer") is not None else None
     try:
-        _refuse_other_ways(model, kwargs)
+        refuse_other_ways(model, kwargs)
         refuse_while_engine_decodes(model)
         speculator = _with_exit_layer(model, speculator, kwargs)
         tokenizer, other = kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None)
@@ -267,16 +229,7 @@ def _speculate(
             found = as_speculator(speculator, model)
         else:
             found = with_tokenizers(speculator, base_model(model), other, getattr(tokenizer, "tokenizer", tokenizer))
-        if found.shares_target_cache:
-            kwargs.setdefault("assistant_early_exit", None)  # a config's, with which transformers would decode
-        if config is None:
-            config = configured(model, kwargs)
-            if num_speculative_tokens is None:
-                num_speculative_tokens = option(model, kwargs, "num_speculative_tokens")
-        decoding = SpeculativeDecoding(found, config, streamer=stream, tokenizer=tokenizer)
-        if num_speculative_tokens is not None:
-            decoding.config = found.settings(config, num_speculative_tokens=num_speculative_tokens)
-        return plain(model, **_with_stop_strings(model, kwargs, tokenizer) | {"custom_generate": decoding})
+        return decode_with(plain, model, found, config, num_speculative_tokens, kwargs, stream, tokenizer)
     except BaseException:
         if stream is not None and ends_stream and not stream.began:
             stream.end()  # who reads it, in another thread, would wait for ever
@@ -302,20 +255,6 @@ def _with_exit_layer(model: Any, speculator: Any, kwargs: dict[str, Any]) -> Any
     return speculator if layer is None else EarlyExitSpeculator(layer)
 
 
-class _Stream(BaseStreamer):
-    """Pass on to a user's streamer, and know whether anything was passed on."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.began = inner, False
-
-    def put(self, value: Tensor) -> None:
-        self.began = True
-        self.inner.put(value)
-
-    def end(self) -> None:
-        self.inner.end()
-
-
 def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> None:
     if has_settings:
         raise ValueError("speculation_config and num_speculative_tokens need a speculator; pass speculator=...")
@@ -324,46 +263,3 @@ def _refuse_without_speculator(given: dict[str, Any], has_settings: bool) -> Non
             f"assistant_model takes a language model, and {type(given['assistant_model']).__name__} only drafts for "
             "one; pass it as speculator=..."
         )
-
-
-def _refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Raise a Refusal for what transformers would do, or drop, before the loop is asked."""
-    for name in ("assistant_model", "custom_generate"):
-        if kwargs.get(name) is not None:
-            raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
-    if _synced(model, kwargs.get("synced_gpus")):
-        raise Refusal(
-            "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
-            "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
-        )
-    if model.config.is_encoder_decoder:
-        asked = (option(model, kwargs, name) for name in ("num_beams", "cache_implementation"))
-        refuse_before_encoding(model, *asked)
-    refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
-    if option(model, kwargs, "token_healing"):
-        raise Refusal(
-            "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
-            "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
-        )
-
-
-def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
-    """Tell whether transformers would keep processes in step: as asked, else where the model is spread over them."""
-    if asked is not None:
-        return asked
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
-    return several and torch.distributed.get_world_size() > 1 and bool(spread)
-
-
-def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Turn ``stop_strings`` into a criterion: transformers keeps the tokenizer from a ``custom_generate`` call."""
-    strings = option(model, kwargs, "stop_strings")
-    if not strings:
-        return kwargs
-    if tokenizer is None:
-        raise ValueError("stop_strings needs the model's tokenizer: generate(..., tokenizer=tokenizer).")
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    if not any(type(one) is StopStringCriteria for one in criteria):  # the caller's own one takes precedence
-        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-    return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}

@@ -13,7 +13,17 @@ PACKAGE = Path(__file__).parents[1] / "hf_spec"
 
 # From the lowest to the highest: a folder, or a module beside the folders, imports only from its own layer and lower.
 LAYERS = (
-    ("config_keys", "device_tensors", "packing", "processes", "progress", "untrusted", "versions"),
+    (
+        "bundle",
+        "bundling",
+        "config_keys",
+        "device_tensors",
+        "packing",
+        "processes",
+        "progress",
+        "untrusted",
+        "versions",
+    ),
     ("parallel", "proposal", "sampling", "display", "metrics", "settings", "configuration"),
     ("scoring",),
     ("policy",),

@@ -152,7 +152,7 @@ class Calls:
         return {"speculator": oracle, "speculation_config": SpeculationConfig(num_speculative_tokens=4)}
 
     def _compare(self, model: Any, kwargs: dict[str, Any], plain: torch.Tensor, ours: torch.Tensor) -> None:
-        from hf_spec.defaults import option
+        from hf_spec.decode.options import option
 
         if option(model, kwargs, "do_sample"):
             self.seen.append("sampled")

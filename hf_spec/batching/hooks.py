@@ -13,8 +13,9 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoints.resolve import as_speculator
+from ..decode.options import configured
 from ..decode.refusals import Refusal
-from ..defaults import configured, default_speculator
+from ..defaults import default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig, check_settings
 from .engine import SpeculativeManager

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -18,6 +19,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from ..bundle import auto_map, code_files, write_code
 from ..configuration import GEMMA, SpeculatorConfig
 from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
@@ -62,6 +64,8 @@ class DraftModel(PreTrainedModel, Speculator):
     _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", CACHE]  # noqa: RUF012
     _no_split_modules: list[str] = ["LlamaDecoderLayer", "Qwen3DecoderLayer", "Gemma4DraftLayer"]  # noqa: RUF012
+
+    _with_code = False  # while ``push_to_hub`` saves with code
 
     num_modules = 1  # see AutoregressiveDrafter
     ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.keep_drafting`` after each token of a chain
@@ -354,6 +358,47 @@ class DraftModel(PreTrainedModel, Speculator):
         model, info = loaded
         model.check_weights(info)
         return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save like any model of transformers.
+
+        With ``with_code=True`` the folder holds the code, too. Where hf_spec is not installed, ``AutoModel`` reads the
+        draft with ``trust_remote_code=True``, and the folder's ``custom_generate/`` decodes with it.
+
+        Errors: those of transformers; a ValueError if the draft's code cannot be brought along.
+        """
+        with_code = kwargs.pop("with_code", False) or self._with_code or self.config.code is not None
+        if not with_code:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            return
+        if kwargs.get("push_to_hub"):
+            raise ValueError("with_code: save_pretrained does not upload the code; use push_to_hub(with_code=True)")
+        files = code_files(type(self))
+        if kwargs.get("is_main_process", not args or args[0]):
+            write_code(files, save_directory)
+        with self._naming_its_code():  # the config comes last, so that it never names code that is not there
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    def push_to_hub(self, *args: Any, with_code: bool = False, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Upload like any model of transformers; ``with_code`` as in ``save_pretrained``."""
+        self._with_code = with_code
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        finally:
+            self._with_code = False
+
+    @contextlib.contextmanager
+    def _naming_its_code(self) -> Iterator[None]:
+        """Let the config name the classes of the code while it is written."""
+        before = getattr(self.config, "auto_map", None)
+        self.config.auto_map = auto_map(type(self))
+        try:
+            yield
+        finally:
+            if before is None:
+                del self.config.auto_map
+            else:
+                self.config.auto_map = before
 
     def check_weights(self, info: dict[str, Any]) -> None:
         """Raise a ValueError if transformers' loading ``info``, a weight or the vocabulary is wrong."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import StopStringCriteria
 
-from ..defaults import option
+from ..decode.options import option
 from ..metrics import SpeculationStats
 from ..scoring.plain import input_device
 from ..verify.processors import is_declared_pure, pure

@@ -12,8 +12,9 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from ..batching.hooks import KEYWORDS
 from ..batching.refusals import refuse_batch, refuse_dropped
 from ..batching.sizes import sized
+from ..decode.options import option
 from ..decode.refusals import Refusal
-from ..defaults import default_speculator, fill_in, option
+from ..defaults import default_speculator, fill_in
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
 

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..batching.hooks import KEYWORDS
 from ..checkpoints.resolve import as_speculator
-from ..defaults import option
+from ..decode.options import option
 from ..metrics import Counts
 from ..processes import Processes
 from ..scoring.adapters import base_model

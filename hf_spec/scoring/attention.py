@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from .hooks import wraps
+
 _folding: ContextVar[_Masks | None] = ContextVar("hf_spec_folding", default=None)
 _folding_in_graphs = False  # torch.compile cannot look into a context variable
 
@@ -68,7 +70,7 @@ def folding_in_graphs() -> Iterator[None]:
 def _hook_attention() -> None:
     """Wrap transformers' sdpa attention once; outside ``folding`` the wrapper passes every call through."""
     original = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if getattr(original, "_hf_spec", False):
+    if wraps(original, __name__):
         return
 
     def attention(
@@ -94,7 +96,7 @@ def _hook_attention() -> None:
             return passed
         return _folded(query, key, value, attention_mask, kwargs.get("scaling")), None
 
-    attention._hf_spec = True  # type: ignore[attr-defined]
+    attention._hf_spec = __name__  # type: ignore[attr-defined]
     attention._hf_spec_original = original  # type: ignore[attr-defined]
     AttentionInterface.register("sdpa", attention)
 
@@ -102,7 +104,8 @@ def _hook_attention() -> None:
 def unhook_attention() -> None:
     """Restore transformers' own attention."""
     found = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    AttentionInterface.register("sdpa", getattr(found, "_hf_spec_original", found))
+    if getattr(found, "_hf_spec", None) == __name__:
+        AttentionInterface.register("sdpa", found._hf_spec_original)
 
 
 def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: Any) -> bool:

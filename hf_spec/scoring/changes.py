@@ -126,8 +126,10 @@ def _functions(model: PreTrainedModel) -> Iterator[Any]:
     """Yield functions that transformers or torch look up in every forward, and that may have been replaced."""
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
     for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        function = functions.get(implementation)
-        yield getattr(function, "_hf_spec_original", function)  # our first call wraps it: not a change
+        function: Any = functions.get(implementation)
+        while hasattr(function, "_hf_spec_original"):  # our first call wraps it: not a change
+            function = function._hf_spec_original
+        yield function
     module = nn.modules.module
     for hooks in (module._global_forward_pre_hooks, module._global_forward_hooks):
         yield from list(hooks.values())

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 
 from ..device_tensors import cached_arange
 from .attention import folding
-from .hooks import NO_CONTEXT
+from .hooks import NO_CONTEXT, wraps
 
 
 @dataclass
@@ -228,7 +228,7 @@ def _count(change: int) -> None:
 def _hook_masks(implementation: str) -> None:
     """Wrap transformers' mask function once; without an open block the wrapper passes every call through."""
     original = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
-    if getattr(original, "_hf_spec", False):
+    if wraps(original, __name__):
         return
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ def _hook_masks(implementation: str) -> None:
         changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
         return original(*args, **{**kwargs, **changed})
 
-    mask._hf_spec = True  # type: ignore[attr-defined]
+    mask._hf_spec = __name__  # type: ignore[attr-defined]
     mask._hf_spec_original = original  # type: ignore[attr-defined]
     AttentionMaskInterface.register(implementation, mask)
 
@@ -257,5 +257,5 @@ def _hook_masks(implementation: str) -> None:
 def unhook_masks() -> None:
     """Restore transformers' own mask functions."""
     for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
-        if getattr(function, "_hf_spec", False):
+        if getattr(function, "_hf_spec", None) == __name__:
             AttentionMaskInterface.register(name, function._hf_spec_original)

@@ -20,7 +20,8 @@ from transformers.cli.serving.utils import CBGenerateManager, CBStreamer, CBWork
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..batching.refusals import processors_of
-from ..defaults import fill_in, option
+from ..decode.options import option
+from ..defaults import fill_in
 from .acceptance import acceptance_of_request
 from .limits import limit_length
 from .meter import Meter

@@ -1,0 +1,198 @@
+"""The way from ``generate`` into the loop, once the speculator is known: refusals, settings, policy, the call."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.cache_utils import StaticCache
+from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from ..drafts.base import Speculator
+from ..drafts.source import Source
+from ..parallel import ModelParallelGroup
+from ..scoring.names import cache_among
+from ..scoring.prompts import Prompt
+from ..scoring.selfcheck import check_target
+from ..settings import SpeculationConfig, check_settings
+from ..verify.stopping import StopChecker
+from .draft_length import Situation, draft_length_policy
+from .loop import Call, GenerateArguments
+from .options import configured, option
+from .outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput
+from .refusals import (
+    Refusal,
+    refuse_before_encoding,
+    refuse_cache,
+    refuse_call,
+    refuse_sharing,
+    refuse_source,
+    refusing,
+)
+from .sequences import Sequences
+
+
+class Decoding:
+    """The loop as a ``custom_generate`` callable of transformers, for a speculator that is ready."""
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        config: SpeculationConfig | None,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.speculator, self.config, self.streamer, self.tokenizer = speculator, config, streamer, tokenizer
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
+        speculator, input_ids = self.speculator, input_ids.long()
+        config = speculator.settings(self.config)
+        ranks = ModelParallelGroup(model)
+        stops, pad_token = StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor
+        sequences = Sequences(input_ids, stops, pad_token, self.streamer)
+        is_static = isinstance(cache_among(model_kwargs), StaticCache)
+        samples, source = bool(generation_config.do_sample), None
+        with refusing():
+            refuse_call(model, generation_config, model_kwargs, config, sequences)
+            refuse_sharing(speculator, model_kwargs)
+            prompt = Prompt.of_call(input_ids, model_kwargs)
+            if model.config.is_encoder_decoder:
+                prompt = Prompt.of_source(model, model_kwargs, len(input_ids))
+                source = Source.of_call(inputs_tensor, model_kwargs, len(input_ids))
+                refuse_source(speculator, model, source)
+            speculator.check(model, config)
+            if config.self_check:
+                check_target(model, config.tree is not None, is_static, prompt)
+        if generation_config.compile_config is not None:  # warns, as in plain generate, where it changes nothing
+            cast(Any, model)._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+        if samples:
+            ranks.share_random_numbers(input_ids.device)
+        situation = Situation(model, speculator, samples, len(input_ids), input_ids.shape[1], is_static)
+        config, policy = draft_length_policy(config, self.config, situation, ranks)
+        arguments = GenerateArguments(generation_config, model_kwargs, logits_processor, self.tokenizer, source)
+        return Call(model, speculator, config, policy, sequences, ranks, arguments).run(input_ids)
+
+
+class Stream(BaseStreamer):
+    """Pass on to a user's streamer, and know whether anything was passed on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.began = inner, False
+
+    def put(self, value: Tensor) -> None:
+        self.began = True
+        self.inner.put(value)
+
+    def end(self) -> None:
+        self.inner.end()
+
+
+def decode_with(
+    plain: Any,
+    model: Any,
+    speculator: Speculator,
+    config: SpeculationConfig | None,
+    num_speculative_tokens: int | str | None,
+    kwargs: dict[str, Any],
+    streamer: BaseStreamer | None = None,
+    tokenizer: Any = None,
+) -> Any:
+    """Call ``plain``, the ``generate`` of transformers, with our loop as its way of decoding."""
+    if speculator.shares_target_cache:
+        kwargs.setdefault("assistant_early_exit", None)  # a config's, with which transformers would decode
+    if config is None:
+        config = configured(model, kwargs)
+        if num_speculative_tokens is None:
+            num_speculative_tokens = option(model, kwargs, "num_speculative_tokens")
+    check_settings(config)
+    decoding = Decoding(speculator, config, streamer, tokenizer)
+    if num_speculative_tokens is not None:
+        decoding.config = speculator.settings(config, num_speculative_tokens=num_speculative_tokens)
+    return plain(model, **_with_stop_strings(model, kwargs, tokenizer) | {"custom_generate": decoding})
+
+
+def generate(
+    model: Any,
+    speculator: Speculator,
+    speculation_config: SpeculationConfig | None = None,
+    num_speculative_tokens: int | str | None = None,
+    tokenizer: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Generate with a loaded draft where ``generate`` of transformers does not know the keyword ``speculator``.
+
+    Files that a draft saves ``with_code`` decode by this. All else is as in ``generate(..., speculator=draft)``.
+    """
+    if not isinstance(speculator, Speculator):
+        raise TypeError(
+            f"speculator is a {type(speculator).__name__}; pass the draft itself, as AutoModel.from_pretrained(..., "
+            "trust_remote_code=True) gives it"
+        )
+    refuse_other_ways(model, kwargs)
+    streamer = kwargs.pop("streamer", None)
+    settings = speculation_config, num_speculative_tokens
+    return decode_with(type(model).generate, model, speculator, *settings, kwargs, streamer, tokenizer)
+
+
+def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Raise a Refusal for what transformers would do, or drop, before the loop is asked."""
+    for name in ("assistant_model", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise Refusal(f"`speculator` and `{name}` are two ways of decoding; pass one of them.")
+    if _synced(model, kwargs.get("synced_gpus")):
+        raise Refusal(
+            "synced_gpus (which FSDP and ZeRO-3 over several processes imply) needs the same number of forwards on "
+            "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
+        )
+    if model.config.is_encoder_decoder:
+        asked = (option(model, kwargs, name) for name in ("num_beams", "cache_implementation"))
+        refuse_before_encoding(model, *asked)
+    refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
+    if option(model, kwargs, "token_healing"):
+        raise Refusal(
+            "token_healing: transformers keeps the tokenizer from a `custom_generate` callable. Heal the prompt "
+            "first: input_ids = model.heal_tokens(input_ids, tokenizer)."
+        )
+
+
+def _synced(model: PreTrainedModel, asked: bool | None) -> bool:
+    """Tell whether transformers would keep processes in step: as asked, else where the model is spread over them."""
+    if asked is not None:
+        return asked
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    spread = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)
+    return several and torch.distributed.get_world_size() > 1 and bool(spread)
+
+
+def _with_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Turn ``stop_strings`` into a criterion: transformers keeps the tokenizer from a ``custom_generate`` call."""
+    strings = option(model, kwargs, "stop_strings")
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError("stop_strings needs the model's tokenizer: generate(..., tokenizer=tokenizer).")
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    if not any(type(one) is StopStringCriteria for one in criteria):  # the caller's own one takes precedence
+        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
+    return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
