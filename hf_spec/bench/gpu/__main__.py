@@ -1,0 +1,5 @@
+"""Start the command."""
+
+from .command import main
+
+main()

@@ -1,0 +1,115 @@
+"""The command that measures with a GPU runs to its end on a CPU with tiny shapes, and goes on after a kill."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_spec.bench.gpu import command, plan
+from hf_spec.bench.gpu.command import RESULTS, main
+from hf_spec.bench.gpu.page import page
+
+
+def read(out: Path) -> Any:
+    return json.loads((out / RESULTS).read_text(encoding="utf-8"))
+
+
+def killed_after(out: Path, cells: int) -> None:
+    """Run the command in a process that is killed once it has saved so many cells of its first part."""
+    process = multiprocessing.get_context("fork").Process(target=main, args=(["--out", str(out), "--tiny"],))
+    process.start()
+    while process.is_alive():
+        if (out / RESULTS).exists():
+            parts = read(out)["parts"]
+            if len(parts.get("decoding-tiny-1", {"cells": {}})["cells"]) >= cells:
+                break
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+
+
+def test_it_runs_to_its_end_and_goes_on_after_a_kill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    killed_after(tmp_path, 1)
+    before = read(tmp_path)
+    done = before["parts"]["decoding-tiny-1"]["cells"]
+    assert done and "complete" not in before["parts"]["decoding-tiny-1"]
+    assert "Not complete" in page(before)
+    main(["--out", str(tmp_path), "--tiny"])
+    after = read(tmp_path)
+    names = ["tests", *(part.name for part in plan.parts(True, "cpu"))]
+    assert list(after["parts"]) == names and all(part["complete"] for part in after["parts"].values())
+    cells = after["parts"]["decoding-tiny-1"]["cells"]
+    assert {name: cells[name] for name in done} == done, "finished cells are not measured again"
+    for part in list(after["parts"].values())[1:]:
+        assert not [cell["error"] for cell in part["cells"].values() if "error" in cell]
+    for name in ("plain, eager", "EAGLE-3, eager", "transformers' assisted, eager"):
+        cell = cells[name]
+        parts = [cell[f"{what}_seconds"] for what in ("target", "draft", "rest")]
+        assert sum(parts) == pytest.approx(cell["seconds"]) and cell["text"] == cells["plain, eager"]["text"]
+        assert (parts[1] == 0) == name.startswith("plain")
+    assert after["environment"]["commit"] and after["environment"]["torch"] == torch.__version__
+    shown = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert shown in capsys.readouterr().out and "Not complete" not in shown
+    assert not [*tmp_path.glob(".*")]
+    for table in re.findall(r"(?:^\|.*\|\n)+", shown, re.M):
+        assert len({line.count("|") for line in table.splitlines()}) == 1, table
+    main(["--out", str(tmp_path), "--tiny"])
+    assert read(tmp_path) == after, "nothing is left to do"
+
+
+def test_a_failing_cell_is_a_result_and_time_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory | tried to allocate")
+
+    listed = [plan.Part("decoding-x-1", "One", lambda: [("plain, eager", fails)])]
+    monkeypatch.setattr(command, "parts", lambda tiny, device: listed)
+    main(["--out", str(tmp_path / "early"), "--tiny", "--minutes", "0.0000001"])
+    main(["--out", str(tmp_path / "none"), "--tiny", "--parts", "tests"])
+    assert list(read(tmp_path / "none")["parts"]) == ["tests"]
+    main(["--out", str(tmp_path / "all"), "--tiny"])
+    cell = read(tmp_path / "all")["parts"]["decoding-x-1"]["cells"]["plain, eager"]
+    assert cell["error"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert "| plain, eager | OutOfMemoryError: CUDA out of memory / tried" in page(read(tmp_path / "all"))
+
+
+def test_figures_of_two_machines_are_not_mixed(tmp_path: Path) -> None:
+    here = command.environment("cpu", True)
+    command.save(tmp_path, command.opened(tmp_path, here))
+    assert command.opened(tmp_path, here)["environment"] == here
+    command.save(tmp_path, {"environment": here | {"device": "another GPU"}, "parts": {}})
+    with pytest.raises(SystemExit, match="is of device another GPU, and here it is cpu; choose another --out"):
+        command.opened(tmp_path, here)
+
+
+def test_bad_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, said in (
+        (["--device", "cpu"], "add --tiny for a trial"),
+        (["--tiny", "--device", "cpu", "--parts", "nonsense"], "--parts nonsense: choose from tests, decoding-tiny-1"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["--out", str(tmp_path), *options])
+        assert said in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("tiny", [True, False])
+def test_the_plan_has_what_is_wanted(tiny: bool) -> None:
+    """Nothing is loaded to list it, so that the list can be read anywhere."""
+    listed = {part.name: [name for name, _ in part.cells()] for part in plan.parts(tiny, "cuda")}
+    shapes = ["tiny"] if tiny else ["1b", "8b"]
+    for shape in shapes:
+        single = listed[f"decoding-{shape}-1"]
+        assert {"plain, CUDA graphs", "EAGLE-3, compiled", "transformers' assisted, compiled"} <= {*single}
+        assert single[0] == "plain, eager", "what the others are compared with comes first"
+        assert listed[f"training-{shape}"] == ["seven unrolled steps, FlexAttention"]
+        sizes = {int(found) for name in listed[f"trees-{shape}"] for found in re.findall(r"tree of (\d+)", name)}
+        assert sizes == ({4, 8} if tiny else {16, 32, 64, 128})
+    assert tiny or {f"decoding-{shape}-{batch}" for shape in shapes for batch in (1, 8, 32)} <= listed.keys()
