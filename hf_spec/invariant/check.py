@@ -1,0 +1,131 @@
+"""Compare the bits of a row, read in different ways, before a model is said to be invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..proposal import Proposal
+from ..scoring.architectures import cache_name
+from ..scoring.hooks import hooked
+from ..scoring.plain import position_limit, prompt_kwargs
+from ..scoring.prompts import tokens_for
+from ..scoring.runner import ModelRunner
+
+LONG = 140  # tokens of the text, more than one block of keys has places
+LAST = 6  # tokens of it that are read one by one
+PADDED = (0, 3, 7)  # tokens of left padding of the rows of a batch
+PARENTS = (-1, 0, 0, 1, 2, 4, 3)  # of a tree; the text is the path to its last node but one
+PATH = (0, 2, 4, 5)
+
+States = list[Tensor]  # of the last tokens: logits and each hidden state, (tokens, width)
+
+
+def check_bits(model: Any) -> None:
+    """Raise a ValueError unless a row's logits and hidden states have the same bits in each way of reading it.
+
+    The ways are: token by token, in blocks, at once, in a batch with padding, and as a path of a tree. The error names
+    the first module that computes other bits.
+    """
+    limit = position_limit(model)
+    length = LONG if limit is None else min(LONG, limit - max(PADDED) - 1)
+    ids = tokens_for(model, 1, length)
+    wanted = _alone(model, ids, [1] * LAST)
+    for name, read in _ways(model, ids):
+        if not _equal(read(), wanted):
+            where = _first_difference(model, lambda: _alone(model, ids, [1] * LAST), read)
+            raise ValueError(f"{type(model).__name__} cannot be made invariant: {where} when its row is read {name}.")
+
+
+def _ways(model: Any, ids: Tensor) -> Iterator[tuple[str, Callable[[], States]]]:
+    yield "at once", lambda: _alone(model, ids, [])
+    yield "in blocks", lambda: _alone(model, ids, [2, LAST - 2])
+    yield "in pieces", lambda: _alone(model, ids, [31, 5, LAST])
+    yield "in a batch, with padding", lambda: _in_batch(model, ids, [1] * LAST)
+    yield "in a batch, in blocks", lambda: _in_batch(model, ids, [LAST])
+    yield "as a chain of draft tokens", lambda: _scored(model, ids, tuple(range(-1, LAST - 1)), tuple(range(LAST)))
+    yield "as a path of a tree", lambda: _scored(model, ids, PARENTS, PATH)
+
+
+def _equal(found: States, wanted: States) -> bool:
+    """Compare the last tokens: as many as both have."""
+    return all(
+        torch.equal(one[-count:], other[-count:])
+        for one, other in zip(found, wanted, strict=True)
+        for count in [min(len(one), len(other))]
+    )
+
+
+def _alone(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
+    return _read(model, ids, torch.ones_like(ids), pieces)
+
+
+def _in_batch(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
+    """Read rows of which the last is ``ids``, padded on the left; the others are shorter and longer."""
+    width = ids.shape[1] + PADDED[1]
+    rows = tokens_for(model, len(PADDED), width, 1).to(ids.device)
+    mask = torch.ones_like(rows)
+    rows[-1, PADDED[1] :] = ids[0]
+    mask[1, : PADDED[2]], mask[-1, : PADDED[1]] = 0, 0
+    return _read(model, rows, mask, pieces)
+
+
+def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int]) -> States:
+    """Read a beginning and then ``pieces`` of so many tokens; return the states of the last row's last tokens."""
+    kwargs = prompt_kwargs(model, ids, mask)
+    cache, found, begin = cache_name(model), [], 0
+    for count in (ids.shape[1] - sum(pieces), *pieces):
+        end = begin + count
+        asked = {cache: kwargs[cache], "use_cache": True, "output_hidden_states": True}
+        if (positions := kwargs.get("position_ids")) is not None:
+            asked["position_ids"] = positions[..., begin:end]
+        if not bool(mask.all()):
+            asked["attention_mask"] = mask[:, :end]
+        outputs = model(ids[:, begin:end], **asked)
+        found.append([states[-1] for states in (*outputs.hidden_states, outputs.logits)])
+        begin = end
+    return [torch.cat(parts)[-LAST:] for parts in zip(*found, strict=True)]
+
+
+def _scored(model: Any, ids: Tensor, parents: tuple[int, ...], path: tuple[int, ...]) -> States:
+    """Score the last tokens as the ``path`` of a tree, in the second of two rows of unequal lengths."""
+    start = ids.shape[1] - len(path)
+    rows = tokens_for(model, 2, start + PADDED[1], 2).to(ids.device)
+    mask = torch.ones_like(rows)
+    rows[-1, PADDED[1] :] = ids[0, :start]
+    mask[-1, : PADDED[1]] = 0
+    runner = ModelRunner(model, hidden_states=True)
+    runner.prefill_tokens(rows, mask)
+    tokens = tokens_for(model, 2, len(parents), 3).to(ids.device)
+    tokens[-1, list(path)] = ids[0, start:]
+    is_chain = path == tuple(range(len(parents)))
+    wide = torch.tensor([parents] * 2, device=ids.device)
+    scores = runner.score(Proposal(tokens, wide, len(parents), is_chain=is_chain))
+    runner.rollback()
+    return [states[-1, list(path)] for states in (*scores.hidden_states, scores.logits)]
+
+
+def _first_difference(model: Any, *ways: Callable[[], States]) -> str:
+    """Name the first module whose output for the last token differs between two ways of reading it."""
+    outputs = []
+    for read in ways:
+        found: dict[nn.Module, Tensor] = {}
+
+        def note(module: nn.Module, args: Any, output: Any, found: dict[nn.Module, Tensor] = found) -> None:
+            states = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(states, Tensor) and states.ndim == 3:
+                found.pop(module, None)  # the order is that of the last forward
+                found[module] = states[-1, -1]
+
+        with hooked(list(model.modules()), after=note):
+            read()
+        outputs.append(found)
+    names = {module: place for place, module in model.named_modules()}
+    for module, states in outputs[0].items():
+        other = outputs[1].get(module)
+        if other is not None and other.shape == states.shape and not torch.equal(other, states):
+            return f"{names[module]} ({type(module).__name__}) computes other bits"
+    return "something outside of its modules computes other bits"

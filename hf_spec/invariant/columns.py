@@ -1,0 +1,152 @@
+"""Where the keys that a node sees lie in its own text: the same places in any batch, block, tree and cache.
+
+In a cache, a key's column depends on the padding of its row, on the window of its layer, and on the tree that its node
+belongs to. Its *place* is its position in the text of its row, without padding. Attention adds up keys in blocks of
+places, so that it adds up the same numbers in the same order wherever they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ..scoring.masks import open_block
+
+NAME = "hf_spec_invariant"  # of the attention in transformers' lists of attention and mask functions
+COLUMNS = "_hf_spec_columns"  # the attribute of a mask that holds its ``Columns``
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of places of one row, as its nodes see it.
+
+    ``first`` and ``end`` are the nodes that see any of it; ``mask`` (nodes, 1, 1, places) is added to their scores.
+    """
+
+    number: int
+    first: int
+    end: int
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class RowColumns:
+    """The keys of one row: blocks that its nodes share, and those in which each node has keys of its own.
+
+    ``shared`` (places,) and ``own`` (nodes, places) are the columns at the places of the blocks; ``None`` for
+    ``shared``: column c of the cache is place c. Columns of empty places are any.
+    """
+
+    shared: Tensor | None
+    shared_blocks: list[Block]
+    own: Tensor
+    own_blocks: list[Block]
+
+
+class Columns:
+    """The columns that the nodes of a forward see in a layer's keys, for all layers that get the same mask.
+
+    ``visible`` (batch, nodes, columns) bool, and ``place`` (batch, columns) of each column in the text of its row.
+    Up to place ``split`` all nodes of a row see the same keys; beyond it, the branches of a tree do not.
+    """
+
+    def __init__(self, visible: Tensor, place: Tensor, split: int | None) -> None:
+        self._visible, self._place, self._split = visible, place, split
+        self._rows: dict[tuple[int, torch.dtype], list[RowColumns]] = {}
+
+    def rows(self, size: int, dtype: torch.dtype) -> list[RowColumns]:
+        """Return the columns of each row in blocks of ``size`` places; masks are of ``dtype``."""
+        found = self._rows.get((size, dtype))
+        if found is None:
+            rows = range(len(self._visible))
+            found = self._rows[size, dtype] = [self._row(row, size, dtype) for row in rows]
+        return found
+
+    def _row(self, row: int, size: int, dtype: torch.dtype) -> RowColumns:
+        visible, place = self._visible[row], self._place[row]
+        if not visible.any():  # a piece of a prompt that is all padding in this row
+            return RowColumns(None, [], place[:0], [])
+        places = place[visible.any(0)]
+        begin, end = int(places.min()) // size, int(places.max()) // size + 1  # in blocks
+        split = end if self._split is None else min(end, max(begin, self._split // size))
+        is_shared = place < split * size
+        shared, mask = _by_place(visible & is_shared, place, begin * size, split * size)
+        columns = shared[visible.shape[0]]
+        own, own_mask = _by_place(visible & ~is_shared, place, split * size, end * size)
+        known = (visible.any(0) & is_shared).nonzero()[:, 0]
+        identity = begin == 0 and torch.equal(place[known], known)
+        return RowColumns(
+            None if identity else columns,
+            _blocks(mask, begin, size, dtype),
+            own[: visible.shape[0]],
+            _blocks(own_mask, split, size, dtype),
+        )
+
+
+def _by_place(visible: Tensor, place: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """Sort the columns that each node sees by place, ``first`` to ``end``: columns, and which places are filled.
+
+    ``visible`` (nodes, columns), ``place`` (columns,). Columns are (nodes + 1, places): in the last row are those
+    that any node sees.
+    """
+    nodes, width = len(visible), end - first
+    seen = torch.cat([visible, visible.any(0, keepdim=True)])
+    index = torch.where(seen, place - first, width)  # (nodes + 1, columns); place `width` takes what is not seen
+    column = torch.arange(seen.shape[1], device=seen.device).expand_as(index)
+    columns = index.new_zeros((nodes + 1, width + 1)).scatter_(1, index, column)
+    filled = seen.new_zeros((nodes + 1, width + 1)).scatter_(1, index, seen)
+    return columns[:, :width], filled[:nodes, :width]
+
+
+def _blocks(filled: Tensor, begin: int, size: int, dtype: torch.dtype) -> list[Block]:
+    """Cut ``filled`` (nodes, places) into blocks, the first of them number ``begin``, and leave out empty ones."""
+    found = []
+    low = torch.finfo(dtype).min
+    for number, part in enumerate(filled.split(size, dim=1) if filled.shape[1] else ()):
+        sees = part.any(1).nonzero()[:, 0].tolist()
+        if sees:
+            first, end = sees[0], sees[-1] + 1
+            mask = torch.zeros(part.shape, dtype=dtype).masked_fill_(~part, low)
+            found.append(Block(begin + number, first, end, mask[first:end].view(end - first, 1, 1, size)))
+    return found
+
+
+def mask_with_columns(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Make transformers' mask, (batch, 1, nodes, columns) bool and never ``None``, which knows its ``Columns``."""
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
+    assert mask is not None
+    block, split = open_block(), None
+    if block is None:
+        column = torch.arange(kv_length)[None].expand(batch_size, -1) + kv_offset
+        padding = attention_mask
+    else:
+        column, padding = block.shown(kv_offset, kv_length)[1], block.padding
+    before = column.new_zeros((batch_size, 1)) if padding is None else _length_of_padding(padding)
+    if block is not None and block.ancestors is not None:
+        split = int((block.lengths[:, None] - before).min())
+    setattr(mask, COLUMNS, Columns(mask[:, 0], column - before, split))
+    return mask
+
+
+def _length_of_padding(mask: Tensor) -> Tensor:
+    """Return how many columns of each row (batch, columns) of a mask are left padding, (batch, 1)."""
+    return mask.to(torch.long).argmax(1, keepdim=True)
+
+
+def register_mask() -> None:
+    """Let transformers know the mask function."""
+    AttentionMaskInterface.register(NAME, mask_with_columns)
