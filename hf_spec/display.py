@@ -88,6 +88,7 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
         "acceptance rate": f"{counts.acceptance_rate:.1%} ({counts.accepted} of {counts.proposed})",
         "acceptance by position": by_position or "-",
         "draft lengths": stats.draft_lengths or "-",
+        **({"bits": "those of plain generate in the same mode"} if stats.invariant else {}),
         "propose / target / verify": f"{shares} of {sum(seconds):.3f} s",
         "time to first token": f"{stats.time_to_first_token * 1e3:.1f} ms",
         "time per output token": f"{stats.time_per_output_token * 1e3:.2f} ms",

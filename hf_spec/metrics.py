@@ -138,6 +138,7 @@ class SpeculationStats:
     plain_seconds: float = 0.0  # what plain steps would have taken instead; 0 if no plain step was measured
     first_tokens_in_steps: int = 0
     draft_lengths: str = ""  # how many tokens the steps drafted, and why, in words
+    invariant: bool = False  # whether the target was in the mode of ``hf_spec.invariant``
     per_row: list[RowStats] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -155,6 +156,7 @@ class SpeculationStats:
         )
         for name in SUMMED:
             setattr(merged, name, sum(getattr(call, name) for call in calls))
+        merged.invariant = bool(calls) and all(call.invariant for call in calls)
         if all(call.plain_seconds for call in calls):
             merged.plain_seconds = sum(call.plain_seconds for call in calls)
         merged.time_to_first_token = sum(call.time_to_first_token for call in calls) / max(1, len(calls))
@@ -180,6 +182,7 @@ class SpeculationStats:
             total_seconds=self.time_to_first_token + row.seconds,
             first_tokens_in_steps=int(self.first_tokens_in_steps > 0),
             draft_lengths=self.draft_lengths,
+            invariant=self.invariant,
             per_row=[row],
         )
 
@@ -338,6 +341,7 @@ class SpeculationStats:
             "total_seconds": self.total_seconds,
             "speedup": self.speedup,
             "draft_lengths": self.draft_lengths,
+            "invariant": self.invariant,
             "per_row": [row.to_dict() for row in self.per_row],
         }
 

@@ -34,6 +34,7 @@ from .drafts.peagle.modeling import PEagleDraftModel
 from .drafts.translated.speculator import TranslatedSpeculator
 from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import SpeculativeDecoding, SpeculativeModel, install, uninstall
+from .invariance.mode import Invariance, invariant
 from .many.generate import generate_many
 from .many.prompts import Completion
 from .metrics import SpeculationStats
@@ -60,6 +61,7 @@ __all__ = [
     "EagleSpeculatorConfig",
     "EarlyExitSpeculator",
     "HybridSpeculator",
+    "Invariance",
     "KnownDraft",
     "MTPDraftModel",
     "MTPSpeculatorConfig",
@@ -88,6 +90,7 @@ __all__ = [
     "get_speculator",
     "inspect",
     "install",
+    "invariant",
     "known_drafts",
     "last_speculation",
     "pack",

@@ -26,6 +26,7 @@ LAYERS = (
     ),
     ("parallel", "proposal", "sampling", "display", "metrics", "settings", "configuration"),
     ("scoring",),
+    ("invariance",),
     ("policy",),
     ("drafts", "unroll"),  # a kind of draft unrolls itself for training by the functions of `unroll`
     ("verify",),

@@ -18,6 +18,7 @@ from ..device_tensors import to_device
 from ..drafts.base import AcceptedTokens, DraftContext, Speculator
 from ..drafts.lazy import LazyDrafter
 from ..drafts.source import Source
+from ..invariance.mode import is_invariant
 from ..metrics import SpeculationStats
 from ..parallel import ModelParallelGroup
 from ..policy.base import DraftLengthPolicy, StepObservation
@@ -337,7 +338,7 @@ class Call:
                 last_tokens = self.sequences.last_tokens(self.rows)
                 self.target.read_last_tokens(last_tokens, [i in early for i in range(len(self.rows))])
         self.stats.finish(self.policy.plain_seconds(self.stats.batch_size))
-        self.stats.draft_lengths = str(self.policy)
+        self.stats.draft_lengths, self.stats.invariant = str(self.policy), is_invariant(self.model)
         remember_speculation(self.model, self.stats)
         self._warn_if_never_right()
         token_ids = self.sequences.finish()
