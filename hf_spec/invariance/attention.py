@@ -1,7 +1,7 @@
 """Attention that gives each node the same bits, whatever else is computed with it.
 
-Each node is a row of its own, with the query heads of a group as its queries. Its keys come in blocks of a fixed number
-of places (``columns.py``), so that the kernel always runs in the same shape::
+Each node is a row of its own, with the query heads of a group as its queries. Its keys come in blocks of a fixed
+number of places (``columns.py``), so that the kernel always runs in the same shape::
 
     query  (nodes, key heads, group, width)      keys  (nodes, key heads, places of one block, width)
 
@@ -90,7 +90,7 @@ def _widened(states: Tensor, width: int) -> Tensor:
 
 
 def _of_row(query: Tensor, key: Tensor, value: Tensor, row: RowColumns, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attend in one row: ``query`` (nodes, key heads, group, width), ``key`` and ``value`` (key heads, columns, width)."""
+    """Attend in one row: ``query`` (nodes, key heads, group, width), keys and values (key heads, columns, width)."""
     size = block_size(query.shape[-1])
     parts = []
     if row.shared_blocks:

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from ..proposal import Proposal
 from ..scoring.architectures import cache_name
+from ..scoring.factory import runner_for
 from ..scoring.hooks import hooked
-from ..scoring.plain import position_limit, prompt_kwargs
+from ..scoring.plain import new_cache, position_limit, prompt_kwargs
 from ..scoring.prompts import tokens_for
-from ..scoring.runner import ModelRunner
 
 LONG = 140  # tokens of the text, more than one block of keys has places
 LAST = 6  # tokens of it that are read one by one
 PADDED = (0, 3, 7)  # tokens of left padding of the rows of a batch
-PARENTS = (-1, 0, 0, 1, 2, 4, 3)  # of a tree; the text is the path to its last node but one
-PATH = (0, 2, 4, 5)
+PARENTS = (-1, 0, 0, 1, 2, 3, 4)  # of a tree; the text is the path to its last node
+PATH = (0, 2, 4, 6)
 
 States = list[Tensor]  # of the last tokens: logits and each hidden state, (tokens, width)
 
@@ -43,7 +43,7 @@ def check_bits(model: Any) -> None:
 def _ways(model: Any, ids: Tensor) -> Iterator[tuple[str, Callable[[], States]]]:
     yield "at once", lambda: _alone(model, ids, [])
     yield "in blocks", lambda: _alone(model, ids, [2, LAST - 2])
-    yield "in pieces", lambda: _alone(model, ids, [31, 5, LAST])
+    yield "in pieces", lambda: _alone(model, ids, [ids.shape[1] // 4, 5, LAST])
     yield "in a batch, with padding", lambda: _in_batch(model, ids, [1] * LAST)
     yield "in a batch, in blocks", lambda: _in_batch(model, ids, [LAST])
     yield "as a chain of draft tokens", lambda: _scored(model, ids, tuple(range(-1, LAST - 1)), tuple(range(LAST)))
@@ -85,7 +85,7 @@ def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int]) -> State
         if not bool(mask.all()):
             asked["attention_mask"] = mask[:, :end]
         outputs = model(ids[:, begin:end], **asked)
-        found.append([states[-1] for states in (*outputs.hidden_states, outputs.logits)])
+        found.append(_of_tokens(outputs.hidden_states, outputs.logits))
         begin = end
     return [torch.cat(parts)[-LAST:] for parts in zip(*found, strict=True)]
 
@@ -97,15 +97,20 @@ def _scored(model: Any, ids: Tensor, parents: tuple[int, ...], path: tuple[int, 
     mask = torch.ones_like(rows)
     rows[-1, PADDED[1] :] = ids[0, :start]
     mask[-1, : PADDED[1]] = 0
-    runner = ModelRunner(model, hidden_states=True)
+    is_chain = path == tuple(range(len(parents)))
+    runner = runner_for(model, new_cache(model), hidden_states=True, one_chain=is_chain)
     runner.prefill_tokens(rows, mask)
     tokens = tokens_for(model, 2, len(parents), 3).to(ids.device)
     tokens[-1, list(path)] = ids[0, start:]
-    is_chain = path == tuple(range(len(parents)))
     wide = torch.tensor([parents] * 2, device=ids.device)
     scores = runner.score(Proposal(tokens, wide, len(parents), is_chain=is_chain))
     runner.rollback()
-    return [states[-1, list(path)] for states in (*scores.hidden_states, scores.logits)]
+    return [states[list(path)] for states in _of_tokens(scores.hidden_states, scores.logits)]
+
+
+def _of_tokens(hidden_states: Sequence[Tensor], logits: Tensor) -> States:
+    """Return the states of the last row, (tokens, width) each; several streams of hidden states are left out."""
+    return [states[-1] for states in (*hidden_states, logits) if states.ndim == logits.ndim]
 
 
 def _first_difference(model: Any, *ways: Callable[[], States]) -> str:

@@ -7,7 +7,7 @@ import functools
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -76,16 +76,20 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
 
     def __str__(self) -> str:
         ways = [f"{count} with {_in_words(sizes)}" for sizes, count in self.products.most_common()]
-        return f"invariant: {sum(self.products.values())} products tried, {', '.join(ways)}; bits compared"
+        return f"invariant: {sum(self.products.values())} linear layers, {', '.join(ways)}; bits compared"
 
 
 def invariant(model: PreTrainedModel) -> Invariance:
     """Give each row of ``model`` the same bits whatever is computed with it, until the result is closed.
 
     Text, scores, hidden states and caches of a row are then those of plain ``generate`` in the same mode, to the bit:
-    alone or in a batch, padded or not, with any speculator, chain or tree, whether its prompt is read at once or in
-    pieces. Beams, training and compiled forwards are not covered. Another processor, another number of threads, another
-    version of torch and ``pack`` may give other bits.
+
+    - alone or in a batch, padded or not,
+    - with any speculator, chain or tree,
+    - whether its prompt is read at once or in pieces.
+
+    Beams, training and compiled forwards are not covered. Another processor, another number of threads, another
+    version of torch and packed weights may give other bits.
 
     The products of the model are tried, and its forwards compared bit by bit, before anything else runs. That takes
     some forwards.
@@ -258,8 +262,3 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int) -> Call
 
 def _in_words(sizes: tuple[int, ...]) -> str:
     return f"{sizes[0]} to {sizes[-1]} rows" if len(sizes) > 1 else f"{sizes[0]} rows"
-
-
-def modes() -> Iterator[Invariance]:
-    """Yield the modes that are on."""
-    yield from list(_modes.values())

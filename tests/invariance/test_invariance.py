@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from architectures import build, prompts
 from pairs import pairwise
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
-from twins import SHAPES, Oracle
+from twins import SHAPES, Oracle, draft
 
 import hf_spec
 from hf_spec import SpeculationConfig
-from hf_spec.invariance import columns, mode, rows
-from hf_spec.scoring.plain import prompt_kwargs
+from hf_spec.invariance import attention, check, columns, mode, rows
+from hf_spec.invariance.attention import attend_block, block_size
+from hf_spec.invariance.rows import MOST, SIZES, agreeing_sizes, in_sizes
 
-# Families with one thing each that others lack: biases, norms of heads, parallel blocks, packed query and key weights.
-NAMES = ["llama", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3", "gpt2", "gpt_neox", "olmo2", "smollm3"]
+# Families with one thing each that others lack: biases, norms of heads, parallel blocks, Conv1D, joined projections.
+NAMES = ["llama", "qwen2:swa", "qwen3", "gemma3_text", "phi", "gpt2", "gpt_neox", "olmo2"]
+OTHERS = ["qwen2", "mistral", "gemma", "phi3", "olmo", "smollm3", "opt", "granite", "cohere", "stablelm"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BATCHES = {"one": (124,), "three": (124, 90, 121), "eight": (124, 20, 121, 1)}  # lengths; a block of keys has 118 places
-NEW = 12
+LENGTHS = {"one": (28,), "three": (28, 9, 21), "eight": (28, 3, 21, 1)}
+NEW = 9
 OPTIONS: dict[str, Any] = {
     "max_new_tokens": NEW,
     "do_sample": False,
@@ -33,8 +36,26 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def batch_of(name: str) -> dict[str, Tensor]:
-    return prompts({"one": 1, "three": 3, "eight": 8}[name], BATCHES[name])
+@pytest.fixture(autouse=True)
+def short_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let blocks of keys have 22 places, so that short texts have several."""
+    if "real" not in request.node.name:
+        monkeypatch.setattr(attention, "PLACES", 32)
+        monkeypatch.setattr(check, "LONG", 32)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def target(name: str = "llama", **overrides: Any) -> PreTrainedModel:
+    model = build(name, **overrides)
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def row_of(inputs: dict[str, Tensor], row: int) -> dict[str, Tensor]:
@@ -45,12 +66,11 @@ def row_of(inputs: dict[str, Tensor], row: int) -> dict[str, Tensor]:
 
 def same_bits(found: Any, wanted: Any, row: int = 0) -> bool:
     """Compare a row of ``found`` with the only row of ``wanted``: text, logits, scores, hidden states, and cache."""
-    new = len(wanted.logits)
-    parts = [(found.sequences[row, -new:], wanted.sequences[0, -new:])]
+    parts = [(found.sequences[row, -NEW:], wanted.sequences[0, -NEW:])]
     for one, other in ((found.logits, wanted.logits), (found.scores, wanted.scores)):
         parts += [(step[row], own[0]) for step, own in zip(one, other, strict=True)]
-    for step, own in zip(found.hidden_states, wanted.hidden_states, strict=True):
-        parts += [(state[row, -own_state.shape[1] :], own_state[0]) for state, own_state in zip(step, own, strict=True)]
+    for step, own_step in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        parts += [(state[row, -own.shape[1] :], own[0]) for state, own in zip(step, own_step, strict=True)]
     for layer, own_layer in zip(found.cache.layers, wanted.cache.layers, strict=True):
         for name in ("keys", "values"):
             own_states = getattr(own_layer, name)[0]
@@ -58,24 +78,254 @@ def same_bits(found: Any, wanted: Any, row: int = 0) -> bool:
     return all(torch.equal(one, other) for one, other in parts)
 
 
-def without_end(model: PreTrainedModel) -> PreTrainedModel:
-    model.generation_config.eos_token_id = None
-    return model
-
-
-@pytest.mark.parametrize(("name", "dtype", "shape", "batch"), pairwise(NAMES, DTYPES, [*SHAPES, "ngram"], [*BATCHES]))
-def test_everything_of_a_row_has_the_bits_of_plain_alone(
-    name: str, dtype: torch.dtype, shape: str, batch: str
-) -> None:
-    model, inputs = without_end(build(name, dtype=dtype, num_hidden_layers=2)), batch_of(batch)
-    with hf_spec.invariant(model):
-        alone = [model.generate(**row_of(inputs, row), **OPTIONS) for row in range(len(inputs["input_ids"]))]
-        text = torch.cat([inputs["input_ids"], torch.cat([one.sequences[:, -NEW:] for one in alone])], dim=1)
-        given: dict[str, Any] = {"speculator": "ngram"}
-        if shape != "ngram":
-            given = {"speculator": Oracle(text), "speculation_config": SHAPES[shape]}
-        plain = model.generate(**inputs, **OPTIONS)
-        fast = model.generate(**inputs, **OPTIONS, **given)
+def compare(model: PreTrainedModel, shape: str, batch: str) -> None:
+    """Generate each row alone, all together, and all with draft tokens, and compare all that is returned."""
+    inputs = prompts({"one": 1, "three": 3, "eight": 8}[batch], LENGTHS[batch])
+    alone = [model.generate(**row_of(inputs, row), **OPTIONS) for row in range(len(inputs["input_ids"]))]
+    text = torch.cat([inputs["input_ids"], torch.cat([one.sequences[:, -NEW:] for one in alone])], dim=1)
+    given: dict[str, Any] = {"speculator": "ngram"}
+    if shape != "ngram":
+        given = {"speculator": Oracle(text), "speculation_config": SHAPES[shape]}
+    plain = model.generate(**inputs, **OPTIONS)
+    fast = model.generate(**inputs, **OPTIONS, **given)
     assert all(same_bits(plain, one, row) for row, one in enumerate(alone))
     assert all(same_bits(fast, one, row) for row, one in enumerate(alone))
-    assert fast.speculation.invariant and (shape == "ngram" or fast.speculation.acceptance_rate > 0.2)
+    assert fast.speculation.invariant
+    assert shape == "ngram" or fast.speculation.acceptance_rate > 0.2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_of_a_row_has_the_bits_of_plain_alone(name: str) -> None:
+    model = target(name)
+    with hf_spec.invariant(model):
+        compare(model, "tree", "three")
+
+
+@pytest.mark.parametrize(("dtype", "shape", "batch"), pairwise(DTYPES, [*SHAPES, "ngram"], LENGTHS))
+def test_so_it_is_in_half_precision_and_with_any_draft(dtype: torch.dtype, shape: str, batch: str) -> None:
+    model = target(dtype=dtype, num_hidden_layers=2)
+    with hf_spec.invariant(model):
+        compare(model, shape, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [*SHAPES, "ngram"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES + OTHERS)
+def test_so_it_is_for_all_families(name: str, dtype: torch.dtype, shape: str) -> None:
+    model = target(name, dtype=dtype)
+    with hf_spec.invariant(model):
+        compare(model, shape, "eight")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_it_is_with_two_threads(dtype: torch.dtype, two_threads: None) -> None:
+    model = target(dtype=dtype, num_hidden_layers=2)
+    with hf_spec.invariant(model):
+        compare(model, "tree", "three")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_so_it_is_with_packed_weights_and_one_plain_one_among_them(dtype: torch.dtype) -> None:
+    model = target(dtype=dtype, num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512)
+    with hf_spec.packed(model, force=True) as packing:
+        if not packing.packed:
+            pytest.skip(str(packing))
+        hf_spec.unpack(model.model.layers[1].mlp.up_proj)
+        with hf_spec.invariant(model) as invariance:
+            compare(model, "tree", "three")
+        assert sum(invariance.products.values()) == 15
+
+
+def test_real_blocks_of_keys_make_no_difference() -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(2, (124, 90))
+    with hf_spec.invariant(model):
+        alone = [model.generate(**row_of(inputs, row), **OPTIONS) for row in (0, 1)]
+        fast = model.generate(**inputs, **OPTIONS, speculator="ngram")
+    assert all(same_bits(fast, one, row) for row, one in enumerate(alone))
+
+
+def test_a_prompt_in_pieces_has_the_bits_of_one_read_at_once() -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(2, (28, 9))
+    with hf_spec.invariant(model):
+        whole = model.generate(**inputs, **OPTIONS)
+        pieces = model.generate(**inputs, **OPTIONS, prefill_chunk_size=5, speculator="ngram")
+    assert all(torch.equal(one, other) for one, other in zip(whole.logits, pieces.logits, strict=True))
+
+
+def test_sampling_with_a_seed_gives_the_very_text_of_plain() -> None:
+    model, inputs = target(num_hidden_layers=2, dtype=torch.bfloat16), prompts(3, (28, 9, 21))
+    options = OPTIONS | {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    exact = SpeculationConfig(verification="exact", num_speculative_tokens=3)
+    with hf_spec.invariant(model):
+        torch.manual_seed(7)
+        plain = model.generate(**inputs, **options)
+        torch.manual_seed(7)
+        fast = model.generate(**inputs, **options, speculator=draft(), speculation_config=exact)
+    assert torch.equal(plain.sequences, fast.sequences)
+    assert all(torch.equal(one, other) for one, other in zip(plain.scores, fast.scores, strict=True))
+
+
+def test_static_caches_give_the_same_bits() -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(3, (28, 9, 21))
+    with hf_spec.invariant(model):
+        dynamic = model.generate(**inputs, **OPTIONS)
+        static = model.generate(**inputs, **OPTIONS, cache_implementation="static")
+        fast = model.generate(**inputs, **OPTIONS, cache_implementation="static", speculator="ngram")
+    for found in (static, fast):
+        assert torch.equal(found.sequences, dynamic.sequences)
+        assert all(torch.equal(one, other) for one, other in zip(found.logits, dynamic.logits, strict=True))
+
+
+# -- the mode begins and ends -----------------------------------------------------------------------------------------
+
+
+def test_outside_of_the_mode_nothing_changes() -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(2, (28, 9))
+    before = model.generate(**inputs, **OPTIONS)
+    kept = model.config._attn_implementation
+    with hf_spec.invariant(model) as outer:
+        with hf_spec.invariant(model) as inner:  # a second one changes nothing, and ends nothing
+            assert str(inner) == str(outer)
+        assert mode.is_invariant(model)
+        inside = model.generate(**inputs, **OPTIONS, speculator="ngram")
+        duplicate = copy.deepcopy(model)
+    assert not mode.is_invariant(model)
+    after = model.generate(**inputs, **OPTIONS, speculator="ngram")
+    assert model.config._attn_implementation == kept
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert inside.speculation.invariant and not after.speculation.invariant
+    again = model.generate(**inputs, **OPTIONS)
+    assert all(torch.equal(one, other) for one, other in zip(before.logits, again.logits, strict=True))
+    assert duplicate.lm_head.weight is not model.lm_head.weight
+
+
+def test_the_mode_can_begin_again_and_gives_the_same_bits() -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(2, (28, 9))
+    found = []
+    for _ in range(2):
+        invariance = hf_spec.invariant(model)
+        found.append(model.generate(**inputs, **OPTIONS, speculator="ngram"))
+        invariance.close()
+        invariance.close()
+    assert all(torch.equal(one, other) for one, other in zip(found[0].logits, found[1].logits, strict=True))
+
+
+def test_weights_and_threads_stay_as_they_were_tried() -> None:
+    model = target(num_hidden_layers=2, hidden_size=256, intermediate_size=512, vocab_size=512)
+    inputs, before = prompts(1), torch.get_num_threads()
+    with hf_spec.invariant(model):
+        if hf_spec.pack(model, force=True).packed:
+            with pytest.raises(ValueError, match="packed or unpacked"):
+                model.generate(**inputs, **OPTIONS)
+            hf_spec.unpack(model)
+        torch.set_num_threads(before + 1)
+        try:
+            with pytest.raises(ValueError, match="threads"):
+                model.generate(**inputs, **OPTIONS)
+        finally:
+            torch.set_num_threads(before)
+        model.generate(**inputs, **OPTIONS)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mixtral", r"model\.layers\.0\.mlp .*MoeBlock"),
+        ("qwen3_next", r"linear_attn"),
+        ("gemma2", "softcap"),
+        ("bloom", "does not look its attention up"),
+    ],
+)
+def test_what_depends_on_other_rows_is_refused_by_name(name: str, reason: str) -> None:
+    model = build(name)
+    with pytest.raises(ValueError, match=reason):
+        hf_spec.invariant(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert not mode.is_invariant(model)
+    model.generate(**prompts(2, (5, 3)), max_new_tokens=3, do_sample=False)  # as before
+
+
+def test_models_that_train_or_are_compiled_are_refused() -> None:
+    model = target(num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"train mode; call model\.eval"):
+        hf_spec.invariant(model.train())
+    model.eval().compile()
+    with pytest.raises(ValueError, match="compiled"):
+        hf_spec.invariant(model)
+
+
+# -- controls: mistakes that must be found ----------------------------------------------------------------------------
+
+
+def alone_differs() -> bool:
+    """Ask the processor whether one row alone is summed in another order than several, in float32."""
+    layer = nn.Linear(64, 64)
+    return agreeing_sizes(layer, torch.randn(MOST, 64)) != SIZES
+
+
+def test_one_row_that_is_not_padded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not alone_differs():
+        pytest.skip("this processor multiplies one row as it does several")
+    monkeypatch.setattr(mode, "in_sizes", lambda function, states, sizes: function(states))
+    with pytest.raises(ValueError, match=r"_proj .*computes other bits"):
+        hf_spec.invariant(target(num_hidden_layers=2))
+
+
+def test_keys_that_padding_shifts_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "_length_of_padding", lambda mask: torch.zeros(len(mask), 1, dtype=torch.long))
+    with pytest.raises(ValueError, match="in a batch, with padding"):
+        hf_spec.invariant(target(num_hidden_layers=2))
+
+
+def test_keys_at_scattered_columns_have_other_bits() -> None:
+    size, width = block_size(64), 64
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, count, width, generator=generator) for count in (1, size, size))
+    seen = torch.arange(size) < size // 2
+    scattered = torch.cat([torch.arange(0, size - size % 2, 2), torch.arange(1, size, 2)])[:size]
+    mask = torch.zeros(1, 1, 1, size).masked_fill(~seen, torch.finfo(torch.float32).min)
+    moved = [torch.zeros_like(states).index_copy(2, scattered, states) for states in (key, value)]
+    moved_mask = torch.zeros_like(mask).index_copy(3, scattered, mask)
+    wanted = attend_block(query, key, value, mask, 0.125)[0]
+    found = attend_block(query, *moved, moved_mask, 0.125)[0]
+    torch.testing.assert_close(found, wanted)
+    assert not torch.equal(found, wanted)
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_that_agree() -> None:
+    def one_alone(states: Tensor) -> Tensor:
+        return states * (2 if len(states) == 1 else 1)
+
+    def by_place(states: Tensor) -> Tensor:
+        return states + torch.arange(len(states))[:, None]
+
+    def in_fours(states: Tensor) -> Tensor:
+        return states * (1 if len(states) % 4 == 0 else len(states))
+
+    sample = torch.randn(MOST, 3)
+    assert agreeing_sizes(lambda states: states * 2, sample) == SIZES
+    assert agreeing_sizes(one_alone, sample) == SIZES[1:]
+    assert agreeing_sizes(by_place, sample) == (1,)
+    assert agreeing_sizes(in_fours, sample) == tuple(size for size in SIZES if size % 4 == 0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 9, 64, 65, 200])
+def test_rows_are_padded_and_split(count: int) -> None:
+    called: list[int] = []
+
+    def double(states: Tensor) -> Tensor:
+        called.append(len(states))
+        return states * 2
+
+    states = torch.randn(1, count, 5)
+    found = in_sizes(double, states, (4, 16, 64))
+    assert torch.equal(found, states * 2)
+    assert count == 0 or set(called) <= {4, 16, 64}
+    assert rows.MOST == 64
