@@ -39,7 +39,7 @@ SECTIONS = {
     "Generating": """SpeculationConfig SpeculativeDecoding SpeculativeOutput SpeculativeEncoderDecoderOutput
         SpeculationStats SpeculativeModel
         as_speculator set_speculator get_speculator last_speculation pure generate_many Completion RequestOutput
-        pack packed unpack Packing install uninstall""",
+        pack packed unpack Packing invariant Invariance install uninstall""",
     "Drafts": """AutoDraftModel DraftModel Eagle3DraftModel EagleDraftModel PEagleDraftModel DFlashDraftModel
         DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp EarlyExitSpeculator VanillaSpeculator
         TranslatedSpeculator NgramSpeculator HybridSpeculator known_drafts KnownDraft""",

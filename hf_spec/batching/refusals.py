@@ -12,6 +12,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from ..decode.refusals import Refusal
 from ..drafts.base import Speculator
+from ..invariance.mode import is_invariant
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..verify.processors import STATELESS
@@ -96,6 +97,8 @@ def why_not_batched(model: Any) -> str | None:
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder or not hasattr(model, "init_continuous_batching"):
         return f"{name} is no decoder-only language model"
+    if is_invariant(model):
+        return f"{name} is in the mode of hf_spec.invariant, whose attention reads no paged cache"
     try:
         group_layers_by_attn_type(config.get_text_config(decoder=True))
     except ValueError as error:

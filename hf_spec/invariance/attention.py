@@ -165,16 +165,16 @@ def agrees(key_heads: int, group: int, width: int, dtype: torch.dtype) -> bool:
     )
     mask = torch.zeros(most, 1, 1, size, dtype=dtype)
     mask.masked_fill_(torch.rand(mask.shape, generator=generator) < 0.4, torch.finfo(dtype).min)
-    inside = [states[None, :, 37 : 37 + size] for states in (keys, values)]
-    alone = [states.clone() for states in inside]
-    known = [attend_block(query[i : i + 1].clone(), *alone, mask[i : i + 1], 0.3) for i in range(most)]
+    inside = keys[None, :, 37 : 37 + size], values[None, :, 37 : 37 + size]
+    key, value = (states.clone() for states in inside)
+    known = [attend_block(query[i : i + 1].clone(), key, value, mask[i : i + 1], 0.3) for i in range(most)]
     wanted = [torch.cat(parts) for parts in zip(*known, strict=True)]
     for count in NODES:
-        own = [states.repeat(count, 1, 1, 1) for states in inside]
+        own = key.repeat(count, 1, 1, 1), value.repeat(count, 1, 1, 1)
         for first in (0, most - count):
             nodes = slice(first, first + count)
-            for keys_and_values in (inside, own):
-                found = attend_block(query[nodes], *keys_and_values, mask[nodes], 0.3)
+            for one_key, one_value in (inside, own):
+                found = attend_block(query[nodes], one_key, one_value, mask[nodes], 0.3)
                 if not all(torch.equal(one, other[nodes]) for one, other in zip(found, wanted, strict=True)):
                     return False
     return True

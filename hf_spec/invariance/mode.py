@@ -40,7 +40,7 @@ _lock = threading.RLock()
 class _Kind:
     """What decides by which kernel a module computes rows: modules of one kind are tried once."""
 
-    type: type
+    module: type[nn.Module]
     inputs: int
     outputs: int
     dtype: torch.dtype
@@ -210,7 +210,7 @@ def _prepare(
             tried[kind] = agreeing_sizes(module, sample)
         if not (sizes := tried[kind]):
             raise ValueError(
-                f"{name} cannot be made invariant: {place} ({kind.type.__name__}) gives a row other bits at another "
+                f"{name} cannot be made invariant: {place} ({kind.module.__name__}) gives a row other bits at another "
                 f"place with {mode.threads} threads; try torch.set_num_threads(1)."
             )
         if isinstance(module, nn.Linear | Conv1D):
@@ -249,7 +249,7 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int) -> Call
         compute: Any = functools.partial(kind.forward, self) if own is None else own
         return in_sizes(compute, states, sizes)
 
-    module.forward = types.MethodType(mark_as_ours(forward), module)  # type: ignore[method-assign]
+    module.forward = types.MethodType(mark_as_ours(forward), module)
 
     def undo() -> None:
         if own is None:

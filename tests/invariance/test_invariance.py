@@ -258,6 +258,12 @@ def test_models_that_train_or_are_compiled_are_refused() -> None:
         hf_spec.invariant(model)
 
 
+def test_continuous_batching_is_refused() -> None:
+    model = target(num_hidden_layers=2)
+    with hf_spec.invariant(model), pytest.raises(ValueError, match=r"in the mode of hf_spec\.invariant"):
+        model.generate_batch(inputs=[[5, 6, 7]], speculator="ngram")
+
+
 # -- controls: mistakes that must be found ----------------------------------------------------------------------------
 
 
@@ -307,7 +313,7 @@ def test_sizes_are_those_that_agree() -> None:
         return states + torch.arange(len(states))[:, None]
 
     def in_fours(states: Tensor) -> Tensor:
-        return states * (1 if len(states) % 4 == 0 else len(states))
+        return states * (1 if len(states) % 4 == 0 else 2)
 
     sample = torch.randn(MOST, 3)
     assert agreeing_sizes(lambda states: states * 2, sample) == SIZES
