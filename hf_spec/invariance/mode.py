@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,11 +52,11 @@ class _Kind:
 class Invariance(contextlib.AbstractContextManager["Invariance"]):
     """The mode of a model, on until ``close`` or the end of a ``with``; ``str()`` is one line for people.
 
-    ``products`` counts the modules that compute rows in certain numbers only, by these numbers. ``threads`` are those
-    of torch for which all was tried.
+    ``products`` counts the linear layers by the numbers of rows that they compute at a time. ``threads`` are those of
+    torch for which all was tried.
     """
 
-    model: Any
+    model: weakref.ref[Any]
     threads: int
     products: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
@@ -63,8 +64,8 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
     def close(self) -> None:
         """End the mode: forwards are as they were before."""
         with _lock:
-            if _modes.get(self.model) is self:
-                del _modes[self.model]
+            if (model := self.model()) is not None and _modes.get(model) is self:
+                del _modes[model]
             while self._undo:
                 self._undo.pop()()
 
@@ -99,14 +100,14 @@ def invariant(model: PreTrainedModel) -> Invariance:
     network = base_model(model)
     with _lock:
         if (known := _modes.get(network)) is not None:
-            return Invariance(network, known.threads, known.products)
+            return Invariance(known.model, known.threads, known.products)
         _refuse(network)
         register_attention()
-        mode = Invariance(network, torch.get_num_threads())
+        mode = Invariance(weakref.ref(network), torch.get_num_threads())
         try:
             with torch.no_grad():
                 mode._undo.append(_attend(network))
-                _prepare(mode, *_probe(network))
+                _prepare(mode, network, *_probe(network))
                 check_bits(network)
         except BaseException:
             mode.close()
@@ -189,10 +190,13 @@ def _computes_rows(module: nn.Module) -> bool:
 
 
 def _prepare(
-    mode: Invariance, inputs: dict[nn.Module, Tensor], shapes: set[tuple[int, int, int, torch.dtype]]
+    mode: Invariance,
+    model: Any,
+    inputs: dict[nn.Module, Tensor],
+    shapes: set[tuple[int, int, int, torch.dtype]],
 ) -> None:
     """Try what the model computes, and let its modules compute rows in numbers that agree."""
-    name = type(mode.model).__name__
+    name = type(model).__name__
     for key_heads, group, width, dtype in shapes:
         if not agrees(key_heads, group, width, dtype):
             raise ValueError(
@@ -201,7 +205,7 @@ def _prepare(
                 "torch.set_num_threads(1)."
             )
     tried: dict[_Kind, tuple[int, ...]] = {}
-    for place, module in mode.model.named_modules():
+    for place, module in model.named_modules():
         if not _computes_rows(module) or (module not in inputs and not isinstance(module, nn.Linear | Conv1D)):
             continue
         kind = _kind(module, inputs.get(module))
@@ -250,12 +254,14 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int) -> Call
         return in_sizes(compute, states, sizes)
 
     module.forward = types.MethodType(mark_as_ours(forward), module)
+    known = weakref.ref(module)  # a mode that nobody ends must not keep the model
 
     def undo() -> None:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
+        there: Any = known()
+        if there is not None and own is None:
+            del there.forward
+        elif there is not None:
+            there.forward = own
 
     return undo
 

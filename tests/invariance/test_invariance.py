@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,6 +120,7 @@ def test_so_it_is_for_all_families(name: str, dtype: torch.dtype, shape: str) ->
         compare(model, shape, "eight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_so_it_is_with_two_threads(dtype: torch.dtype, two_threads: None) -> None:
     model = target(dtype=dtype, num_hidden_layers=2)
@@ -209,6 +212,15 @@ def test_the_mode_can_begin_again_and_gives_the_same_bits() -> None:
         invariance.close()
         invariance.close()
     assert all(torch.equal(one, other) for one, other in zip(found[0].logits, found[1].logits, strict=True))
+
+
+def test_a_mode_that_nobody_ends_does_not_keep_the_model() -> None:
+    model = target(num_hidden_layers=1)
+    hf_spec.invariant(model)
+    is_there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert is_there() is None
 
 
 def test_weights_and_threads_stay_as_they_were_tried() -> None:
