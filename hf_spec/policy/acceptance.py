@@ -127,3 +127,9 @@ class AcceptanceEstimator:
     def estimate(self, source: DraftSource, batch_size: int, length: int) -> Estimate:
         """Return the average of ``source`` for every sequence."""
         return Estimate(source, [self.survival(source, length)] * batch_size)
+
+
+def num_accepted(drafted: Sequence[int], tokens: Sequence[int]) -> int:
+    """Count the tokens at the beginning of ``drafted`` that are those of the text."""
+    pairs = enumerate(zip(drafted, tokens, strict=False))
+    return next((place for place, (one, token) in pairs if one != token), min(len(drafted), len(tokens)))

@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_spec.drafts.ngram.lookups import Lookups, num_accepted
+from hf_spec.drafts.ngram.lookups import Lookups
 from hf_spec.drafts.ngram.speculator import TextIndex
 from hf_spec.drafts.ngram.suffix_index import match_length
 from hf_spec.policy import acceptance, adaptive, cost
@@ -80,7 +80,7 @@ def decode(kind: str, number: int, profile: Profile, machine: str, seed: int) ->
             chances = lookups.chances(0, ids[:done], tuple(chain), agreed)
             plan = policy.plan(1, [Estimate(DraftSource.NGRAM, [chances])])
             length = min(plan.length, len(chain))
-            right = num_accepted(chain[:length], ids[done:])
+            right = acceptance.num_accepted(chain[:length], ids[done:])
         else:
             plan = policy.plan(1, [profile.acceptance.estimate(DraftSource.MODEL, 1, min(FIRST, room))])
             place = done - answer["prompt"] - 1

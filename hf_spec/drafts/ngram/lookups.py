@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...policy.acceptance import AcceptanceEstimator
+from ...policy.acceptance import AcceptanceEstimator, num_accepted
 from ...policy.base import DraftSource
 
 EXACT_LENGTHS = 4  # tokens of a match, up to which every length has its own record; then every power of two
@@ -57,9 +57,3 @@ class Lookups:
 def match_class(agreed: int) -> int:
     """Number the matches that are judged alike, from 1 on: of 1, 2, 3, 4, 5 to 7, 8 to 15, ... tokens."""
     return max(1, agreed) if agreed <= EXACT_LENGTHS else EXACT_LENGTHS + agreed.bit_length() - 2
-
-
-def num_accepted(drafted: Sequence[int], tokens: Sequence[int]) -> int:
-    """Count the tokens at the beginning of ``drafted`` that are those of the text."""
-    same = [one == token for one, token in zip(drafted, tokens, strict=False)]
-    return [*same, False].index(False)

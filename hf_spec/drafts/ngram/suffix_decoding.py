@@ -7,8 +7,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from ...policy.acceptance import Calibration
-from .lookups import num_accepted
+from ...policy.acceptance import Calibration, num_accepted
 from .suffix_index import BREAK, LOOK_BACK, SIZES, Place, SuffixIndex, match_length
 
 Path = tuple[int, ...]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .token_bytes import TokenBytes, common_prefix, whole_characters
+from ...policy.acceptance import num_accepted
+from .token_bytes import TokenBytes, whole_characters
 
 TAIL = 32  # bytes at the end of the text that further text may encode differently
 MOST_TAIL = 4 * TAIL  # bytes after which a tail without a good place to cut is cut all the same
@@ -62,7 +63,7 @@ class Reading:
     def _encode_tail(self) -> None:
         new = self._draft.encode(whole_characters(self._tail), self._starts)
         old = self.ids[self._settled :]
-        self.read = min(self.read, self._settled + common_prefix(old, new))
+        self.read = min(self.read, self._settled + num_accepted(old, new))
         self.ids[self._settled :] = new
 
     def _settle(self, ids: int, count: int) -> None:
@@ -83,6 +84,6 @@ class Reading:
             if before + after != self.ids[self._settled :]:
                 if len(self._tail) <= MOST_TAIL:
                     return
-                self.read = min(self.read, self._settled + common_prefix(before + after, self.ids[self._settled :]))
+                self.read = min(self.read, self._settled + num_accepted(before + after, self.ids[self._settled :]))
                 self.ids[self._settled :] = before + after
             self._settle(self._settled + len(before), cut)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -148,9 +148,3 @@ def shared_tokens(target: TokenBytes, draft: TokenBytes) -> dict[int, int]:
     """Map the tokens of ``target`` to those of ``draft`` that write the same, or that have the same special name."""
     found = {id: draft.ids[data] for data, id in target.ids.items() if data in draft.ids}
     return found | {id: draft.specials[name] for name, id in target.specials.items() if name in draft.specials}
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens at the beginning that are the same."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
