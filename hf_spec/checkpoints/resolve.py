@@ -217,6 +217,7 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
     draft = network_of(speculator)
     if isinstance(draft, PreTrainedModel) and not isinstance(speculator, TranslatedSpeculator):
         own, wanted = draft.name_or_path, target.name_or_path
+        _warn_of_versions(draft, target)
         if (share := common_tokens(own, wanted)) < MOST_IN_COMMON and _serves(speculator, target):
             logger.warning_once(
                 f"only {share:.0%} of the tokens of the draft {own} and the target {wanted} are the same: their "
@@ -228,8 +229,26 @@ def warn_of_tokenizers(speculator: Speculator, target: PreTrainedModel) -> None:
             logger.warning_once(
                 f"the tokenizers of the draft {own} and the target {wanted} look alike, but {len(moved)} tokens have "
                 f"other ids, such as {printable(token)!r}: {id} in the draft and {other} in the target. Draft tokens "
-                f"around these will be rejected. The text is still the target's. To translate them: {OTHER_TOKENIZERS}"
+                f"around these will be rejected. The text is still the target's. "
+                + (
+                    "Use a draft with the target's tokenizer"
+                    if cross_attends(draft)
+                    else f"To translate them: {OTHER_TOKENIZERS}"
+                )
             )
+
+
+def _warn_of_versions(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Warn once if draft and target are Whispers of versions that number their special tokens in other ways."""
+    name = "no_timestamps_token_id"
+    own, wanted = (getattr(getattr(one, "generation_config", None), name, None) for one in (draft, target))
+    if None not in (own, wanted) and own != wanted:
+        logger.warning_once(
+            f"the draft {type(draft).__name__} and the target are of two versions, whose special tokens have other "
+            f"ids: <|notimestamps|> is {own} in the draft and {wanted} in the target. So the draft reads another "
+            "language, task and time than the target, and few draft tokens may be accepted. The text is still the "
+            "target's. Use a draft of the target's version: large-v3's has one language more than earlier ones"
+        )
 
 
 def _warn_of_device(speculator: Speculator, target: PreTrainedModel) -> None:

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checkpoints.files import looking_for
-from ..checkpoints.resolve import MOST_IN_COMMON, as_speculator, load_draft, with_tokenizers
+from ..checkpoints.resolve import as_speculator, load_draft, with_tokenizers
+from ..checkpoints.same_tokens import needs_translation
 from ..configuration import SpeculatorConfig
 from ..drafts.base import Speculator, network_of
 from ..drafts.modeling import DraftModel
@@ -140,14 +141,12 @@ def load_speculator(name: str, target: PreTrainedModel, dtype: str) -> Speculato
 
 
 def _other_tokenizers(draft: str, target: str) -> tuple[Any, Any] | None:
-    """Return the tokenizers of a draft and a target if they differ in more than a few tokens, and can be read."""
+    """Return the tokenizers of a draft and a target if tokens have to be translated, and both can be read."""
     try:
         own, wanted = (AutoTokenizer.from_pretrained(place) for place in (draft, target))
     except (OSError, ValueError):
         return None
-    tokens, others = own.get_vocab(), wanted.get_vocab()
-    same = sum(others.get(token) == id for token, id in tokens.items())
-    return None if same >= MOST_IN_COMMON * min(len(tokens), len(others)) else (own, wanted)
+    return (own, wanted) if needs_translation(own, wanted) else None
 
 
 def unloaded(name: str) -> str | Speculator:
