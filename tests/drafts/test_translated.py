@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
+    TextIteratorStreamer,
 )
 from transformers.utils import logging
 from twins import noisy
@@ -87,6 +89,10 @@ def tokenizer(kind: str, size: int = 400) -> PreTrainedTokenizerFast:
         saved["added_tokens"] = [token for token in saved["added_tokens"] if "<0x" not in token["content"]]
         backend = Tokenizer.from_str(json.dumps(saved))
         return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", **names)
+    elif kind == "unigram":
+        backend = Tokenizer(models.Unigram())
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=first, unk_token="<unk>")
     else:
         backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
         backend.normalizer = normalizers.BertNormalizer()
@@ -281,6 +287,31 @@ def test_all_kinds_of_tokenizers(way: str, kinds: tuple[str, str]) -> None:
     speculator = TranslatedSpeculator(models[1], words[1], words[0])
     found = models[0].generate(**inputs, max_new_tokens=20, speculator=speculator, num_speculative_tokens=3)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("way", [TOKENS, TEXT], indirect=True)
+@pytest.mark.parametrize("kinds", [("unigram", "byte-level"), ("wordpiece", "unigram")], ids="-".join)
+def test_unigram_tokenizers(way: str, kinds: tuple[str, str]) -> None:
+    test_all_kinds_of_tokenizers(way, kinds)
+
+
+@pytest.mark.parametrize("way", [TOKENS, TEXT], indirect=True)
+@pytest.mark.parametrize("kinds", [("byte-level", "sentencepiece"), ("sentencepiece", "byte-level")], ids="-".join)
+def test_a_stream_that_ends_within_characters(way: str, kinds: tuple[str, str]) -> None:
+    """Random models write bytes that are no text, and characters whose bytes come in different steps."""
+    words = [tokenizer(kind) for kind in kinds]
+    models = [build("llama", vocab_size=len(one), seed=i) for i, one in enumerate(words)]
+    inputs = {"input_ids": torch.tensor([words[0]("Tom said: naïve 東京").input_ids])}
+    speculator = TranslatedSpeculator(models[1], words[1], words[0])
+    heard = {}
+    for name, options in {"plain": {}, "drafted": {"speculator": speculator, "num_speculative_tokens": 3}}.items():
+        streamer: Any = TextIteratorStreamer(words[0], skip_prompt=True, timeout=120)
+        call = functools.partial(models[0].generate, **inputs, max_new_tokens=60, do_sample=False, streamer=streamer)
+        thread = threading.Thread(target=call, kwargs=options)
+        thread.start()
+        heard[name] = "".join(streamer)
+        thread.join()
+    assert heard["drafted"] == heard["plain"] and "\ufffd" in heard["plain"]
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "bloom"])
