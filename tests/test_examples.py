@@ -14,6 +14,7 @@ import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
+from test_translated import draft
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
@@ -65,6 +66,23 @@ def test_a_history_is_measured(
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("stories"))
     replayed = dict(re.findall(r"(n-gram|history) ([0-9.]+) \(", told))
     assert [float(replayed[way]) for way in ("n-gram", "history")] == [round(length, 2) for length in lengths[:2]]
+
+
+def test_drafts_with_another_tokenizer_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in draft():
+        part.save_pretrained(tmp_path / "draft")
+    (tmp_path / "prompts").write_text("Once upon a time, there was a\n", encoding="utf-8")
+    script, options = str(ROOT / "examples" / "other_tokenizer.py"), ["--tokens", "16", "--dtype", "float32"]
+    places = [str(demo.path()), str(tmp_path / "draft")]
+    monkeypatch.setattr("sys.argv", [script, *places, *options, "--prompts", str(tmp_path / "prompts")])
+    runpy.run_path(script, run_name="__main__")
+    told = capsys.readouterr().out
+    rates = {(how, name): float(rate) for how, name, rate in re.findall(r"(greedy|sampled) +(\S+) +([0-9.]+)", told)}
+    assert {*rates} >= {(how, name) for how in ("greedy", "sampled") for name in ("plain", "hf_spec")}
+    assert rates["greedy", "plain"] == 1 and rates["greedy", "hf_spec"] > 1.2 and rates["sampled", "hf_spec"] > 1
+    assert re.search(r"greedy +hf_spec .* 1 of 1 texts as plain", told)
 
 
 def test_the_notebook_runs() -> None:
