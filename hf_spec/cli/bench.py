@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .common import (
     TREE_HELP,
     add_device_options,
+    add_invariant,
     add_no_pack,
     add_proposal_options,
     at_least,
@@ -79,10 +80,13 @@ def add_bench(commands: Any) -> None:
     add_proposal_options(add)
     add_device_options(add)
     add_no_pack(add)
+    add_invariant(add)
 
 
 def _bench(args: argparse.Namespace) -> None:
     budgets = _budgets(args)
+    if args.compiled and args.invariant:
+        raise ValueError("--invariant is for eager forwards, and --compiled measures compiled ones: pass one of them")
     if args.card and len(args.draft) != 1:
         raise ValueError(f"--card is that of one draft, but --draft names {len(args.draft)}")
     if args.card and (draft := Path(args.draft[0])).is_dir() and args.card.resolve().parent != draft.resolve():

@@ -83,6 +83,11 @@ def add_no_pack(add: Any) -> None:
         "reordered once, for faster products")  # fmt: skip
 
 
+def add_invariant(add: Any) -> None:
+    """Declare the mode that is exact to the bit; ``pack_models`` begins it."""
+    add("--invariant", action="store_true", help="give each text the same bits whatever is computed with it; on a CPU")
+
+
 def add_proposal_options(add: Any) -> None:
     """Declare the size of proposals; ``configured`` reads it."""
     add("--num-speculative-tokens", type=length_of, metavar="N", help="length of a chain, depth of a tree, or auto")

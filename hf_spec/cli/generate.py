@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .common import (
     add_answer_options,
+    add_invariant,
     add_no_pack,
     add_speculator,
     asked_for,
@@ -46,6 +47,7 @@ def add_generate(commands: Any) -> None:
     add_history_file(add)
     add_answer_options(add, 256)
     add_no_pack(add)
+    add_invariant(add)
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from ..drafts.base import Speculator, network_of
 from ..drafts.modeling import DraftModel
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
+from ..invariance.mode import invariant
 from ..packing.packing import pack
 from ..scoring.plain import input_device, position_limit, space_after
 from ..settings import SpeculationConfig
@@ -49,13 +50,15 @@ def load_models(
 def pack_models(args: argparse.Namespace, target: PreTrainedModel, *speculators: Speculator) -> None:
     """Pack the weights of a target on a CPU, and those of its drafts, unless --no-pack is given; say what was packed.
 
-    Models that will be compiled stay plain: torch.compile reads no packed weights.
+    Models that will be compiled stay plain: torch.compile reads no packed weights. With --invariant the target is then
+    made invariant.
     """
-    if args.no_pack or getattr(args, "compiled", False) or input_device(target).type != "cpu":
-        return
-    packing = pack(target, *speculators)
-    if packing.packed:  # a processor that gains nothing is no news
-        print(f"hf-spec: {packing} (--no-pack: leave all plain)", file=sys.stderr)
+    if not (args.no_pack or getattr(args, "compiled", False) or input_device(target).type != "cpu"):
+        packing = pack(target, *speculators)
+        if packing.packed:  # a processor that gains nothing is no news
+            print(f"hf-spec: {packing} (--no-pack: leave all plain)", file=sys.stderr)
+    if getattr(args, "invariant", False):
+        print(f"hf-spec: {invariant(target)}", file=sys.stderr)
 
 
 def outline_of(target: str) -> PreTrainedModel:

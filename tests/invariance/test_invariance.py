@@ -169,6 +169,18 @@ def test_sampling_with_a_seed_gives_the_very_text_of_plain() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain.scores, fast.scores, strict=True))
 
 
+def test_many_prompts_in_batches_get_the_text_that_each_gets_alone() -> None:
+    model = target(num_hidden_layers=2, dtype=torch.bfloat16)
+    inputs = prompts(4, (28, 9, 21, 3))
+    rows_alone = [row_of(inputs, row) for row in range(4)]
+    with hf_spec.invariant(model):
+        alone = [model.generate(**one, max_new_tokens=NEW, do_sample=False)[0, -NEW:] for one in rows_alone]
+        asked = [one["input_ids"][0].tolist() for one in rows_alone]
+        options = {"max_new_tokens": NEW, "do_sample": False}
+        found = list(hf_spec.generate_many(model, asked, speculator="ngram", batch_size=3, **options))
+    assert [one.tokens for one in sorted(found, key=lambda one: one.index)] == [text.tolist() for text in alone]
+
+
 def test_static_caches_give_the_same_bits() -> None:
     model, inputs = target(num_hidden_layers=2), prompts(3, (28, 9, 21))
     with hf_spec.invariant(model):
