@@ -41,7 +41,7 @@ SECTIONS = {
         as_speculator set_speculator get_speculator last_speculation pure generate_many Completion RequestOutput
         pack packed unpack Packing invariant Invariance install uninstall""",
     "Drafts": """AutoDraftModel DraftModel Eagle3DraftModel EagleDraftModel PEagleDraftModel DFlashDraftModel
-        DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp EarlyExitSpeculator VanillaSpeculator
+        DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp EarlyExitSpeculator PlainSpeculator VanillaSpeculator
         TranslatedSpeculator NgramSpeculator HybridSpeculator known_drafts KnownDraft""",
     "Files of drafts": """inspect convert SpeculatorConfig Eagle3SpeculatorConfig EagleSpeculatorConfig
         PEagleSpeculatorConfig DFlashSpeculatorConfig DSparkSpeculatorConfig MedusaSpeculatorConfig

@@ -69,9 +69,8 @@ def _named_in(config: GenerationConfig | None) -> Any:
         return name
     raise TypeError(
         f"generation_config.speculator is a {type(name).__name__}, but a generation config holds what can be saved as "
-        "JSON, a str: 'ngram', 'mtp', 'early-exit', 'auto', a path or a Hub id. Pass a draft as "
-        "generate(..., speculator=draft), or "
-        "store it with hf_spec.set_speculator(model, draft)"
+        "JSON, a str: 'ngram', 'mtp', 'early-exit', 'plain', 'auto', a path or a Hub id. Pass a draft as "
+        "generate(..., speculator=draft), or store it with hf_spec.set_speculator(model, draft)"
     )
 
 

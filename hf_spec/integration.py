@@ -43,7 +43,8 @@ DOCUMENTATION = """
 
         speculator (`hf_spec.DraftModel`, a causal language model, `hf_spec.Speculator`, `str` or `False`, *optional*):
             The source of draft tokens: a draft, `"ngram"`, `"mtp"`, `"early-exit"`, `"auto"`, or a directory or Hub id
-            of a draft. `False` turns off what `hf_spec.set_speculator` or a generation config asks for.
+            of a draft. `"plain"` proposes nothing. `False` turns off what `hf_spec.set_speculator` or a generation
+            config asks for.
         speculation_config (`hf_spec.SpeculationConfig`, *optional*):
             How to draft and verify. By default as the draft says, with an adaptive draft length.
         num_speculative_tokens (`int` or `"auto"`, *optional*):

@@ -31,6 +31,7 @@ from .drafts.ngram.hybrid import HybridSpeculator
 from .drafts.ngram.speculator import NgramSpeculator
 from .drafts.peagle.configuration import PEagleSpeculatorConfig
 from .drafts.peagle.modeling import PEagleDraftModel
+from .drafts.plain.speculator import PlainSpeculator
 from .drafts.translated.speculator import TranslatedSpeculator
 from .drafts.vanilla.speculator import VanillaSpeculator
 from .integration import SpeculativeDecoding, SpeculativeModel, install, uninstall
@@ -71,6 +72,7 @@ __all__ = [
     "PEagleDraftModel",
     "PEagleSpeculatorConfig",
     "Packing",
+    "PlainSpeculator",
     "Proposal",
     "RequestOutput",
     "SpeculationConfig",

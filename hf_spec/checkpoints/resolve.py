@@ -23,6 +23,7 @@ from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..drafts.ngram.hybrid import HybridSpeculator
 from ..drafts.ngram.speculator import DEFAULT_HISTORY_SIZE, NgramSpeculator
+from ..drafts.plain.speculator import PlainSpeculator
 from ..drafts.translated.speculator import TranslatedSpeculator
 from ..drafts.vanilla.speculator import OTHER_TOKENIZERS, VanillaSpeculator
 from ..scoring.adapters import base_model
@@ -52,11 +53,12 @@ _read: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
 def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     """Turn a draft model, a language model, an assistant, a keyword, or a path or Hub id into a ``Speculator``.
 
-    The keywords are ``"ngram"``, ``"mtp"`` (the target's own MTP layers), ``"early-exit"`` (its own first layers) and
-    ``"auto"``. ``"auto"`` takes the first that exists: MTP layers, a draft of ``known_drafts(target)`` in the Hub's
-    local cache, or n-grams with a history. It is decided once for a target. ``"mtp"`` and paths are read again each
-    time, so keep ``as_speculator("mtp", target)`` for many calls. An assistant is one of transformers' own
-    (``Gemma4AssistantForCausalLM``, ``Gemma4UnifiedAssistantForCausalLM``, ``MuseGlimmerAssistantModel``).
+    The keywords are ``"ngram"``, ``"mtp"`` (the target's own MTP layers), ``"early-exit"`` (its own first layers),
+    ``"plain"`` (no draft tokens) and ``"auto"``. ``"auto"`` takes the first that exists: MTP layers, a draft of
+    ``known_drafts(target)`` in the Hub's local cache, or n-grams with a history. It is decided once for a target.
+    ``"mtp"`` and paths are read again each time, so keep ``as_speculator("mtp", target)`` for many calls. An assistant
+    is one of transformers' own (``Gemma4AssistantForCausalLM``, ``Gemma4UnifiedAssistantForCausalLM``,
+    ``MuseGlimmerAssistantModel``).
 
     Errors: a TypeError for anything else; for a path what ``load_draft`` raises.
     """
@@ -69,6 +71,8 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return base
     if speculator == "ngram":
         return _ngrams()
+    if speculator == "plain":
+        return PlainSpeculator()
     if speculator == EARLY_EXIT:
         return EarlyExitSpeculator()
     if speculator == "mtp":
@@ -88,7 +92,7 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
         return as_speculator(VanillaSpeculator(base), target)
     raise TypeError(
         "speculator must be a draft model, a language model, an assistant of transformers, 'ngram', 'mtp', "
-        "'early-exit', 'auto', a path or Hub id of one, or a hf_spec.Speculator, got "
+        "'early-exit', 'plain', 'auto', a path or Hub id of one, or a hf_spec.Speculator, got "
         f"{type(speculator).__name__}. Load a draft with AutoModel.from_pretrained, or a language model with "
         "AutoModelForCausalLM.from_pretrained or AutoModelForSeq2SeqLM.from_pretrained."
         + (" An encoder-decoder model can draft for another of its kind alone." if _encodes(base) else "")

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts.base import Speculator, network_of
+from ..drafts.plain.speculator import PlainSpeculator
 from ..parallel import ModelParallelGroup
 from ..policy.acceptance import AcceptanceEstimator
 from ..policy.adaptive import MIN_SPEEDUP, AdaptiveLength, Idle
@@ -65,6 +66,8 @@ def draft_length_policy(
     is_asked, needs_seed = ranks.broadcast((is_asked, needs_seed))
     first = _first(config, situation.speculator)
     profile = _profile(config, situation)
+    if isinstance(situation.speculator, PlainSpeculator):
+        return config, FixedLength(0, profile.acceptance, "because nothing is to be proposed")
     if is_asked and not wants_auto:
         return config, FixedLength(first, profile.acceptance, reason)
     if situation.speculator.defaults().num_speculative_tokens is None and not wants_auto:

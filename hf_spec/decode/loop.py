@@ -21,7 +21,7 @@ from ..drafts.source import Source
 from ..invariance.mode import is_invariant
 from ..metrics import SpeculationStats
 from ..parallel import ModelParallelGroup
-from ..policy.base import DraftLengthPolicy, StepObservation
+from ..policy.base import DraftLengthPolicy, DraftSource, StepObservation
 from ..policy.fixed import unbounded
 from ..proposal import Proposal
 from ..scoring.factory import runner_for
@@ -120,8 +120,14 @@ class Call:
         mask = _prompt_mask(input_ids, kwargs.get(text_arguments(self.model).mask))
         self.sequences.show_prompt()
         self.prompt_mask = mask
-        can_draft = self.config.tree is None and not self.speculator.shares_target_cache  # before the prompt is read
-        if can_draft and self.target.verifies_with_prompt(config, kwargs) and reads_prompts_causally(self.model):
+        # A draft model would have to read the prompt before the first token is shown.
+        can_draft = self.speculator.source is DraftSource.NGRAM and not self.speculator.shares_target_cache
+        if (
+            can_draft
+            and self.config.tree is None
+            and self.target.verifies_with_prompt(config, kwargs)
+            and reads_prompts_causally(self.model)
+        ):
             self.drafter = self._new_drafter(input_ids[:, :-1], mask[:, :-1], None)
             root = AcceptedTokens(input_ids[:, -1:], input_ids.new_ones(len(input_ids)))
             score = functools.partial(self.target.prefill_with_draft_tokens, input_ids, config, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .acceptance import AcceptanceEstimator
-from .base import DraftLengthPolicy, DraftPlan, Estimate, better_sources
+from .base import DraftLengthPolicy, DraftPlan, Estimate, StepObservation, better_sources
 
 UNBOUNDED = 1 << 30  # more draft tokens than any context has
 
@@ -18,8 +18,14 @@ class FixedLength(DraftLengthPolicy):
         self.length, self._reason = length, reason
 
     def plan(self, batch_size: int, estimates: Sequence[Estimate]) -> DraftPlan:
-        self._last = DraftPlan(self.length, better_sources(estimates, batch_size), self.length)
+        steps = 1 if self.length else UNBOUNDED  # nothing is to be decided again
+        self._last = DraftPlan(self.length, better_sources(estimates, batch_size), self.length, steps)
         return self._last
+
+    def observe(self, step: StepObservation) -> None:
+        """Learn from a step, unless nothing is ever drafted."""
+        if self.length:
+            super().observe(step)
 
     @property
     def longest(self) -> int:

@@ -8,14 +8,17 @@ block is scored, the query heads of a group are instead *folded* into further qu
 
 Each query still meets the same keys in the same order, so that the result is the same. All layers of a forward get the
 same mask, which is prepared for the kernel once per forward instead of once per layer.
+
+Where rows are padded, or of unequal length, a layer of full attention may be computed in *spans*: neighbouring rows,
+and the columns that these rows use. A single row with a single node needs no mask then, because it sees all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +31,32 @@ _folding: ContextVar[_Masks | None] = ContextVar("hf_spec_folding", default=None
 _folding_in_graphs = False  # torch.compile cannot look into a context variable
 
 
-class _Masks:
-    """The masks of one forward as the kernel takes them: additive, and repeated for each query head of a group."""
+class Span(NamedTuple):
+    """Rows from ``row`` up to ``end`` that attend to the columns from ``first`` up to ``last``, and to no others."""
 
-    def __init__(self) -> None:
+    row: int
+    end: int
+    first: int
+    last: int
+
+
+class _Masks:
+    """The masks of one forward as the kernel takes them: additive, and repeated for each query head of a group.
+
+    ``spans`` hold for masks that show all committed columns but padding, which ``note_causal`` names.
+    """
+
+    def __init__(self, spans: Sequence[Span] = ()) -> None:
+        self.spans = spans
+        self._width = max((span.last for span in spans), default=0)
+        self.causal: list[Tensor] = []
         self._prepared: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def spans_of(self, mask: Tensor, key: Tensor) -> Sequence[Span]:
+        """Return the spans to attend in with ``mask`` and ``key`` of one layer; none if it has to be done at once."""
+        if self.spans and key.shape[2] == self._width and any(mask is one for one in self.causal):
+            return self.spans
+        return ()
 
     def prepared(self, mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
         """Turn ``mask`` (batch, 1, nodes, slots) into (batch, 1, group * nodes, slots) of ``dtype``, once."""
@@ -46,14 +70,21 @@ class _Masks:
 
 
 @contextlib.contextmanager
-def folding() -> Iterator[None]:
-    """Fold groups in this thread's forwards of this context."""
+def folding(spans: Sequence[Span] = ()) -> Iterator[None]:
+    """Fold groups in this thread's forwards of this context, and attend in ``spans`` if there are any."""
     _hook_attention()
-    token = _folding.set(_Masks())
+    token = _folding.set(_Masks(spans))
     try:
         yield
     finally:
         _folding.reset(token)
+
+
+def note_causal(mask: Tensor) -> Tensor:
+    """Name ``mask``, which a layer of full attention is about to get, as one that spans hold for; return it."""
+    if (masks := _folding.get()) is not None and masks.spans:
+        masks.causal.append(mask)
+    return mask
 
 
 @contextlib.contextmanager
@@ -84,6 +115,9 @@ def _hook_attention() -> None:
         if not (_folding_in_graphs if in_graph else masks):
             passed = original(module, query, key, value, attention_mask, **kwargs)
             return passed
+        spans = () if masks is None else masks.spans_of(attention_mask, key)
+        if masks is not None and spans and _shares_mask(module, query, key, attention_mask, kwargs):
+            return _in_spans(query, key, value, attention_mask, masks, spans, kwargs.get("scaling")), None
         is_ordinary = query.shape[2] == 1 and not in_graph  # a plain step: it must round as plain `generate` does
         folds = not is_ordinary and _can_fold(module, query, key, value, attention_mask, kwargs)
         group = query.shape[1] // key.shape[1] if folds else 1
@@ -109,13 +143,19 @@ def unhook_attention() -> None:
 
 
 def _can_fold(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, others: Any) -> bool:
+    """Tell whether there are groups of query heads that share their keys and a mask, and would get copies of keys."""
+    if mask is None or getattr(module, "num_key_value_groups", 1) == 1:
+        return False
+    return _shares_mask(module, query, key, mask, others) and not use_gqa_in_sdpa(mask, key, value)
+
+
+def _shares_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor, others: Any) -> bool:
     """Tell whether all query heads of a group share one mask, and nothing but that mask changes the attention."""
-    if mask is None or mask.ndim != 4 or mask.shape[1] != 1 or others.get("dropout"):
+    if mask.ndim != 4 or mask.shape[1] != 1 or others.get("dropout"):
         return False
     if any(others.get(name) is not None for name in ("position_bias", "cache", "softcap", "s_aux")):
         return False
-    group = getattr(module, "num_key_value_groups", 1)
-    return 1 < group == query.shape[1] // key.shape[1] and not use_gqa_in_sdpa(mask, key, value)
+    return bool(getattr(module, "num_key_value_groups", 1) == query.shape[1] // key.shape[1])
 
 
 def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
@@ -128,3 +168,27 @@ def _folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: floa
     queries = query.reshape(batch, key.shape[1], group * nodes, width)
     seen = torch.nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scale)
     return seen.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()
+
+
+def _in_spans(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    masks: _Masks,
+    spans: Sequence[Span],
+    scale: float | None,
+) -> Tensor:
+    """Attend in ``spans``, with the query heads of a group as further queries; (batch, nodes, heads, value width)."""
+    batch, heads, nodes, width = query.shape
+    group = heads // key.shape[1]
+    queries = query.reshape(batch, key.shape[1], group * nodes, width)
+    seen = []
+    for row, end, first, last in spans:
+        shown = None
+        if nodes > 1 or end - row > 1:
+            shown = masks.prepared(mask, group, query.dtype)[row:end, :, :, first:last]
+        keys, values = key[row:end, :, first:last], value[row:end, :, first:last]
+        attend = torch.nn.functional.scaled_dot_product_attention
+        seen.append(attend(queries[row:end], keys, values, attn_mask=shown, scale=scale))
+    return torch.cat(seen).reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous()

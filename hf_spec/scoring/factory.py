@@ -11,14 +11,12 @@ from transformers.cache_utils import StaticCache
 from .architectures import keeps_own_states
 from .cache import has_states
 from .compiled import StaticCacheRunner
-from .plain import difference, input_device, plain_logits, precision
+from .plain import difference, input_device, plain_logits, rounding_of
 from .recurrent import PerTokenRunner, SnapshotRunner
 from .runner import ModelRunner
 from .trials import tried_once
 
 PROBE_TOKENS = 8  # tokens that tell whether a model reads blocks as it reads single tokens
-# Largest difference that may be due to rounding, as a share of the logits' spread.
-BLOCK_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 
 
 def runner_for(
@@ -61,4 +59,4 @@ def reads_blocks(model: PreTrainedModel) -> bool:
     prompt, rest = ids[:, :PROBE_TOKENS], ids[:, PROBE_TOKENS:]
     block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
     steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
-    return bool(difference(block, steps).max() <= BLOCK_TOLERANCE.get(precision(model), 1e-3))
+    return bool(difference(block, steps).max() <= rounding_of(model))

@@ -13,8 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from ..device_tensors import cached_arange, to_device
+from .attention import Span
 from .buffers import COLUMNS_AHEAD
 from .masks import TreeMask, depths_with, showing
+from .row_spans import RowSpans
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class KVView:
         self._padding_mask: Tensor | None = None  # (batch, columns so far), 0 at padding
         self._cached_positions: _CachedPositions | None = None  # see ``positions``
         self._depths: tuple[Tensor, ...] | None = None  # (batch, nodes) each, of the open nodes if they are a tree
+        self._row_spans = RowSpans(cache, padding)
         self._shift: Tensor | None = None  # (batch, 1), how far ``align`` has shifted the rows to the right
 
     @property
@@ -110,7 +113,12 @@ class KVView:
             equal_lengths=rows.equal_lengths,
             end=self._end if self._shift is None else None,
             crosses=self.cache.crosses,
+            spans=self.spans(count),
         )
+
+    def spans(self, count: int) -> Sequence[Span]:
+        """Return in which rows and columns ``count`` new nodes attend; none where all rows attend at once."""
+        return self._row_spans.of(count)
 
     def positions(self, origin: Tensor, block: TreeMask) -> Tensor:
         """Return the positions of the new nodes, (..., batch, nodes).
@@ -201,6 +209,7 @@ class KVView:
             return False
         self.cache.join(other.cache)
         self.padding = self._depths = None
+        self._row_spans = RowSpans(self.cache, None)
         return True
 
     def align(self) -> Tensor:
@@ -215,6 +224,7 @@ class KVView:
         """
         rows = self.cache.rows
         most = rows.longest - rows.shortest
+        self._row_spans.align()
         shift: Tensor = self.cache.align()[:, None]
         before = rows.lengths.new_ones((len(shift), 0), dtype=torch.bool) if self.padding is None else self.padding
         source = cached_arange(before.shape[1] + most, self.device) - shift  # (batch, columns)

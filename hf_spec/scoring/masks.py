@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 
 from ..device_tensors import cached_arange
-from .attention import folding
+from .attention import Span, folding, note_causal
 from .hooks import NO_CONTEXT, wraps
 
 
@@ -55,6 +55,7 @@ class TreeMask:
     equal_lengths: bool = False  # the rows are equally long
     end: int | None = None  # no row may ever reach this column
     crosses: bool = False
+    spans: Sequence[Span] = ()  # in which layers of full attention are computed
     asked: int = 0
 
     @property
@@ -180,7 +181,7 @@ def full_masks(count: int, implementation: str) -> list[Tensor | None] | None:
     if block is None or implementation != "sdpa":
         return None
     block.asked += 1
-    return [None if block.hides_nothing else block.shown(0, block.width)[0][:, None]] * count
+    return [None if block.hides_nothing else note_causal(block.shown(0, block.width)[0][:, None])] * count
 
 
 def why_no_masks(implementation: str) -> str | None:
@@ -211,10 +212,22 @@ def showing(block: TreeMask, implementation: str) -> Iterator[None]:
     token = _block.set(block)
     _count(1)
     try:
-        with NO_CONTEXT if block.hides_nothing else folding():
+        with NO_CONTEXT if block.hides_nothing else folding(block.spans):
             yield
     finally:
         _block.reset(token)
+        _count(-1)
+
+
+@contextlib.contextmanager
+def attending_in(spans: Sequence[Span], implementation: str) -> Iterator[None]:
+    """Let forwards of this context attend in ``spans`` of the rows, by transformers' own masks of a plain step."""
+    _hook_masks(implementation)
+    _count(1)
+    try:
+        with folding(spans):
+            yield
+    finally:
         _count(-1)
 
 
@@ -234,7 +247,9 @@ def _hook_masks(implementation: str) -> None:
     def mask(*args: Any, **kwargs: Any) -> Any:
         block = open_block()
         if block is None:
-            return original(*args, **kwargs)
+            plain = original(*args, **kwargs)
+            is_full = _any_open and isinstance(plain, Tensor) and kwargs.get("mask_function") is causal_mask_function
+            return note_causal(plain) if is_full else plain
         if block.crosses and kwargs["mask_function"] is bidirectional_mask_function:
             return original(*args, **kwargs)  # all nodes see the same of an encoder's states
         block.asked += 1
@@ -244,7 +259,8 @@ def _hook_masks(implementation: str) -> None:
         if may_skip and block.hides_nothing and kwargs["mask_function"] is causal_mask_function:
             return None
         if implementation == "sdpa" and kwargs["mask_function"] is causal_mask_function:
-            return block.shown(kwargs["kv_offset"], kwargs["kv_length"])[0][:, None]  # what `original` would return
+            # What `original` would return.
+            return note_causal(block.shown(kwargs["kv_offset"], kwargs["kv_length"])[0][:, None])
         function = block.mask_function(kwargs["mask_function"], kwargs["kv_offset"], kwargs["kv_length"])
         changed = {"mask_function": function, "attention_mask": None, "q_offset": 0, "allow_is_causal_skip": False}
         return original(*args, **{**kwargs, **changed})

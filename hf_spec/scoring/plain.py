@@ -15,6 +15,8 @@ from .architectures import arguments_of, cache_name, cross_attends, keeps_own_st
 from .names import text_arguments
 
 MASKED = -1e4  # logits as low as this are a mask: no head computes them
+# Largest difference between two readings of one text that may be due to rounding, as a share of the logits' spread.
+ROUNDING = {torch.float32: 1e-3, torch.float16: 0.15, torch.bfloat16: 0.25}
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
@@ -30,6 +32,11 @@ def precision(model: PreTrainedModel) -> torch.dtype:
     """Return the dtype of the matrix products of ``model``, which torch.autocast may have changed."""
     kind = input_device(model).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+
+
+def rounding_of(model: PreTrainedModel) -> float:
+    """Return the largest difference of two readings of one text that may be due to rounding; see ``difference``."""
+    return ROUNDING.get(precision(model), 1e-3)
 
 
 def scored_vocabulary(model: Any) -> int:

@@ -23,9 +23,10 @@ from .architectures import cache_name
 from .cache import TreeKVCache, keeps_everything, undo_reading
 from .changes import foreign_hooks
 from .features import Features
+from .groups import Reading, groups_of, read_in_groups
 from .hooks import NO_CONTEXT, hooked
 from .kv_view import KVView
-from .masks import TreeMask
+from .masks import TreeMask, attending_in
 from .names import CACHES, OF_DECODER_ONLY, text_arguments
 from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
@@ -161,11 +162,50 @@ class ModelRunner:
             generation_config = copy.copy(generation_config)
             generation_config.disable_compile = True  # of chunks: a graph keeps the hooks that it was compiled with
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
-        with self._recording() as record:
-            outputs = self.model._prefill(input_ids, generation_config, model_kwargs)
-        self._start_after(input_ids, outputs, model_kwargs, record)
-        features = torch.cat(record.features, dim=1) if record.features else None
-        return Scores(outputs.logits[:, -1:], features, self.features.all_hidden(outputs))
+        reading = self._read_prompt(input_ids, generation_config, model_kwargs)
+        outputs = reading.outputs
+        self._start_after(input_ids, outputs, model_kwargs)
+        return Scores(outputs.logits[:, -1:], reading.features, self.features.all_hidden(outputs))
+
+    def _read_prompt(
+        self, ids: Tensor, config: GenerationConfig, kwargs: dict[str, Any], last: int = 1, **changed: Any
+    ) -> Reading:
+        """Read ``ids`` by transformers' own prefill, in groups where that costs less; score ``last`` tokens or more.
+
+        ``changed`` replaces arguments of each forward.
+        """
+
+        def read(ids: Tensor, kwargs: dict[str, Any]) -> Reading:
+            with self._recording(**changed) as record:
+                outputs = self.model._prefill(ids, config, kwargs)
+            self._by_token = {*TOKEN_TYPES, *record.by_token}
+            return Reading(outputs, torch.cat(record.features, dim=1) if record.features else None)
+
+        has_padding = len(ids) > 1 and kwargs.get("attention_mask") is not None
+        can_group = has_padding and not self._adapted and self._reads_text_alone(kwargs)
+        if can_group and (groups := groups_of(self.model, ids, kwargs)):
+            return read_in_groups(groups, ids, kwargs, self._cache_name, read, last)
+        return read(ids, kwargs)
+
+    def _reads_text_alone(self, model_kwargs: dict[str, Any]) -> bool:
+        """Tell whether a prompt is tokens alone, read into an empty cache, and nobody asks how it is read.
+
+        Hooks of other packages may act on prompts, and returned hidden states include the padding.
+        """
+        cache = model_kwargs.get(self._cache_name)
+        text = (*OF_DECODER_ONLY, *PER_FORWARD)
+        others = {name: value for name, value in model_kwargs.items() if name not in text}
+        return (
+            not self.features.every
+            and model_kwargs.get("inputs_embeds") is None
+            and not any(
+                isinstance(value, Tensor) or (value and name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+                for name, value in others.items()
+            )
+            and isinstance(cache, DynamicCache)
+            and cache.get_seq_length() == 0
+            and not foreign_hooks(self.model)
+        )
 
     def verifies_with_prompt(self, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> bool:
         """Tell whether ``prefill_with_draft_tokens`` can replace ``prefill``.
@@ -175,22 +215,11 @@ class ModelRunner:
         may want the prompt's features, and the model has to read prompts causally. There must be no hooks of other
         packages: one that acts on prompts (a press that prunes the cache) would take draft tokens for a part of one.
         """
-        cache = model_kwargs.get(self._cache_name)
-        text = (*OF_DECODER_ONLY, *PER_FORWARD)
-        others = {name: value for name, value in model_kwargs.items() if name not in text}
         return (
             not self.features.layers
-            and not self.features.every
             and generation_config.prefill_chunk_size is None
-            and model_kwargs.get("inputs_embeds") is None
-            and not any(
-                isinstance(value, Tensor) or (value and name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
-                for name, value in others.items()
-            )
-            and isinstance(cache, DynamicCache)
-            and cache.get_seq_length() == 0
-            and keeps_everything(cache)
-            and not foreign_hooks(self.model)
+            and self._reads_text_alone(model_kwargs)
+            and keeps_everything(model_kwargs[self._cache_name])
         )
 
     def prefill_with_draft_tokens(
@@ -210,10 +239,9 @@ class ModelRunner:
         # Passed to the forward itself: some models' prepare_inputs_for_generation always sets logits_to_keep to 1.
         kept = {"logits_to_keep": 1 + count} if self.model._supports_logits_to_keep() else {}
         self._undo_prompt = undo_reading(model_kwargs.get(self._cache_name))
-        with self._recording(**kept) as record:
-            ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
-            outputs = self.model._prefill(ids, generation_config, kwargs)
-        self._start_after(input_ids, outputs, model_kwargs, record, 1 + count)
+        ids = torch.cat([input_ids, proposal.tokens[:, 1:]], dim=1)
+        outputs = self._read_prompt(ids, generation_config, kwargs, 1 + count, **kept).outputs
+        self._start_after(input_ids, outputs, model_kwargs, 1 + count)
         return Scores(outputs.logits[:, -1 - count :])
 
     def prefill_tokens(
@@ -247,13 +275,11 @@ class ModelRunner:
         input_ids: Tensor,
         outputs: Any,
         model_kwargs: dict[str, Any],
-        record: _PrefillRecord,
         open_nodes: int = 0,
     ) -> None:
         """Set up the slots after a prompt, and the arguments that the model itself prepares for the next forward."""
         batch, cache = len(outputs.logits), outputs[self._cache_name]
         prepared = step_inputs(self.model, input_ids, outputs, model_kwargs)
-        self._by_token = {*TOKEN_TYPES, *record.by_token}
         padding = model_kwargs.get(self._names.mask)
         self._start(cache, batch, outputs.logits.device, padding, prepared, open_nodes)
 
@@ -337,7 +363,9 @@ class ModelRunner:
             inputs[self._names.mask] = mask
         if self._origin is not None:
             inputs[self._names.positions] = slots.next_positions(self._origin, 0, 1)
-        outputs = self._forward(inputs)
+        spans = slots.spans(1)
+        with attending_in(spans, self._text_config._attn_implementation) if spans else NO_CONTEXT:
+            outputs = self._forward(inputs)
         rows.draft_nodes = 1
         return Scores(outputs.logits, self.features.joined(outputs, caught), self.features.all_hidden(outputs))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import prompts
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 from twins import BATCHES, SHAPES, Oracle, draft, target, tokenizer
@@ -217,7 +218,8 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
         assert torch.equal(out.sequences, plain)
         stats: SpeculationStats = out.speculation
         emitted = lengths(plain, options)
-        with_prompt = config is None or config.tree is None  # the guesses of the first step were read with the prompt
+        # Guesses of the first step were read with the prompt, unless a model has to draft them.
+        with_prompt = config.tree is None and not isinstance(speculator, PreTrainedModel)
         assert [(not with_prompt) + row.emitted for row in stats.per_row] == emitted
         assert [row.tokens for row in stats.per_row] == [
             row[13 : 13 + count].tolist() for row, count in zip(plain, emitted, strict=True)

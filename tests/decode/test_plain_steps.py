@@ -125,6 +125,6 @@ def test_the_policy_is_asked_once_for_several_plain_steps(monkeypatch: pytest.Mo
 
     force_lengths(monkeypatch, choose, plain_steps=FADED_TOGETHER)
     out = target().generate(
-        **prompts(3), speculator=draft(), speculation_config=AUTO, max_new_tokens=32, return_dict_in_generate=True
+        **prompts(3), speculator=draft(), speculation_config=AUTO, max_new_tokens=33, return_dict_in_generate=True
     )
     assert out.speculation.steps == 32 and len(asked) == 32 / FADED_TOGETHER

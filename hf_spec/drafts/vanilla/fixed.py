@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ...proposal import Proposal
 from ...scoring.architectures import cross_attends
-from ...scoring.factory import BLOCK_TOLERANCE
 from ...scoring.names import CACHE
 from ...scoring.plain import (
     difference,
@@ -24,8 +23,8 @@ from ...scoring.plain import (
     new_cache,
     plain_logits,
     position_limit,
-    precision,
     prompt_kwargs,
+    rounding_of,
 )
 from ...scoring.trials import in_short, tried_once
 from ..base import AcceptedTokens, DraftContext
@@ -97,7 +96,7 @@ def _why_read_differently(model: PreTrainedModel) -> str | None:
         logits = kv.run(kv.keys.opened(), rest, None)
     except Exception as error:  # a model may fail anyhow on slots that are no cache of transformers
         return f"it takes no fixed slots ({in_short(error)})"
-    if not bool((difference(logits, expected) <= BLOCK_TOLERANCE.get(precision(model), 1e-3)).all()):
+    if not bool((difference(logits, expected) <= rounding_of(model)).all()):
         return "it reads fixed slots differently"
     return None
 

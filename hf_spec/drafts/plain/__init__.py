@@ -1,0 +1,1 @@
+"""Nothing is proposed: plain steps, by the loop and the cache of this package."""
