@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,6 +42,33 @@ class Prefixes:
         """Return the last ``count`` tokens of each prefix (prefixes, count), and whether it has that many."""
         column = (self.lengths[:, None] - count + cached_arange(count, self.tokens.device)).clamp(min=0)
         return self.tokens.gather(1, column), self.lengths >= count
+
+
+class FirstTokenListener:
+    """Whisper's detection of silence for one call: it hears the scores of every row's first token and changes none.
+
+    Plain ``generate`` asks it once for each token, and it ignores all but the first. It may encode the sound again to
+    find out, so it is asked once here.
+    """
+
+    def __init__(self, detection: logits_process.WhisperNoSpeechDetection) -> None:
+        self.detection = detection
+        self.has_heard = False
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self.has_heard and input_ids.shape[1] == self.detection.begin_index:
+            self.has_heard = True
+            self.detection(cast(torch.LongTensor, input_ids), cast(torch.FloatTensor, scores))
+        return scores
+
+
+def _hear_first_tokens(one: FirstTokenListener, prefixes: Prefixes, scores: Tensor) -> Tensor:
+    begin = one.detection.begin_index
+    if not one.has_heard and prefixes.shortest == begin:  # all rows are there, and their roots end the prompt
+        is_root = torch.ones_like(prefixes.rows, dtype=torch.bool)  # the first prefix of each row
+        is_root[1:] = prefixes.rows[1:] != prefixes.rows[:-1]
+        one(prefixes.tokens[is_root, :begin], scores[is_root])
+    return scores
 
 
 def _min_length(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
@@ -135,6 +162,42 @@ def _sequence_bias(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
     return scores + bias
 
 
+def _timestamps(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
+    """Apply Whisper's rules: timestamps come in pairs, never decrease, and come first if they are likelier than text.
+
+    Source: https://arxiv.org/abs/2212.04356, section 2.3 and the rules of its decoding.
+    """
+    first, begin = one.timestamp_begin, one.begin_index
+    token = cached_arange(scores.shape[-1], scores.device)
+    is_time = token >= first
+    emitted = (prefixes.lengths - begin)[:, None]  # (prefixes, 1)
+    before, last = prefixes.ends(2)[0].T[:, :, None]  # (prefixes, 1) each
+    ends_in_time = (emitted >= 1) & (last >= first)
+    ends_in_two = ends_in_time & ((emitted < 2) | (before >= first))
+    opened = ends_in_time & ~ends_in_two  # the second one of the pair, or the end, has to follow
+    banned = (token == one.no_timestamps_token_id) | (ends_in_two & is_time) | (opened & (token < one.eos_token_id))
+    banned = banned | (is_time & (token < _earliest(first, begin, prefixes) + (~opened).long()))
+    if prefixes.shortest <= begin <= prefixes.longest:
+        outside = ~is_time
+        if one.max_initial_timestamp_index is not None:
+            outside = outside | (token > first + one.max_initial_timestamp_index)
+        banned = banned | ((emitted == 0) & outside)
+    scores = scores.masked_fill(banned, -math.inf)
+    if one._detect_timestamp_from_logprob:
+        logprobs = scores.log_softmax(-1)
+        beats_text = logprobs[:, first:].logsumexp(-1) > logprobs[:, :first].amax(-1)
+        scores = scores.masked_fill(beats_text[:, None] & ~is_time, -math.inf)
+    return scores
+
+
+def _earliest(first: int, begin: int, prefixes: Prefixes) -> Tensor:
+    """Return the last timestamp that each prefix emitted, (prefixes, 1); without one, what precedes the ``first``."""
+    column = prefixes.columns
+    emitted = (column >= begin) & (column < prefixes.lengths[:, None])
+    place = torch.where(emitted & (prefixes.tokens >= first), column, -1).amax(1, keepdim=True)  # (prefixes, 1)
+    return torch.where(place >= 0, prefixes.tokens.gather(1, place.clamp(min=0)), first - 1)
+
+
 def _are(tokens: Tensor, scores: Tensor) -> Tensor:
     """Tell which tokens of the vocabulary are among ``tokens``, (vocabulary,) bool."""
     return torch.isin(cached_arange(scores.shape[-1], scores.device), tokens.to(scores.device))
@@ -151,4 +214,6 @@ VECTORIZED: dict[type, Callable[[Any, Prefixes, Tensor], Tensor]] = {
     logits_process.RepetitionPenaltyLogitsProcessor: _repetition,
     logits_process.SequenceBiasLogitsProcessor: _sequence_bias,
     logits_process.SuppressTokensAtBeginLogitsProcessor: _suppress_at_begin,
+    logits_process.WhisperTimeStampLogitsProcessor: _timestamps,
+    FirstTokenListener: _hear_first_tokens,
 }

@@ -24,7 +24,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from ..device_tensors import to_device
-from .prefixes import VECTORIZED, Prefixes
+from .prefixes import VECTORIZED, FirstTokenListener, Prefixes
 from .warpers import in_less_time
 
 P = TypeVar("P")
@@ -60,6 +60,8 @@ PER_SEQUENCE: frozenset[type] = frozenset(
         logits_process.SequenceBiasLogitsProcessor,
         logits_process.SuppressTokensAtBeginLogitsProcessor,
         logits_process.WatermarkLogitsProcessor,  # reseeds its generator from the prefix at every call
+        logits_process.WhisperTimeStampLogitsProcessor,
+        FirstTokenListener,
     }
 )
 
@@ -67,7 +69,6 @@ PER_SEQUENCE: frozenset[type] = frozenset(
 #   SynthIDTextWatermark, UnbatchedClassifierFreeGuidance, DiaEOSDelayPattern: keep a state between calls
 #   EncoderNoRepeatNGram, EncoderRepetitionPenalty: depend on the position of a row in the batch
 #   ClassifierFreeGuidance, DiaClassifierFreeGuidance, DiaEOSChannelFilter: mix rows
-#   WhisperNoSpeechDetection, WhisperTimeStamp: belong to the loop of an encoder-decoder, which resets them
 
 _PURE = "_hf_spec_pure"
 
@@ -96,7 +97,7 @@ class Processors:
     """
 
     def __init__(self, processors: LogitsProcessorList, rows: int | None = None) -> None:
-        self._all = processors
+        self._all = processors = LogitsProcessorList(map(_listening_once, processors))
         if rows is not None:
             _check_rows(processors, rows)
         stateless = [one for one in processors if type(one) in STATELESS]
@@ -210,6 +211,11 @@ def _is_per_sequence(processor: Any) -> bool:
 def is_declared_pure(one: Any) -> bool:
     """Tell whether ``pure`` was called on ``one`` or its class."""
     return _PURE in vars(type(one)) or _PURE in getattr(one, "__dict__", {})
+
+
+def _listening_once(processor: Any) -> Any:
+    is_detection = type(processor) is logits_process.WhisperNoSpeechDetection
+    return FirstTokenListener(processor) if is_detection else processor
 
 
 def _bind(processor: Any, rows: list[int]) -> Any:

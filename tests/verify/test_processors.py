@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.generation import logits_process
 
 from hf_spec.proposal import NO_PARENT, PAD_NODE, Proposal
 from hf_spec.verify import warpers
+from hf_spec.verify.prefixes import Prefixes
 from hf_spec.verify.processors import Processors, pure
 from hf_spec.verify.scores import NodeScores
 
@@ -29,6 +31,15 @@ EOS = 2
 def is_even(row: int, prefix: Tensor) -> list[int]:
     """Allow other tokens in every row and after every prefix."""
     return [token for token in range(VOCAB) if (token + row + int(prefix.sum())) % 3]
+
+
+def timestamps(begin: int, **options: Any) -> LogitsProcessor:
+    """Make Whisper's processor: 0 and 1 are text, 2 ends, 3 is not to come, and timestamps begin at 4."""
+    known = {"max_initial_timestamp_index": 2, "no_timestamps_token_id": 3} | options
+    config = GenerationConfig(eos_token_id=EOS, bos_token_id=EOS)
+    for name, value in known.items():
+        setattr(config, name, value)
+    return logits_process.WhisperTimeStampLogitsProcessor(config, begin_index=begin)
 
 
 STATELESS: dict[str, Callable[[], LogitsProcessor]] = {
@@ -65,6 +76,9 @@ PER_SEQUENCE: dict[str, Callable[[], LogitsProcessor]] = {
     "decay": lambda: logits_process.ExponentialDecayLengthPenalty((2, 1.4), EOS, 4),
     "suppress_begin": lambda: logits_process.SuppressTokensAtBeginLogitsProcessor([1, 2, 3], 6),
     "codebooks": lambda: logits_process.AlternatingCodebooksLogitsProcessor(2, 0, 4),
+    "timestamps": lambda: timestamps(1),
+    "timestamps_anywhere": lambda: timestamps(1, max_initial_timestamp_index=None),
+    "timestamps_not_preferred": lambda: timestamps(1, _detect_timestamp_from_logprob=False),
     "watermark": lambda: logits_process.WatermarkLogitsProcessor(VOCAB, "cpu"),
     "watermark_self": lambda: logits_process.WatermarkLogitsProcessor(
         VOCAB, "cpu", seeding_scheme="selfhash", context_width=2, bias=1.0
@@ -218,6 +232,45 @@ def test_processors_begin_and_end_at_any_length(case: str) -> None:
     assert len(set(changed)) > 2
 
 
+@pytest.mark.parametrize("prefers", [True, False])
+def test_rules_of_timestamps_after_every_short_text(prefers: bool) -> None:
+    """After a prompt of two tokens, one of them a timestamp, come up to four of two words, the end and timestamps."""
+    one = timestamps(2, _detect_timestamp_from_logprob=prefers, max_initial_timestamp_index=3)
+    texts = [text for count in range(5) for text in itertools.product([0, 1, EOS, 4, 6, 9], repeat=count)]
+    lengths = torch.tensor([2 + len(text) for text in texts])
+    tokens = torch.tensor([[0, 5, *text, *[7] * (4 - len(text))] for text in texts])  # 7: what comes after a text
+    scores = torch.randn(len(texts), VOCAB, generator=torch.Generator().manual_seed(0))
+    scores[:, : EOS + 1] += 4  # so that timestamps are not always likelier
+    got = Processors(LogitsProcessorList([one])).at_once(scores, Prefixes(tokens, lengths, lengths, 2, 6))
+    for length in range(2, 7):
+        rows = lengths == length
+        assert same(got[rows], one(tokens[rows, :length], scores[rows])), length
+    kinds = {tuple(row) for row in torch.stack([got[:, end].isinf() for end in (0, EOS, 4, 6, 9, 20)], 1).tolist()}
+    assert len(kinds) > 8, "too few rules were met"
+
+
+@pytest.mark.parametrize("others", [(), ("min_length",), ("timestamps", "suppress_begin"), ("watermark",)])
+@pytest.mark.parametrize("shape", [chain, tree])
+def test_silence_is_detected_once_in_all_rows(others: tuple[str, ...], shape: Callable[..., Proposal]) -> None:
+    """From the scores of the first tokens, whichever way the nodes are asked and whatever the other processors are."""
+    for ask in ("at_root", "at", "at_all_nodes", "best_tokens"):
+        detection = logits_process.WhisperNoSpeechDetection(no_speech_token=7, begin_index=1)
+        block = Block(shape, 5)
+        processors = Processors(LogitsProcessorList([detection, *make(*others)]))
+        assert not processors.lockstep
+        rows, begun = list(range(len(ROWS))), [1] * len(ROWS)
+        nodes = NodeScores(processors, block.logits, block.proposal, block.text, begun, rows)
+        given = (torch.zeros(len(ROWS), dtype=torch.long),) if ask == "at" else ()
+        getattr(nodes, ask)(*given)
+        want = block.logits[:, 0].softmax(-1)[:, 7]
+        assert same(detection.no_speech_prob, want), ask
+        later = NodeScores(
+            processors, block.logits + torch.randn_like(block.logits), block.proposal, block.text, begun, rows
+        )
+        getattr(later, ask)(*given)
+        assert same(detection.no_speech_prob, want), "it was asked again"
+
+
 def test_a_sequence_is_as_long_as_what_has_been_said() -> None:
     """It ends a prefix that is as long, and no shorter one that begins with it or consists of one token of it."""
     block = Block(chain, 4)
@@ -282,6 +335,7 @@ BUILT_IN = (
     "min_length",
     "forced_eos",
     "suppress_begin",
+    "timestamps",
     "top_k",
 )
 
@@ -427,7 +481,8 @@ def lockstep(processor: object) -> bool:
 
 
 def test_every_processor_of_transformers_has_its_tier() -> None:
-    known = {type(one()) for one in (STATELESS | PER_SEQUENCE).values()} | {logits_process.InfNanRemoveLogitsProcessor}
+    known = {type(one()) for one in (STATELESS | PER_SEQUENCE).values()}
+    known |= {logits_process.InfNanRemoveLogitsProcessor, logits_process.WhisperNoSpeechDetection}
     for name, kind in inspect.getmembers(logits_process, inspect.isclass):
         if issubclass(kind, LogitsProcessor) and kind is not logits_process.PrefixConstrainedLogitsProcessor:
             assert lockstep(kind.__new__(kind)) == (kind not in known), name
