@@ -91,6 +91,8 @@ class Prompt:
         }
         ids, mask = tokens_for(model, rows, PROMPT_TOKENS), None
         if isinstance(seen := kwargs.get("attention_mask"), Tensor) and seen.ndim == 2:
+            # A copy: of Whisper's windows it may still be the caller's own, with more rows than are decoded here.
+            kwargs["attention_mask"] = seen = seen.clone()
             shown = seen[-1].nonzero()[:, 0]
             seen[-1, shown[-max(1, len(shown) // 3) :][: len(shown) - 1]] = 0
         if model_kwargs.get(names.mask) is not None:
