@@ -17,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 from transformers.utils import logging
 
 from .batching.hooks import HOOKS as BATCHING
@@ -26,7 +27,13 @@ from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
 from .decode.entry import Decoding, Stream, decode_with, refuse_other_ways
 from .decode.options import option
-from .decode.outputs import SpeculativeEncoderDecoderOutput, SpeculativeOutput, forget_speculation
+from .decode.outputs import (
+    SpeculativeEncoderDecoderOutput,
+    SpeculativeOutput,
+    forget_speculation,
+    with_speculation,
+)
+from .decode.parts import collecting, noting_fallbacks, noting_rows
 from .decode.refusals import Refusal
 from .defaults import default_speculator
 from .drafts.base import Speculator
@@ -147,11 +154,14 @@ def install() -> None:
         GenerationMixin.generate = _speculative(GenerationMixin.generate)  # type: ignore[method-assign]
         for name, wrap in BATCHING.items():
             setattr(_owner(name), name, wrap(getattr(_owner(name), name)))
+        for name, wrap in WHISPER.items():
+            setattr(WhisperGenerationMixin, name, wrap(getattr(WhisperGenerationMixin, name)))
 
 
 def uninstall() -> None:
     """Undo ``install``: ``generate``, ``generate_batch`` and the mask functions of transformers are its own again."""
-    for owner, name in ((GenerationMixin, "generate"), *((_owner(name), name) for name in BATCHING)):
+    of_whisper = ((WhisperGenerationMixin, name) for name in WHISPER)
+    for owner, name in ((GenerationMixin, "generate"), *of_whisper, *((_owner(name), name) for name in BATCHING)):
         ours = getattr(owner, name)
         setattr(owner, name, getattr(ours, "_hf_spec_original", ours))
     unhook_masks()
@@ -209,6 +219,56 @@ def _speculative(plain: Any) -> Any:
     return generate
 
 
+def _speculative_whisper(plain: Any) -> Any:
+    """Wrap Whisper's own ``generate``, which calls the usual one for each window: refuse early, and sum up."""
+    names = list(inspect.signature(plain).parameters)[1:]
+
+    @functools.wraps(plain)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs | dict(zip(names, args, strict=False))
+        if given.get("speculator") not in (None, False):
+            if given.get("return_token_timestamps"):
+                raise Refusal(
+                    "Cannot generate with a speculator: return_token_timestamps (return_timestamps='word' in a "
+                    "pipeline) aligns words by the attention of single steps. Ask for timestamps of segments, "
+                    "return_timestamps=True, or generate without `speculator`."
+                )
+            refuse_other_ways(self, given)
+            kwargs |= _read_once(self, given)
+        with collecting(self) as parts:
+            output = plain(self, *args, **kwargs)
+        return with_speculation(output, parts)
+
+    generate._hf_spec_original = plain  # type: ignore[attr-defined]
+    generate.__signature__ = signature_with_keywords(plain)  # type: ignore[attr-defined]
+    generate.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
+    return generate
+
+
+# Methods of Whisper that its windows go through.
+WHISPER = {
+    "generate": _speculative_whisper,
+    "generate_with_fallback": noting_rows,
+    "_need_fallback": noting_fallbacks,
+}
+
+
+def _read_once(model: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a call that takes a draft of a name, or with another tokenizer, with the draft itself."""
+    speculator, tokenizer = given["speculator"], given.get("tokenizer")
+    if given.get("assistant_tokenizer") is not None:
+        found = _translated(speculator, model, given["assistant_tokenizer"], tokenizer)
+    elif isinstance(speculator, str | os.PathLike) and speculator != EARLY_EXIT:  # whose layer the call may name
+        found = as_speculator(speculator, model)
+    else:
+        return {}
+    return {"speculator": found} | ({"assistant_tokenizer": None} if "assistant_tokenizer" in given else {})
+
+
+def _translated(speculator: Any, model: Any, other: Any, tokenizer: Any) -> Speculator:
+    return with_tokenizers(speculator, base_model(model), other, getattr(tokenizer, "tokenizer", tokenizer))
+
+
 def _speculate(
     plain: Any,
     model: Any,
@@ -226,10 +286,7 @@ def _speculate(
         refuse_while_engine_decodes(model)
         speculator = _with_exit_layer(model, speculator, kwargs)
         tokenizer, other = kwargs.pop("tokenizer", None), kwargs.pop("assistant_tokenizer", None)
-        if other is None:
-            found = as_speculator(speculator, model)
-        else:
-            found = with_tokenizers(speculator, base_model(model), other, getattr(tokenizer, "tokenizer", tokenizer))
+        found = as_speculator(speculator, model) if other is None else _translated(speculator, model, other, tokenizer)
         return decode_with(plain, model, found, config, num_speculative_tokens, kwargs, stream, tokenizer)
     except BaseException:
         if stream is not None and ends_stream and not stream.began:

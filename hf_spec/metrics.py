@@ -101,6 +101,13 @@ class RowStats(Counts):
     tokens: list[int] = field(default_factory=list)
     guessed: list[bool] = field(default_factory=list)
 
+    def add_row(self, other: RowStats) -> None:
+        """Count in what the row did in ``other``, after what it did so far."""
+        self.add(other)
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+        self.guessed += other.guessed
+
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, ready for JSON; tokens are left out."""
         return {**super().to_dict(), "seconds": self.seconds}
@@ -148,12 +155,22 @@ class SpeculationStats:
         self._first: list[int] = [0] * self.batch_size  # tokens that rows got in steps with their first one
 
     @classmethod
-    def merge(cls, calls: Sequence[SpeculationStats]) -> SpeculationStats:
-        """Put the rows, steps and seconds of several calls together; ``time_to_first_token`` becomes their mean."""
-        rows = [row for call in calls for row in call.per_row]
-        merged = cls(
-            len(rows), per_row=rows, tokenizer=next((call.tokenizer for call in calls if call.tokenizer), None)
-        )
+    def merge(cls, calls: Sequence[SpeculationStats], rows: Sequence[Sequence[int]] | None = None) -> SpeculationStats:
+        """Put the rows, steps and seconds of several calls together; ``time_to_first_token`` becomes their mean.
+
+        ``rows[i][b]`` is the row of the result that row b of ``calls[i]`` is added to. Left out, every row stays one.
+        """
+        per_row = [row for call in calls for row in call.per_row]
+        if rows is not None:
+            numbers = [number for call in rows for number in call]
+            sums = [RowStats() for _ in range(max(numbers, default=-1) + 1)]
+            for number, row in zip(numbers, per_row, strict=True):
+                sums[number].add_row(row)
+            per_row = sums
+        tokenizer = next((call.tokenizer for call in calls if call.tokenizer), None)
+        merged = cls(len(per_row), per_row=per_row, tokenizer=tokenizer)
+        if len(lengths := {call.draft_lengths for call in calls}) == 1:
+            merged.draft_lengths = lengths.pop()
         for name in SUMMED:
             setattr(merged, name, sum(getattr(call, name) for call in calls))
         merged.invariant = bool(calls) and all(call.invariant for call in calls)

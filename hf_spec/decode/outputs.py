@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..metrics import SpeculationStats
 from ..scoring.adapters import base_model
 from ..scoring.features import streams_first
+from .parts import Parts, is_part
 
 
 @dataclass
@@ -32,8 +33,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
     """The same of an encoder-decoder model, with the states of its encoder and decoder under their own names.
 
-    ``speculation`` is ``None`` where the model's own ``generate`` cuts every field into rows (Whisper): ask
-    ``last_speculation(model)``.
+    Whisper decodes sound in windows, some of them several times: ``speculation`` holds the sum.
     """
 
     speculation: SpeculationStats | None = None
@@ -49,7 +49,7 @@ def output_of(
     if encoder_outputs is None:
         return SpeculativeOutput(**found)
     if cast(Any, type(model)).generate is not cast(Any, GenerationMixin).generate:
-        found["speculation"] = None
+        found["speculation"] = None  # Whisper's own cuts every field into rows
     states = found.pop("hidden_states")
     of_encoder = None if states is None else getattr(encoder_outputs, "hidden_states", None)
     return SpeculativeEncoderDecoderOutput(**found, decoder_hidden_states=states, encoder_hidden_states=of_encoder)
@@ -64,15 +64,27 @@ def last_speculation(model: PreTrainedModel) -> SpeculationStats | None:
     """Return the statistics of the last ``generate`` call of ``model`` with a speculator; None if there was none.
 
     For callers that see no output of ``generate``, such as those of a pipeline. None, too, if a default speculator
-    could not serve the last call. Some models let an inner model generate (BLIP-2): then its last call counts.
+    could not serve the last call. Some models let an inner model generate (BLIP-2): then its last call counts. Of
+    Whisper it is the sum over all windows and fallbacks of a call.
     """
     found = [known for module in base_model(model).modules() if (known := _last.get(module)) is not None]
     return max(found, key=lambda known: known[0])[1] if found else None
 
 
 def remember_speculation(model: PreTrainedModel, stats: SpeculationStats) -> None:
-    """Store ``stats`` as those of the last call of ``model``."""
-    _last[model] = next(_calls), stats
+    """Store ``stats`` as those of the last call of ``model``, or as those of a part of a call that goes on."""
+    if not is_part(model, stats):
+        _last[model] = next(_calls), stats
+
+
+def with_speculation(output: Any, parts: Parts) -> Any:
+    """Store the sum of the ``parts`` of a call, and return its ``output`` with it, if that has named fields."""
+    stats = parts.together()
+    if stats is not None:
+        remember_speculation(parts.model, stats)
+        if isinstance(output, dict):  # a ModelOutput is one, too
+            output["speculation"] = stats
+    return output
 
 
 def forget_speculation(model: PreTrainedModel) -> None:
