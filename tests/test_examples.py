@@ -7,13 +7,17 @@ import json
 import re
 import runpy
 import shutil
+import wave
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
+import speech
 import torch
 from nbclient import NotebookClient
+from test_exactness import noisy_copy
 from test_translated import draft
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -83,6 +87,38 @@ def test_drafts_with_another_tokenizer_are_compared(
     assert {*rates} >= {(how, name) for how in ("greedy", "sampled") for name in ("plain", "hf_spec")}
     assert rates["greedy", "plain"] == 1 and rates["greedy", "hf_spec"] > 1.2 and rates["sampled", "hf_spec"] > 1
     assert re.search(r"greedy +hf_spec .* 1 of 1 texts as plain", told)
+
+
+def test_recordings_are_transcribed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A short one, and two of several windows, of other widths and rates; by a draft with an encoder and by none."""
+    speech.save(target := speech.whisper(), tmp_path / "whisper")
+    noisy_copy(target, seed=0, noise=0.05).save_pretrained(tmp_path / "draft")
+    files = []
+    for name, seconds, rate, width in (("short", 0.7, 16000, 2), ("long", 2.5, 22050, 3), ("thin", 1.3, 8000, 1)):
+        files.append(str(tmp_path / f"{name}.wav"))
+        sound = np.repeat(speech.wave(seconds * rate / 16000)[:, None], 2, axis=1)  # two channels
+        with wave.open(files[-1], "wb") as file:
+            file.setparams((2, width, rate, len(sound), "NONE", ""))
+            whole = (
+                (sound * 2 ** (8 * width - 1)).clip(-(2 ** (8 * width - 1)), 2 ** (8 * width - 1) - 1).astype("<i4")
+            )
+            raw = whole.reshape(-1, 1).view(np.uint8)[:, :width]
+            file.writeframes((raw + np.uint8(128) if width == 1 else raw).tobytes())
+    transcribe = runpy.run_path(str(ROOT / "examples" / "transcribe.py"))
+    short, rate = transcribe["read_wave"](files[0])
+    assert rate == 16000 and np.allclose(short[:, 0], speech.wave(0.7), atol=1e-4)
+    samples = [len(transcribe["read"](file, 16000)) for file in files]
+    assert [round(count / 16000, 2) for count in samples] == [0.7, 2.5, 1.3]
+    common = ["--model", str(tmp_path / "whisper"), "--device", "cpu", "--max-new-tokens", "16"]
+    for given, name in ((files[:1], "ngram"), (files[1:], str(tmp_path / "draft"))):
+        transcribe["main"]([*given, *common, "--draft", name])
+        out = capsys.readouterr().out
+        assert all(f"{file}: " in out for file in given) and "same text as plain      yes" in out
+        plain, fewer = re.findall(r"decoder (\d+) plain, (\d+)", out)[0]
+        assert int(fewer) < int(plain)
+    with pytest.raises(SystemExit, match="2"):
+        transcribe["main"]([str(tmp_path / "missing.wav"), *common])
+    assert "no such file: " in capsys.readouterr().err
 
 
 def test_the_notebook_runs() -> None:
