@@ -20,7 +20,7 @@ from ..device_tensors import to_device
 from ..proposal import Proposal
 from .adapters import adapted_layers, with_adapters
 from .architectures import cache_name
-from .cache import TreeKVCache, keeps_everything, undo_reading
+from .cache import TreeKVCache, has_states, keeps_everything, undo_reading
 from .changes import foreign_hooks
 from .features import Features
 from .groups import Reading, groups_of, read_in_groups
@@ -203,6 +203,7 @@ class ModelRunner:
                 for name, value in others.items()
             )
             and isinstance(cache, DynamicCache)
+            and not has_states(cache)  # which have no length
             and cache.get_seq_length() == 0
             and not foreign_hooks(self.model)
         )
@@ -211,9 +212,9 @@ class ModelRunner:
         """Tell whether ``prefill_with_draft_tokens`` can replace ``prefill``.
 
         It needs a prompt of tokens alone, read in one forward into an empty cache whose layers keep all of it. That
-        leaves out encoder-decoder models, whose prompt is a token or two, after a source. Nobody
-        may want the prompt's features, and the model has to read prompts causally. There must be no hooks of other
-        packages: one that acts on prompts (a press that prunes the cache) would take draft tokens for a part of one.
+        leaves out encoder-decoder models, whose prompt is a token or two, after a source. Nobody may want the
+        prompt's features, and the model has to read prompts causally. There must be no hooks of other packages: one
+        that acts on prompts (a press that prunes the cache) would take draft tokens for a part of one.
         """
         return (
             not self.features.layers
