@@ -109,17 +109,12 @@ class SlotBuffer:
 
     def write(self, states: Tensor, rows: SequenceLengths, first: int) -> Tensor:
         """Add ``states`` as new nodes and return the columns from ``first`` on."""
-        dim, data, equal = self.dim, self.data, rows.equal_lengths
+        dim, data, count = self.dim, self.data, states.shape[self.dim]
         before = rows.longest + rows.draft_nodes
+        end, equal = before + count, rows.equal_lengths
         # In a graph sizes may be symbols.
         if equal and data is not None and not torch.compiler.is_compiling() and data.nbytes <= SMALL_BUFFER:
-            if self.start != first or data.shape[dim] != before - first:
-                data = data.narrow(dim, first - self.start, before - first)
-            self.start = first
-            self.data = data = torch.cat((data, states), dim)  # a new buffer that they fill
-            return data
-        count = states.shape[dim]
-        end = before + count
+            return self._append(data, states, first, before)
         if data is None or end - self.start > data.shape[dim]:
             data = self._grow(states, first, end)
         start = self.start
@@ -128,6 +123,13 @@ class SlotBuffer:
         else:
             self.by_slot[self._index(*rows.places(count))] = states.transpose(1, dim)
         return data.narrow(dim, first - start, end - first)
+
+    def _append(self, data: Tensor, states: Tensor, first: int, end: int) -> Tensor:
+        """Put the columns of ``data`` from ``first`` to ``end``, and ``states``, into a new buffer that they fill."""
+        if self.start != first or data.shape[self.dim] != end - first:
+            data = data.narrow(self.dim, first - self.start, end - first)
+        self.data, self.start = torch.cat((data, states), self.dim), first
+        return self.data
 
     def _grow(self, like: Tensor, first: int, end: int) -> Tensor:
         """Move to a new buffer with space for columns up to ``end``, and drop those before ``first``."""
