@@ -265,7 +265,7 @@ def test_greedy_text_is_that_of_plain_generate(way: str | None, count: int) -> N
             count, speculator=translated(), speculation_config=CHAIN, return_dict_in_generate=True, **options
         )
         assert torch.equal(out.sequences, generate(count, **options))
-        assert out.speculation.accepted > (1 if options is ends else 4)
+        assert out.speculation.accepted > (0 if options is ends else 4)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -213,7 +213,7 @@ def test_chains_that_end_early_leave_the_distribution_as_it_is(monkeypatch: pyte
     ended: list[bool] = []
 
     def while_sure(policy: AdaptiveLength, confidence: Tensor) -> bool:
-        ended.append(bool(confidence.mean() < 0.62))
+        ended.append(bool(confidence.mean() < 0.5))
         return not ended[-1]
 
     monkeypatch.setattr(draft_length, "HALF", (torch.float32,))
