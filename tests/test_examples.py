@@ -203,8 +203,8 @@ def test_drafts_of_the_demo_family_are_compared(
     monkeypatch.setattr("sys.argv", ["compare", "--stories", str(stories), *drafts, *options])
     runpy.run_path(str(ROOT / "examples" / "compare_demo_drafts.py"), run_name="__main__")
     header, _, *rows = capsys.readouterr().out.splitlines()
-    names = ["chains, greedy", "chains, temperature 1", "trees, greedy", "trees, temperature 1", "ms per proposal"]
-    assert [name.strip() for name in header.split("|")[2:-1]] == names
+    chains, trees = ([f"{shape}, {how}" for how in ("greedy", "temperature 1")] for shape in ("chains", "trees of 12"))
+    assert [name.strip() for name in header.split("|")[2:-1]] == [*chains, *trees, "ms per proposal"]
     assert [row.split("`")[1] for row in rows] == ["draft-dspark", "draft-medusa"]
     for row in rows:
         figures = [float(cell.split("±")[0]) for cell in row.split("|")[2:-1]]
