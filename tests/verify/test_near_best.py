@@ -99,14 +99,18 @@ def test_greedy_text(tree: Any) -> None:
         assert sampled.speculation.mean_accepted_length > strict.speculation.mean_accepted_length
 
 
-class Declared(Speculator):
+class Undeclared(Speculator):
+    """A draft whose file declares nothing."""
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        return VanillaSpeculator(draft()).drafter(request)
+
+
+class Declared(Undeclared):
     """A draft whose file declares a loose acceptance."""
 
     def defaults(self) -> SpeculationConfig:
         return SpeculationConfig(accept_k=4, accept_tolerance=0.25)
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        return VanillaSpeculator(draft()).drafter(request)
 
 
 def test_values_of_the_draft_are_used_only_when_asked_for() -> None:
@@ -116,7 +120,7 @@ def test_values_of_the_draft_are_used_only_when_asked_for() -> None:
     asked = run(speculator=Declared(), speculation_config=SpeculationConfig(acceptance="near_best")).sequences
     by_hand = SpeculationConfig(acceptance="near_best", accept_k=4, accept_tolerance=0.25)
     assert not torch.equal(asked, plain)
-    assert torch.equal(asked, run(speculation_config=by_hand).sequences)
+    assert torch.equal(asked, run(speculator=Undeclared(), speculation_config=by_hand).sequences)
     stricter = Declared().settings(SpeculationConfig(acceptance="near_best", accept_k=1))
     assert (stricter.accept_k, stricter.accept_tolerance) == (1, 0.25)
 
