@@ -23,7 +23,8 @@ def read(out: Path) -> Any:
 
 def killed_after(out: Path, cells: int) -> None:
     """Run the command in a process that is killed once it has saved so many cells of its first part."""
-    process = multiprocessing.get_context("fork").Process(target=main, args=(["--out", str(out), "--tiny"],))
+    context = multiprocessing.get_context("forkserver")  # a fork of this process may not use the threads that it had
+    process = context.Process(target=main, args=(["--out", str(out), "--tiny"],))
     process.start()
     while process.is_alive():
         if (out / RESULTS).exists():
