@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaForCausalLM
 
 from hf_spec import SpeculationConfig, demo
+from hf_spec.bench.gpu.decoding import PROMPTS
 from hf_spec.demo.inflation import Narrowed, inflate
 
 SHAPES = {
@@ -31,16 +32,6 @@ SHAPES = {
     "1b": (2016, 8192, 16),
     "8b": (4032, 14336, 32),
 }
-PROMPTS = (
-    "Once upon a time, there was a little girl named Lily.",
-    "Tom had a big red ball. One day,",
-    "The sun was bright and the birds",
-    "Sara and Ben went to the park with their mom.",
-    "There was a small dog who liked to",
-    "One day, a boy found a shiny key.",
-    "The old cat sat by the window and",
-    "Anna wanted to bake a cake for her friend.",
-)
 
 
 def models(shape: str, device: str, dtype: torch.dtype, draft: str) -> tuple[Any, Any]:
@@ -50,13 +41,7 @@ def models(shape: str, device: str, dtype: torch.dtype, draft: str) -> tuple[Any
     model: Any = auto.from_pretrained(demo.path(f"draft-{draft}"), dtype=dtype).to(device).eval()
     if (sizes := SHAPES[shape]) is None:
         return small, model
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return inflate(small, *sizes), model if draft == "vanilla" else Narrowed(model, small)
-    finally:
-        torch.set_default_dtype(before)
+    return inflate(small, *sizes), model if draft == "vanilla" else Narrowed(model, small)
 
 
 def measure(methods: dict[str, Callable[[], Any]], rounds: int, of_all: Callable[..., float]) -> Any:

@@ -44,6 +44,7 @@ from hf_spec.bench.runner import ForwardClock
 from hf_spec.cli.demo import STORIES
 from hf_spec.demo.inflation import Narrowed, inflate
 from hf_spec.packing.packing import is_packed
+from hf_spec.whole_files import write_files
 
 SHAPES = {"demo": None, "1.1b": (2016, 6144, 23)}  # hidden size, intermediate size, layers
 DEMO_DRAFTS = {kind: str(demo.path(f"draft-{kind}")) for kind in ("vanilla", "eagle3", "dspark")}
@@ -108,8 +109,7 @@ class Local:
             is_small = shape is not None and kind != "vanilla"
             self.drafts[kind] = Narrowed(hf_spec.as_speculator(draft, small), small) if is_small else draft
         if shape is not None:
-            with default_dtype(small.dtype):
-                self.target = inflate(small, *shape)
+            self.target = inflate(small, *shape)
 
     def ways(self) -> list[Way]:
         """List the methods, those of one condition after each other."""
@@ -188,17 +188,6 @@ class Local:
             if len(options.keys() & {"assistant_model", "prompt_lookup_num_tokens"}):
                 found["accepted_length"] = new_tokens / clock.calls[0]
         return found | dict(zip(PARTS, parts, strict=True))
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new parameters of ``dtype``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager
@@ -331,10 +320,8 @@ class Log:
 
     def save(self) -> None:
         """Replace the file as a whole."""
-        written = self.path.with_suffix(".part")
         content = {"made_from": self.made_from, "errors": self.errors, "turns": self.turns}
-        written.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(written, self.path)
+        write_files({self.path.name: json.dumps(content, indent=1) + "\n"}, self.path.parent)
 
 
 def measure(log: Log, ways: Sequence[Way], prompts: list[list[int]], args: argparse.Namespace) -> None:

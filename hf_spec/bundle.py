@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 FILE = "modeling_hf_spec.py"
@@ -50,13 +48,3 @@ def code_files(kind: type[Any]) -> dict[str, str]:
 
         whole = bundled(kind, auto_map(kind))
     return {FILE: whole, "custom_generate/generate.py": GENERATE, "custom_generate/requirements.txt": REQUIREMENTS}
-
-
-def write_code(files: dict[str, str], folder: str | os.PathLike[str]) -> None:
-    """Write ``files`` into ``folder``, each of them completely or not at all."""
-    for name, text in files.items():
-        path = Path(folder, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)

@@ -7,14 +7,11 @@ import inspect
 import os
 from typing import Any, Literal, Protocol, overload
 
-import torch
 from torch import LongTensor, Tensor
 from transformers import (
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
@@ -28,7 +25,6 @@ from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
 from .decode.entry import Decoding, Stream, decode_with, refuse_other_ways
 from .decode.options import option
 from .decode.outputs import (
-    SpeculativeEncoderDecoderOutput,
     SpeculativeOutput,
     forget_speculation,
     with_speculation,
@@ -68,7 +64,7 @@ DOCUMENTATION = """
 logger = logging.get_logger(__name__)
 
 
-class SpeculativeDecoding:
+class SpeculativeDecoding(Decoding):
     """Decode with a draft: ``model.generate(..., custom_generate=SpeculativeDecoding(draft))``.
 
     The same loop as ``generate(..., speculator=draft)``, without the keyword. transformers keeps streamer and
@@ -85,26 +81,11 @@ class SpeculativeDecoding:
         tokenizer: Any = None,
     ) -> None:
         check_settings(config)
-        self.speculator = speculator
-        self.config = config
-        self.streamer = streamer
-        self.tokenizer = tokenizer
+        super().__init__(speculator, config, streamer, tokenizer)
 
-    @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
-        decoding = Decoding(as_speculator(self.speculator, model), self.config, self.streamer, self.tokenizer)
-        return decoding(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, inputs_tensor, **model_kwargs
-        )
+    def speculator_for(self, model: PreTrainedModel) -> Speculator:
+        """Turn what was given into a speculator for ``model``."""
+        return as_speculator(self.speculator, model)
 
 
 class SpeculativeModel(Protocol):
@@ -213,8 +194,13 @@ def _speculative(plain: Any) -> Any:
         forget_speculation(self)
         return plain(self, *args, **kwargs)
 
-    generate._hf_spec_original = plain  # type: ignore[attr-defined]
-    generate.__signature__ = signature_with_keywords(plain)  # type: ignore[attr-defined]
+    return _described(generate, plain)
+
+
+def _described(generate: Any, plain: Any) -> Any:
+    """Describe ``generate``, which wraps ``plain``, with our keywords."""
+    generate._hf_spec_original = plain
+    generate.__signature__ = signature_with_keywords(plain)
     generate.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
     return generate
 
@@ -239,10 +225,7 @@ def _speculative_whisper(plain: Any) -> Any:
             output = plain(self, *args, **kwargs)
         return with_speculation(output, parts)
 
-    generate._hf_spec_original = plain  # type: ignore[attr-defined]
-    generate.__signature__ = signature_with_keywords(plain)  # type: ignore[attr-defined]
-    generate.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
-    return generate
+    return _described(generate, plain)
 
 
 # Methods of Whisper that its windows go through.

@@ -23,6 +23,7 @@ LAYERS = (
         "progress",
         "untrusted",
         "versions",
+        "whole_files",
     ),
     ("parallel", "proposal", "sampling", "display", "metrics", "settings", "configuration"),
     ("scoring",),

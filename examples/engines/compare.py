@@ -34,6 +34,7 @@ import hf_spec
 from hf_spec import SpeculationConfig, demo
 from hf_spec.checkpoints.inspection import inspect
 from hf_spec.checkpoints.kinds import DRAFT_MODELS
+from hf_spec.whole_files import write_files
 
 METHODS = {"eagle3": "eagle3", "dspark": "dspark", "dflash": "dflash", "medusa": "medusa", "peagle": "eagle3"}
 LIKE = {"dflash": "dspark", "peagle": "eagle3"}  # which draft of the family lends its weights
@@ -260,9 +261,7 @@ def main() -> None:
             engine = found["drafts"][kind].get("offline", {}).get("versions", {}).get("ready")
             before = found.get("made_from", {}).get("vllm")
             found["made_from"] = machine() | {"date": f"{datetime.now(UTC):%d %B %Y}", "vllm": engine or before}
-            written_file = raw.with_suffix(".part")
-            written_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            os.replace(written_file, raw)
+            write_files({raw.name: json.dumps(found, indent=1) + "\n"}, raw.parent)
     print(table(found))
     print(f"hf_spec {hf_spec.__version__}; raw figures in {raw}")
 

@@ -47,12 +47,16 @@ class Decoding:
 
     def __init__(
         self,
-        speculator: Speculator,
+        speculator: Any,
         config: SpeculationConfig | None,
         streamer: BaseStreamer | None = None,
         tokenizer: Any = None,
     ) -> None:
         self.speculator, self.config, self.streamer, self.tokenizer = speculator, config, streamer, tokenizer
+
+    def speculator_for(self, model: PreTrainedModel) -> Speculator:
+        """Return the speculator for ``model``."""
+        return cast(Speculator, self.speculator)
 
     @torch.no_grad()
     def __call__(
@@ -65,7 +69,7 @@ class Decoding:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
-        speculator, input_ids = self.speculator, input_ids.long()
+        speculator, input_ids = self.speculator_for(model), input_ids.long()
         config = speculator.settings(self.config)
         ranks = ModelParallelGroup(model)
         stops, pad_token = StopChecker(stopping_criteria, ranks), generation_config._pad_token_tensor

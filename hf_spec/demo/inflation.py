@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
 from ..proposal import Proposal
@@ -36,8 +36,8 @@ def inflate(
         group.
     """
     config = _inflated_config(small.config, hidden_size, intermediate_size, num_hidden_layers)
-    large: Any = LlamaForCausalLM(config)
-    large.to(small.dtype)
+    with torch.device(small.device):  # at once in its own precision: a big model may fit only once
+        large: Any = AutoModelForCausalLM.from_config(config, dtype=small.dtype)
     ratio = (small.config.hidden_size / hidden_size) ** 0.5
     with torch.no_grad():
         for layer in large.model.layers[small.config.num_hidden_layers :]:

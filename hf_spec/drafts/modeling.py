@@ -19,13 +19,14 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..bundle import auto_map, code_files, write_code
+from ..bundle import auto_map, code_files
 from ..configuration import GEMMA, SpeculatorConfig
 from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..untrusted import check_ends, printable
+from ..whole_files import write_files
 from .base import Speculator
 from .files import Checkpoint, Files, Format, check_pickled
 from .layers import classes_of, with_torch_norms
@@ -375,7 +376,7 @@ class DraftModel(PreTrainedModel, Speculator):
             raise ValueError("with_code: save_pretrained does not upload the code; use push_to_hub(with_code=True)")
         files = code_files(type(self))
         if kwargs.get("is_main_process", not args or args[0]):
-            write_code(files, save_directory)
+            write_files(files, save_directory)
         with self._naming_its_code():  # the config comes last, so that it never names code that is not there
             super().save_pretrained(save_directory, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from ...whole_files import write_files
 from .page import page
 from .plan import PART_SECONDS, Part, parts
 
@@ -111,10 +112,7 @@ def opened(out: Path, here: Results) -> Results:
 
 def save(out: Path, results: Results) -> None:
     """Write raw results and the page, each completely or not at all."""
-    for name, text in ((RESULTS, json.dumps(results, indent=1) + "\n"), (PAGE, page(results))):
-        partial = out / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out / name)
+    write_files({RESULTS: json.dumps(results, indent=1) + "\n", PAGE: page(results)}, out)
 
 
 def run_part(out: Path, results: Results, part: Part, deadline: float) -> None:

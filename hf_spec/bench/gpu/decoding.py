@@ -147,13 +147,7 @@ class _Decoding:
         settings.assistant_confidence_threshold = 0.0
         self._target = small
         if self.sizes is not None:
-            with torch.device(self.device):
-                before = torch.get_default_dtype()
-                torch.set_default_dtype(self.dtype)
-                try:
-                    self._target = inflate(small, *self.sizes)
-                finally:
-                    torch.set_default_dtype(before)
+            self._target = inflate(small, *self.sizes)
             self._eagle = Narrowed(self._eagle, small)
         tokenizer = AutoTokenizer.from_pretrained(path(), padding_side="left")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
