@@ -12,6 +12,7 @@ Hidden states are those of the small model, followed by zeros. So drafts of the 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, network_of
+from ..policy.cost import ModelShape
 from ..proposal import Proposal
 from ..settings import SpeculationConfig
 
@@ -94,9 +96,9 @@ class Narrowed(Speculator):
         """Return the draft's own settings."""
         return self.draft.defaults()
 
-    def draft_forwards(self, length: int) -> int:
-        """Return the number of the draft's forwards."""
-        return self.draft.draft_forwards(length)
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List the draft's forwards."""
+        return self.draft.draft_work(self.small, length)
 
     def drafter(self, request: DraftContext) -> Drafter:
         """Start the draft, for which ``small`` is the target."""

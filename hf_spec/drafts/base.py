@@ -343,14 +343,10 @@ class Speculator(ABC):
         """Name what step times and acceptance depend on besides the weights: drafts with one name share a profile."""
         return (type(self).__name__,)
 
-    def draft_forwards(self, length: int) -> int:
-        """Count the forwards of the draft model for ``length`` draft tokens: by default one for each."""
-        return length
-
-    def draft_shape(self, target: PreTrainedModel) -> ModelShape:
-        """Return what one forward of the draft has to do: nothing by default if the draft has no weights."""
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List the forwards that draft ``length`` tokens: by default one for each, none without weights."""
         network = network_of(self)
-        return ModelShape(0, 0) if network is None else shape_of(network)
+        return [] if network is None else [shape_of(network)] * length
 
     @property
     def source(self) -> DraftSource:

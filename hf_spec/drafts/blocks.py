@@ -15,8 +15,8 @@ of a block depend on its mask tokens, so they are dropped after each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -29,6 +29,7 @@ from transformers.models.auto import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from ..configuration import GEMMA, check_positive, default_speculators_config, one_layer
+from ..policy.cost import ModelShape, shape_of
 from ..scoring.cache import TreeKVCache
 from ..settings import is_int
 from ..versions import SubConfigSpec
@@ -189,6 +190,11 @@ class BlockDraftModel(DraftModel):
         self.fc = nn.Linear(config.num_features * config.feature_size, layers.hidden_size, bias=False)
         self.hidden_norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
         self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
+
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List one forward, in which each layer also computes keys of the context: as many operators as a layer's."""
+        shape = shape_of(self)
+        return [replace(shape, layers=2 * shape.layers)] * min(length, 1)
 
     def forward(
         self,

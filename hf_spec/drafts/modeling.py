@@ -6,7 +6,7 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from ..bundle import auto_map, code_files
 from ..configuration import GEMMA, SpeculatorConfig
+from ..policy.cost import ModelShape, shape_of
 from ..scoring.masks import full_masks, why_no_masks
 from ..scoring.names import CACHE
 from ..scoring.plain import input_device
@@ -328,9 +329,9 @@ class DraftModel(PreTrainedModel, Speculator):
         """Tell whether chains end where ``DraftContext.keep_drafting`` says so: on a CPU, where looking is free."""
         return self.ends_chains and self.device.type == "cpu"
 
-    def draft_forwards(self, length: int) -> int:
-        """Count forwards: one for each draft token of a draft that is fed its own output, else one for all."""
-        return length if self.ends_chains else min(length, 1)
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List forwards: one for each draft token of a draft that is fed its own output, else one for all."""
+        return [shape_of(self)] * (length if self.ends_chains else min(length, 1))
 
     def defaults(self) -> SpeculationConfig:
         settings: SpeculationConfig = self.config.settings

@@ -142,20 +142,19 @@ def shape_of(model: nn.Module) -> ModelShape:
 class ShapeCost(StepCost):
     """Step times worked out from shapes: the same on every machine, as a call with a seed needs them.
 
-    The unit is the time in which one parameter is read. ``draft_forwards(length)`` counts the draft model's forwards,
-    ``nodes(length)`` the draft tokens that are verified, more than ``length`` in a tree.
+    The unit is the time in which one parameter is read. ``draft(length)`` lists the draft's forwards.
+    ``nodes(length)`` counts the draft tokens that are verified, more than ``length`` in a tree.
     """
 
     def __init__(
         self,
         target: ModelShape,
-        draft: ModelShape,
-        draft_forwards: Callable[[int], int],
+        draft: Callable[[int], Sequence[ModelShape]],
         nodes: Callable[[int], int],
         is_accelerator: bool,
         is_half: bool,
     ) -> None:
-        self._target, self._draft, self._forwards, self._nodes = target, draft, draft_forwards, nodes
+        self._target, self._draft, self._nodes = target, draft, nodes
         self._machine = is_accelerator, is_half
         self._curves: dict[tuple[int, DraftSource], list[float]] = {}
 
@@ -176,12 +175,13 @@ class ShapeCost(StepCost):
 
     def draft_token(self, batch_size: int, length: int) -> float:
         """Return the time in which a draft model drafts one of ``length`` tokens, in plain steps."""
-        drafted = self._forwards(length) * self._draft.seconds(batch_size, *self._machine)
-        return drafted / length / self.plain(batch_size)
+        return self._drafting(batch_size, length) / length / self.plain(batch_size)
 
     def _seconds(self, batch_size: int, source: DraftSource, length: int) -> float:
         if length == 0:
             return self.plain(batch_size)
         verified = self._target.seconds(batch_size * (1 + self._nodes(length)), *self._machine)
-        drafted = self._forwards(length) * self._draft.seconds(batch_size, *self._machine)
-        return verified + (drafted if source is DraftSource.MODEL else 0.0)
+        return verified + (self._drafting(batch_size, length) if source is DraftSource.MODEL else 0.0)
+
+    def _drafting(self, batch_size: int, length: int) -> float:
+        return sum(forward.seconds(batch_size, *self._machine) for forward in self._draft(length))

@@ -134,11 +134,8 @@ class _Recording(Speculator):
     def profile_key(self) -> tuple[Hashable, ...]:
         return self.inner.profile_key
 
-    def draft_forwards(self, length: int) -> int:
-        return self.inner.draft_forwards(length)
-
-    def draft_shape(self, target: Any) -> ModelShape:
-        return self.inner.draft_shape(target)
+    def draft_work(self, target: Any, length: int) -> Sequence[ModelShape]:
+        return self.inner.draft_work(target, length)
 
     @property
     def source(self) -> DraftSource:

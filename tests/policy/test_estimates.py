@@ -189,7 +189,7 @@ def test_a_new_time_changes_the_curve_of_its_batch_size() -> None:
 def test_shapes_say_the_same_everywhere_and_dearer_work_is_dearer() -> None:
     def cost(layers: int = 10, draft_layers: int = 2, accelerator: bool = False, half: bool = False) -> ShapeCost:
         big, small = ModelShape(layers, 10**8), ModelShape(draft_layers, 10**7)
-        return ShapeCost(big, small, lambda length: length, lambda length: length, accelerator, half)
+        return ShapeCost(big, lambda length: [small] * length, lambda length: length, accelerator, half)
 
     cpu = cost()
     assert cpu.curve(1, MODEL)[0] == cpu.plain(1) == pytest.approx(10 * 500_000 + 10**8)

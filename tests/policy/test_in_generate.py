@@ -17,7 +17,7 @@ from test_verification import TOO_FAR, deviation
 from torch import Tensor
 from twins import draft, target
 
-from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, SpeculationConfig, as_speculator
+from hf_spec import DraftContext, HybridSpeculator, NgramSpeculator, SpeculationConfig, Speculator, as_speculator
 from hf_spec.decode import draft_length
 from hf_spec.decode.draft_length import Situation, draft_length_policy, most_nodes
 from hf_spec.drafts.trees import grow
@@ -153,8 +153,19 @@ def test_drafts_that_step_are_asked_on_a_cpu() -> None:
     assert not load_draft("medusa_v1_pt").supports_early_stop
     assert not NgramSpeculator().supports_early_stop
     assert not load_draft("eagle3_orig_a").to("meta").supports_early_stop
-    assert [load_draft(kind).draft_forwards(4) for kind in ("eagle3_orig_a", "medusa_v1_pt")] == [4, 1]
-    assert load_draft("medusa_v1_pt").draft_forwards(0) == NgramSpeculator().draft_forwards(4) == 0
+
+
+def test_what_drafting_takes() -> None:
+    """Forwards by kind; the Markov head of DSpark reads each draft token after the block."""
+
+    def work(speculator: Speculator, length: int) -> list[int]:
+        return [forward.layers for forward in speculator.draft_work(target(), length)]
+
+    assert work(load_draft("eagle3_orig_a"), 4) == work(HybridSpeculator(load_draft("eagle3_orig_a")), 4) == [2] * 4
+    assert work(load_draft("medusa_v1_pt"), 4) == work(load_draft("medusa_v1_pt"), 1) != []
+    assert work(load_draft("medusa_v1_pt"), 0) == work(NgramSpeculator(), 4) == []
+    with_head, *heads = work(load_draft("sp_dspark_qwen3"), 4)
+    assert work(load_draft("zl_dflash_qwen3"), 4) == [with_head] and heads == [1] * 4
 
 
 # --- The text is the target's ----------------------------------------------------------------------------------------

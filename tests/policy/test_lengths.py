@@ -268,15 +268,15 @@ def test_confidence_teaches_up_to_the_first_rejected_token() -> None:
 
 def by_shapes(draft_layers: int = 1, layers: int = 10) -> AdaptiveLength:
     big, small = ModelShape(layers + 1, 2_500_000), ModelShape(draft_layers + 1, 900_000)
-    cost = ShapeCost(big, small, lambda length: length, lambda length: length, False, False)
+    cost = ShapeCost(big, lambda length: [small] * length, lambda length: length, False, False)
     profile = Profile()
     return AdaptiveLength(cost, AcceptanceEstimator(), profile.idle, 5)
 
 
 def test_the_time_of_a_draft_token_by_shapes() -> None:
     big, small = ModelShape(0, 100), ModelShape(0, 10)
-    one_by_one = ShapeCost(big, small, lambda length: length, lambda length: length, False, False)
-    in_a_block = ShapeCost(big, small, lambda length: 1, lambda length: length, False, False)
+    one_by_one = ShapeCost(big, lambda length: [small] * length, lambda length: length, False, False)
+    in_a_block = ShapeCost(big, lambda length: [small], lambda length: length, False, False)
     assert one_by_one.draft_token(1, 5) == pytest.approx(0.1)
     assert in_a_block.draft_token(1, 5) == pytest.approx(0.02)
 

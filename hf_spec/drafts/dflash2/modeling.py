@@ -11,15 +11,17 @@ selector scores pairs of neighbouring tokens among the best candidates of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from ...policy.cost import ModelShape
 from ..base import DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..block_drafting import BlockDrafter, BlockGrowth
 from ..block_files import engines
@@ -104,6 +106,10 @@ class DFlash2DraftModel(BlockDraftModel):
         self.layers = nn.ModuleList(ConvolvedLayer(config, i) for i in range(config.layers.num_hidden_layers))
         self.candidate_selector = CandidateSelector(config)
         self.post_init()
+
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List the forward of the block, and a choice among the candidates for each draft token."""
+        return [*super().draft_work(target, length), *[ModelShape(1, 0)] * length]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

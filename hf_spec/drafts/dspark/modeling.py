@@ -10,13 +10,15 @@ embedding of each draft token corrects the logits of the next slot::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from ...policy.cost import ModelShape
 from ..base import DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..block_drafting import BlockDrafter, BlockGrowth
 from ..block_files import engines
@@ -98,6 +100,11 @@ class DSparkDraftModel(BlockDraftModel):
         width = size + config.markov_rank * config.confidence_head_with_markov
         self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
         self.post_init()
+
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List the forward of the block, and the Markov head's for each draft token."""
+        head = [] if self.markov_head is None else [ModelShape(1, self.markov_head.markov_w2.weight.numel())]
+        return [*super().draft_work(target, length), *head * length]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

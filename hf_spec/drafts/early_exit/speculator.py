@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -83,10 +83,10 @@ class EarlyExitSpeculator(Speculator):
         """Name the layer."""
         return (*super().profile_key, self.layer)
 
-    def draft_shape(self, target: PreTrainedModel) -> ModelShape:
-        """Return what one forward of the first layers has to do."""
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List the forwards of the first layers, one for each draft token."""
         layer = self.layer_of(target)
-        return ModelShape(layer + 1, shape_of(first_layers(target, layer)).parameters)
+        return [ModelShape(layer + 1, shape_of(first_layers(target, layer)).parameters)] * length
 
     @property
     def supports_early_stop(self) -> bool:

@@ -78,13 +78,9 @@ class HybridSpeculator(Speculator):
         own = (*super().profile_key, self.draft_depth)
         return (*own, *self._draft.profile_key, *self.history.profile_key)
 
-    def draft_forwards(self, length: int) -> int:
-        """Count the forwards of the draft."""
-        return self._draft.draft_forwards(min(length, self.draft_depth))
-
-    def draft_shape(self, target: PreTrainedModel) -> ModelShape:
-        """Return what one forward of the draft has to do."""
-        return self._draft.draft_shape(target)
+    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+        """List the forwards of the draft."""
+        return self._draft.draft_work(target, min(length, self.draft_depth))
 
     @property
     def source(self) -> DraftSource:

@@ -119,10 +119,6 @@ class NgramSpeculator(Speculator):
         has_corpus = self._lasting is not None or bool(self.corpus.tokens)
         return (*super().profile_key, self.history is not None, has_corpus, self.sizes, self.match, self.min_chance)
 
-    def draft_forwards(self, length: int) -> int:
-        """Return 0: what is looked up takes no forward."""
-        return 0
-
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         """Raise a ValueError for a sampled tree, which cannot be looked up, or a corpus of unknown tokens."""
         if config is not None and config.tree == "sampled":
