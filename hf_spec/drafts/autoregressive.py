@@ -58,15 +58,6 @@ class AutoregressiveDrafter(StaticDrafter):
             # Of the next reader's pairs the first has no token before it that was read.
             tokens, mask, inputs = tokens[:, 1:], mask[:, :-1], {"hidden_states": hidden[:, :-1]}
 
-    @property
-    def vocabulary(self) -> int:
-        return self._request.vocabulary
-
-    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Read accepted tokens beside the target's features, then grow a proposal."""
-        on_draft = accepted.to(self.device, self.dtype)
-        return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
-
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         kvs, logits = self._read(accepted)
         growth = _Growth(self._draft, self._request, kvs, self._root_hidden)

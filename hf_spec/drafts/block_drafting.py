@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ class BlockGrowth:
 class BlockDrafter(StaticDrafter):
     """The context of one call as a KV cache, from which every block drafts."""
 
-    growth: ClassVar[type[BlockGrowth]] = BlockGrowth
-
     def __init__(self, draft: Any, request: DraftContext, static: bool = False) -> None:
         self._draft = draft
         self._request = request
@@ -50,10 +48,6 @@ class BlockDrafter(StaticDrafter):
         self._padding: Tensor | None = None  # (batch, prompt), 0 at padding
         self.deepest = draft.config.num_draft_tokens
         self._read_prompt(static)
-
-    @property
-    def vocabulary(self) -> int:
-        return self._request.vocabulary
 
     def _read_prompt(self, static: bool) -> None:
         """Cache the prompt without its last position, which comes with the first accepted tokens."""
@@ -95,11 +89,6 @@ class BlockDrafter(StaticDrafter):
         keys.commit(accepted.counts)
         return keys
 
-    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Cache what was accepted before the root, run one block, and grow a proposal from it."""
-        on_draft = accepted.to(self.device, self.dtype)
-        return self.grow_proposal(on_draft, min(limit, self._draft.config.num_draft_tokens)).to(accepted.tokens.device)
-
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         cache = self._remember(accepted)
         if limit == 0:
@@ -109,7 +98,7 @@ class BlockDrafter(StaticDrafter):
             positions, masks = self._block(self._keys, cache, limit + (not self._draft.config.sample_from_anchor))
         given = {"position_ids": positions, "attention_mask": masks, "past_key_values": cache}
         output: DraftOutput = self._draft(accepted.root[:, None], **given, num_draft_tokens=limit)
-        said = self.growth(self._draft, self._request, accepted.root, output)
+        said = self._draft.growth(self._draft, self._request, accepted.root, output)
         config, sample = self._request.config, self._request.sample
         return grow(accepted.root, said.first, said.step, config, limit, sample, said.confidence, prepared)
 

@@ -33,12 +33,11 @@ from ..policy.cost import ModelShape, shape_of
 from ..scoring.cache import TreeKVCache
 from ..settings import is_int
 from ..versions import SubConfigSpec
-from .base import DraftContext, Drafter, DraftOutput
-from .block_drafting import BlockDrafter
+from .base import DraftOutput
+from .block_drafting import BlockDrafter, BlockGrowth
 from .features import FeatureSpeculatorConfig, check_mask_token
 from .layers import classes_of
 from .modeling import DraftModel, softcapped
-from .static import drafter_for
 
 if TYPE_CHECKING:
     from ..unroll.feedback import Unrolled, UnrollInput
@@ -180,6 +179,8 @@ class BlockDraftModel(DraftModel):
 
     config: BlockSpeculatorConfig
     needs_anchors = True
+    drafter_class = BlockDrafter
+    growth: ClassVar[type[BlockGrowth]] = BlockGrowth  # the distributions of a block after the root and each node
     _supports_flash_attn = _supports_flex_attn = False  # few slots, and another mask in each step
 
     def __init__(self, config: BlockSpeculatorConfig) -> None:
@@ -394,7 +395,3 @@ class BlockDraftModel(DraftModel):
 
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         return self.config.feature_layers(target.config.get_text_config().num_hidden_layers)
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(BlockDrafter, self, request)

@@ -28,11 +28,13 @@ from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from ..untrusted import check_ends, printable
 from ..whole_files import write_files
-from .base import Speculator
+from .autoregressive import AutoregressiveDrafter
+from .base import DraftContext, Drafter, Speculator
 from .files import Checkpoint, Files, Format, check_pickled
 from .layers import classes_of, with_torch_norms
 from .lending import Lent, lendable
 from .reports import without_report
+from .static import StaticDrafter, drafter_for
 
 if TYPE_CHECKING:
     from ..unroll.feedback import Unrolled, UnrollInput
@@ -48,9 +50,10 @@ class DraftModel(PreTrainedModel, Speculator):
     A draft without its own ``embed_tokens`` or ``lm_head`` (``config.shared_with_target``) uses those of the target
     that ``bind`` is given. They are never registered, moved, trained or saved with the draft.
 
-    A kind of draft is a subclass in a folder of its own. It declares its config and its ``forward``, the files that it
-    reads (``formats``), and the layouts of other projects in which it is written (``layouts``). It also declares which
-    engines serve it (``engines``, ``vllm_method``), and how it is unrolled in training (``unroll``).
+    A kind of draft is a subclass in a folder of its own. It declares its config, its ``forward`` and the drafter that
+    calls that (``drafter_class``), the files that it reads (``formats``), and the layouts of other projects in which
+    it is written (``layouts``). It also declares which engines serve it (``engines``, ``vllm_method``), and how it is
+    unrolled in training (``unroll``).
     """
 
     config_class: Any
@@ -69,6 +72,7 @@ class DraftModel(PreTrainedModel, Speculator):
 
     _with_code = False  # while ``push_to_hub`` saves with code
 
+    drafter_class: ClassVar[type[StaticDrafter]] = AutoregressiveDrafter
     num_modules = 1  # see AutoregressiveDrafter
     ends_chains: ClassVar[bool] = False  # its drafters ask ``DraftContext.keep_drafting`` after each token of a chain
     layers: nn.ModuleList
@@ -270,6 +274,10 @@ class DraftModel(PreTrainedModel, Speculator):
                 for kind in dict.fromkeys(kinds)
             }
         return [attention_mask[kind] for kind in kinds]
+
+    def drafter(self, request: DraftContext) -> Drafter:
+        self.bind(request.target)
+        return drafter_for(self.drafter_class, self, request)
 
     def check(self, target: PreTrainedModel, config: SpeculationConfig | None = None) -> None:
         if target.config.is_encoder_decoder:

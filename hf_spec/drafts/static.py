@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from ..device_tensors import to_device, to_list
+from ..policy.fixed import UNBOUNDED
 from ..proposal import Proposal, once
 from ..scoring.graphs import Compiler, lasting
 from ..scoring.masks import TreeMask, depths_with
@@ -43,7 +44,7 @@ class StaticDrafter(Drafter):
 
     _draft: Any  # has ``device`` and ``dtype``
     attends: ClassVar[bool] = True  # whether it has attention, and so needs masks
-    deepest: int | None = None  # its largest draft length; None if unbounded
+    deepest: int = UNBOUNDED  # its largest draft length
 
     @once
     def device(self) -> torch.device:
@@ -62,10 +63,10 @@ class StaticDrafter(Drafter):
         """Return the draft model."""
         return self._draft
 
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int:
-        """Return the number of tokens that its distributions cover."""
+    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
+        """Read accepted tokens on the draft's device, then grow a proposal."""
+        on_draft = accepted.to(self.device, self.dtype)
+        return self.grow_proposal(on_draft, min(limit, self.deepest)).to(accepted.tokens.device)
 
     @abstractmethod
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
@@ -235,7 +236,7 @@ class CompiledDrafter(Drafter):
 
     def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
         self._inner, self._request, self._compiler = inner, request, compiler
-        self._depth = min(compiler.depth, inner.deepest or compiler.depth)
+        self._depth = min(compiler.depth, inner.deepest)
         self._open = max_expanded_nodes(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
         self._row_of_padded: Tensor | None = None  # (seats,); None if no seat is empty
@@ -273,7 +274,7 @@ class CompiledDrafter(Drafter):
     def _prepare(self, limit: int) -> PreparedDraft:
         request, inner, rows = self._request, self._inner, len(self._lengths)
         prepared = PreparedDraft.of(
-            request.config, self._depth, limit, rows, inner.vocabulary, request.sample, inner.device
+            request.config, self._depth, limit, rows, request.vocabulary, request.sample, inner.device
         )
         return prepared if self._row_of_padded is None else prepared.for_rows(self._row_of_padded.to(inner.device))
 

@@ -17,8 +17,7 @@ from twins import target
 
 from hf_spec import AutoDraftModel, SpeculationConfig, SpeculatorConfig, convert, inspect
 from hf_spec.checkpoints import kinds
-from hf_spec.drafts.autoregressive import AutoregressiveDrafter
-from hf_spec.drafts.base import DraftContext, Drafter, DraftOutput
+from hf_spec.drafts.base import DraftOutput
 from hf_spec.drafts.files import Files, Format, flat_layers
 from hf_spec.drafts.layers import classes_of
 from hf_spec.drafts.modeling import DraftModel, only_one
@@ -73,10 +72,6 @@ class AdditiveDraftModel(DraftModel):
 
     def feature_layers(self, target: Any) -> tuple[int, ...]:
         return (-1,)
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return AutoregressiveDrafter(self, request)
 
 
 # -- what it does -----------------------------------------------------------------------------------------------------

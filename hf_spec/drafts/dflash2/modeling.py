@@ -22,12 +22,11 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...policy.cost import ModelShape
-from ..base import DraftContext, Drafter, DraftOutput, draft_log_probs
-from ..block_drafting import BlockDrafter, BlockGrowth
+from ..base import DraftContext, DraftOutput, draft_log_probs
+from ..block_drafting import BlockGrowth
 from ..block_files import engines
 from ..blocks import BlockDraftModel
 from ..files import Checkpoint
-from ..static import drafter_for
 from .configuration import DFlash2SpeculatorConfig
 from .formats import FORMATS, write_flat_dflash2
 
@@ -91,6 +90,35 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.layers.hidden_size, config.selector_rank, bias=False)
 
 
+class SelectorGrowth(BlockGrowth):
+    """The distributions of one block: over the candidates of each slot, given the token before."""
+
+    def __init__(self, draft: DFlash2DraftModel, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
+        assert output.logits is not None
+        assert output.hidden_states is not None
+        self._draft, self._request = draft, request
+        hidden = output.hidden_states[:, output.hidden_states.shape[1] - output.logits.shape[1] :]
+        selector = draft.candidate_selector
+        self._values, self._candidates = output.logits.topk(draft.config.selector_top_k)  # (batch, depths, k)
+        self._weights = selector.hidden_projection(hidden)  # (batch, depths, rank)
+        self._successors = selector.successor_codebook[self._candidates]  # (batch, depths, k, rank)
+        self._first = self.step(root[:, None], 0, None, None)[:, 0]
+
+    @property
+    def first(self) -> Tensor:
+        return self._first
+
+    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
+        """Return the log-probabilities after new nodes ``tokens`` (batch, new); -inf for what is no candidate."""
+        before = self._draft.candidate_selector.predecessor_codebook[tokens] * self._weights[:, depth, None]
+        pairs = before @ self._successors[:, depth].mT  # (batch, new, k)
+        scores = self._values[:, depth, None] + pairs.to(self._values)
+        size = self._draft.config.layers.vocab_size
+        whole = scores.new_full((*scores.shape[:2], size), -torch.inf)
+        candidates = self._candidates[:, depth, None].expand_as(scores)
+        return draft_log_probs(self._draft, self._request, whole.scatter(2, candidates, scores))
+
+
 class DFlash2DraftModel(BlockDraftModel):
     """A DFlash2 draft with any flags (see ``DFlash2SpeculatorConfig``); ``forward`` returns logits without pairs."""
 
@@ -99,6 +127,7 @@ class DFlash2DraftModel(BlockDraftModel):
     formats = FORMATS
     layouts = {"dflash": write_flat_dflash2}  # noqa: RUF012
     vllm_method = "dflash"
+    growth = SelectorGrowth
     _no_split_modules = [*BlockDraftModel._no_split_modules, "ConvolvedLayer"]  # noqa: RUF012
 
     def __init__(self, config: DFlash2SpeculatorConfig) -> None:
@@ -153,47 +182,8 @@ class DFlash2DraftModel(BlockDraftModel):
         found = (pairs * self.candidate_selector.successor_codebook[candidates]).sum(-1)
         return logits.gather(1, candidates) + found, (candidates == labels[:, None]).long().argmax(-1)
 
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(DFlash2Drafter, self, request)
-
     @classmethod
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
     ) -> dict[str, list[str]]:
         return engines(config, checkpoint, [], "dflash")
-
-
-class SelectorGrowth(BlockGrowth):
-    """The distributions of one block: over the candidates of each slot, given the token before."""
-
-    def __init__(self, draft: DFlash2DraftModel, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
-        assert output.logits is not None
-        assert output.hidden_states is not None
-        self._draft, self._request = draft, request
-        hidden = output.hidden_states[:, output.hidden_states.shape[1] - output.logits.shape[1] :]
-        selector = draft.candidate_selector
-        self._values, self._candidates = output.logits.topk(draft.config.selector_top_k)  # (batch, depths, k)
-        self._weights = selector.hidden_projection(hidden)  # (batch, depths, rank)
-        self._successors = selector.successor_codebook[self._candidates]  # (batch, depths, k, rank)
-        self._first = self.step(root[:, None], 0, None, None)[:, 0]
-
-    @property
-    def first(self) -> Tensor:
-        return self._first
-
-    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        """Return the log-probabilities after new nodes ``tokens`` (batch, new); -inf for what is no candidate."""
-        before = self._draft.candidate_selector.predecessor_codebook[tokens] * self._weights[:, depth, None]
-        pairs = before @ self._successors[:, depth].mT  # (batch, new, k)
-        scores = self._values[:, depth, None] + pairs.to(self._values)
-        size = self._draft.config.layers.vocab_size
-        whole = scores.new_full((*scores.shape[:2], size), -torch.inf)
-        candidates = self._candidates[:, depth, None].expand_as(scores)
-        return draft_log_probs(self._draft, self._request, whole.scatter(2, candidates, scores))
-
-
-class DFlash2Drafter(BlockDrafter):
-    """The context of one call, from which every block drafts, pair by pair."""
-
-    growth = SelectorGrowth

@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ...policy.cost import ModelShape
-from ..base import DraftContext, Drafter, DraftOutput, draft_log_probs
-from ..block_drafting import BlockDrafter, BlockGrowth
+from ..base import DraftContext, DraftOutput, draft_log_probs
+from ..block_drafting import BlockGrowth
 from ..block_files import engines
 from ..blocks import BlockDraftModel
 from ..files import Checkpoint
-from ..static import drafter_for
 from ..trees import at_depth
 from .configuration import DSparkSpeculatorConfig
 from .formats import FORMATS, write_deepspec
@@ -80,6 +79,51 @@ class ConfidenceHead(nn.Module):
         return cast(Tensor, self.proj(states)[..., 0])
 
 
+class MarkovGrowth(BlockGrowth):
+    """The distributions of one block, corrected by the draft tokens on the path to each node."""
+
+    def __init__(self, draft: DSparkDraftModel, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
+        assert output.logits is not None
+        assert output.hidden_states is not None
+        self._draft, self._request = draft, request
+        unused = output.hidden_states.shape[1] - output.logits.shape[1]
+        self._logits = output.logits  # (batch, depths, draft vocabulary)
+        self._hidden = output.hidden_states[:, unused:]  # (batch, depths, hidden)
+        self._state: Tensor | None = None  # (batch, new, rank) of the Markov head after the root, or the last nodes
+        state: Tensor | None = None
+        if unused:  # training steps through the slot that predicts nothing, too
+            reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
+            state = None if reading is None else reading.state
+        self._first = self._behind(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
+
+    @property
+    def first(self) -> Tensor:
+        return self._first
+
+    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
+        """Return the corrected log-probabilities after new nodes."""
+        logits, hidden = (at_depth(one, tokens, depth) for one in (self._logits, self._hidden))
+        state = self._state
+        if state is not None and parents is None:
+            state = state.expand(-1, tokens.shape[1], -1)
+        elif state is not None and parents is not None:
+            state = state.gather(1, parents[:, :, None].expand(-1, -1, state.shape[-1]))
+        return self._behind(tokens, logits, hidden, state)
+
+    def _behind(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
+        """Return the log-probabilities (batch, new, vocabulary) after ``tokens`` (batch, new)."""
+        reading, confidence = self._draft.read(tokens, hidden, state)
+        if reading is not None:
+            self._state = reading.state
+        if confidence is not None:
+            self._trust = confidence[:, 0].float().sigmoid()  # (batch,), read for chains only
+        return draft_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
+
+    @property
+    def confidence(self) -> Callable[[], Tensor] | None:
+        return None if self._draft.confidence_head is None else lambda: self._trust
+
+
 class DSparkDraftModel(BlockDraftModel):
     """A DSpark draft with any flags (see ``DSparkSpeculatorConfig``).
 
@@ -91,6 +135,7 @@ class DSparkDraftModel(BlockDraftModel):
     formats = FORMATS
     layouts = {"deepspec": write_deepspec}  # noqa: RUF012
     vllm_method = "dspark"
+    growth = MarkovGrowth
 
     def __init__(self, config: DSparkSpeculatorConfig) -> None:
         super().__init__(config)
@@ -161,10 +206,6 @@ class DSparkDraftModel(BlockDraftModel):
     def trained_confidence(self) -> Callable[[Tensor], Tensor] | None:
         return None if self.confidence_head is None else lambda states: states[..., -1]
 
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(DSparkDrafter, self, request)
-
     @classmethod
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
@@ -172,54 +213,3 @@ class DSparkDraftModel(BlockDraftModel):
         simple = config.markov_head_type == "vanilla" or not config.markov_rank
         unserved = ["knows the vanilla Markov head only"] * (not simple)
         return engines(config, checkpoint, unserved, "deepspec")
-
-
-class MarkovGrowth(BlockGrowth):
-    """The distributions of one block, corrected by the draft tokens on the path to each node."""
-
-    def __init__(self, draft: DSparkDraftModel, request: DraftContext, root: Tensor, output: DraftOutput) -> None:
-        assert output.logits is not None
-        assert output.hidden_states is not None
-        self._draft, self._request = draft, request
-        unused = output.hidden_states.shape[1] - output.logits.shape[1]
-        self._logits = output.logits  # (batch, depths, draft vocabulary)
-        self._hidden = output.hidden_states[:, unused:]  # (batch, depths, hidden)
-        self._state: Tensor | None = None  # (batch, new, rank) of the Markov head after the root, or the last nodes
-        state: Tensor | None = None
-        if unused:  # training steps through the slot that predicts nothing, too
-            reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
-            state = None if reading is None else reading.state
-        self._first = self._behind(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
-
-    @property
-    def first(self) -> Tensor:
-        return self._first
-
-    def step(self, tokens: Tensor, depth: int, parents: Tensor | None, ancestors: Tensor | None) -> Tensor:
-        """Return the corrected log-probabilities after new nodes."""
-        logits, hidden = (at_depth(one, tokens, depth) for one in (self._logits, self._hidden))
-        state = self._state
-        if state is not None and parents is None:
-            state = state.expand(-1, tokens.shape[1], -1)
-        elif state is not None and parents is not None:
-            state = state.gather(1, parents[:, :, None].expand(-1, -1, state.shape[-1]))
-        return self._behind(tokens, logits, hidden, state)
-
-    def _behind(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
-        """Return the log-probabilities (batch, new, vocabulary) after ``tokens`` (batch, new)."""
-        reading, confidence = self._draft.read(tokens, hidden, state)
-        if reading is not None:
-            self._state = reading.state
-        if confidence is not None:
-            self._trust = confidence[:, 0].float().sigmoid()  # (batch,), read for chains only
-        return draft_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
-
-    @property
-    def confidence(self) -> Callable[[], Tensor] | None:
-        return None if self._draft.confidence_head is None else lambda: self._trust
-
-
-class DSparkDrafter(BlockDrafter):
-    """The context of one call, from which every block drafts, corrected token by token."""
-
-    growth = MarkovGrowth

@@ -7,23 +7,18 @@ methods differ in the tree that is drafted, not in the weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ..autoregressive import AutoregressiveDrafter
 from ..base import DraftOutput
 from ..files import Checkpoint
 from ..layers import classes_of
 from ..modeling import DraftModel, only_one
-from ..static import drafter_for
 from .configuration import EagleSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved
-
-if TYPE_CHECKING:
-    from ..base import DraftContext, Drafter
 
 
 class EagleDraftModel(DraftModel):
@@ -62,10 +57,6 @@ class EagleDraftModel(DraftModel):
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Read ``hidden_states[-1]``, the one after the final norm."""
         return (-1,)
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(AutoregressiveDrafter, self, request)
 
     @classmethod
     def engines(

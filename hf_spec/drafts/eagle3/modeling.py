@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..autoregressive import AutoregressiveDrafter
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
-from ..static import drafter_for
 from .configuration import Eagle3SpeculatorConfig
 from .engines import in_the_way, unserved
 from .formats import FORMATS, write_eagle3, write_sglang
-
-if TYPE_CHECKING:
-    from ..base import DraftContext, Drafter
 
 
 class Eagle3DraftModel(FusingDraftModel):
@@ -29,10 +24,6 @@ class Eagle3DraftModel(FusingDraftModel):
     def __init__(self, config: Eagle3SpeculatorConfig) -> None:
         super().__init__(config)
         self.post_init()
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(AutoregressiveDrafter, self, request)
 
     @classmethod
     def engines(

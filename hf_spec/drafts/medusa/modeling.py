@@ -23,7 +23,7 @@ from ...proposal import Proposal
 from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log_probs
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
-from ..static import StaticDrafter, drafter_for
+from ..static import StaticDrafter
 from ..trees import PreparedDraft, at_depth, grow
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
@@ -50,10 +50,43 @@ class ResidualBlock(nn.Module):
         return hidden + functional.silu(self.linear(hidden))
 
 
+class MedusaDrafter(StaticDrafter):
+    """A drafter without state: the distribution after a node depends only on its depth."""
+
+    attends = False
+
+    def __init__(self, draft: MedusaDraftModel, request: DraftContext, static: bool = False) -> None:
+        self._draft = draft
+        self._request = request
+        self.deepest = len(draft.heads)
+
+    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
+        assert accepted.features is not None
+        logits = self._draft(features=accepted.last(accepted.features)).logits[:, 0]
+        log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
+        step = functools.partial(at_depth, log_probs)
+        config, sample = self._request.config, self._request.sample
+        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, prepared=prepared)
+
+    def read(self, accepted: AcceptedTokens) -> None:
+        """Do nothing: only the last state counts."""
+
+    def make_room(self, columns: int) -> None:
+        """Do nothing: there is no cache."""
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep ``rows`` only: there is no state per row."""
+
+    def join(self, other: Drafter) -> bool:
+        """Append the rows of ``other``: there is no state per row."""
+        return True
+
+
 class MedusaDraftModel(DraftModel):
     """Medusa heads. New ones that end in the target's head all predict the root, as the target does."""
 
     config_class = MedusaSpeculatorConfig
+    drafter_class = MedusaDrafter
     formats = FORMATS
     _no_split_modules = ["ResidualBlock"]  # noqa: RUF012
 
@@ -104,10 +137,6 @@ class MedusaDraftModel(DraftModel):
         """Read ``hidden_states[-1]``, the one after the final norm."""
         return (-1,)
 
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(MedusaDrafter, self, request)
-
     @classmethod
     def engines(
         cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
@@ -134,44 +163,3 @@ class MedusaDraftModel(DraftModel):
     def unroll_steps(self, wanted: int) -> int:
         """Return the number of heads: each is a step, and all are trained together."""
         return len(self.heads)
-
-
-class MedusaDrafter(StaticDrafter):
-    """A drafter without state: the distribution after a node depends only on its depth."""
-
-    attends = False
-
-    def __init__(self, draft: MedusaDraftModel, request: DraftContext, static: bool = False) -> None:
-        self._draft = draft
-        self._request = request
-        self.deepest = len(draft.heads)
-
-    @property
-    def vocabulary(self) -> int:
-        return self._request.vocabulary
-
-    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Run all heads on the state before the root, then grow a proposal from their distributions."""
-        on_draft = accepted.to(self.device, self.dtype)
-        return self.grow_proposal(on_draft, min(limit, len(self._draft.heads))).to(accepted.tokens.device)
-
-    def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
-        assert accepted.features is not None
-        logits = self._draft(features=accepted.last(accepted.features)).logits[:, 0]
-        log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
-        step = functools.partial(at_depth, log_probs)
-        config, sample = self._request.config, self._request.sample
-        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, prepared=prepared)
-
-    def read(self, accepted: AcceptedTokens) -> None:
-        """Do nothing: only the last state counts."""
-
-    def make_room(self, columns: int) -> None:
-        """Do nothing: there is no cache."""
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep ``rows`` only: there is no state per row."""
-
-    def join(self, other: Drafter) -> bool:
-        """Append the rows of ``other``: there is no state per row."""
-        return True

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, PreTrainedModel
 from transformers import initialization as init
 
-from ..autoregressive import AutoregressiveDrafter
-from ..base import DraftContext, Drafter, DraftOutput
+from ..base import DraftOutput
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
-from ..static import drafter_for
 from .configuration import MTPSpeculatorConfig
 from .formats import FORMATS, in_the_way, unserved, why_not_native, write_native
 
@@ -92,10 +90,6 @@ class MTPDraftModel(DraftModel):
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Read the target's last hidden state, after or before the final norm."""
         return (-1 if self.config.features_after_norm else target.config.get_text_config().num_hidden_layers,)
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(AutoregressiveDrafter, self, request)
 
     @classmethod
     def engines(

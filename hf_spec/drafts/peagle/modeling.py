@@ -24,58 +24,13 @@ from ..draft_kv import DraftKV, StaticDraftKV
 from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
-from ..static import StaticDrafter, drafter_for
+from ..static import StaticDrafter
 from ..trees import PreparedDraft, at_depth, grow
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
 
 if TYPE_CHECKING:
     from ...unroll.feedback import Unrolled, UnrollInput
-
-
-class PEagleDraftModel(FusingDraftModel):
-    """A P-EAGLE draft with any flags (see ``PEagleSpeculatorConfig``); ``forward`` is EAGLE-3's."""
-
-    config_class = PEagleSpeculatorConfig
-    config: PEagleSpeculatorConfig
-    formats = FORMATS
-    vllm_method = "eagle3"
-
-    def __init__(self, config: PEagleSpeculatorConfig) -> None:
-        super().__init__(config)
-        self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features * config.feature_size))
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        super()._init_weights(module)
-        if module is self:
-            init.normal_(self.mask_hidden, std=self.layer_config.initializer_range)
-
-    def with_masks(self, tokens: Tensor, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Append ``count`` mask tokens to ``tokens`` (batch, length), and ``mask_hidden`` to their features."""
-        batch = len(tokens)
-        masks = tokens.new_full((batch, count), self.config.mask_token_id or 0)
-        hidden = self.mask_hidden.to(features).expand(batch, count, -1)
-        return torch.cat([tokens, masks], dim=1), torch.cat([features, hidden], dim=1)
-
-    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
-        """Predict all depths from every position of a text; each sees the text before it and its own depths."""
-        from ...unroll.feedback import unroll_in_parallel  # compiles kernels, which only training needs
-
-        return unroll_in_parallel(self, given, steps, recompute)
-
-    def drafter(self, request: DraftContext) -> Drafter:
-        self.bind(request.target)
-        return drafter_for(PEagleDrafter, self, request)
-
-    @classmethod
-    def engines(
-        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
-    ) -> dict[str, list[str]]:
-        return engines(config, checkpoint)
-
-    def sort_features(self) -> None:
-        sort_features(self)
 
 
 class PEagleDrafter(StaticDrafter):
@@ -87,15 +42,6 @@ class PEagleDrafter(StaticDrafter):
         self._kv = (StaticDraftKV if static else DraftKV)(draft, 0)
         tokens, mask, features = pairs_of_prompt(request, draft.device, draft.layer_config.vocab_size)
         self._kv.read_prompt(tokens, mask, features=features.to(draft.dtype))
-
-    @property
-    def vocabulary(self) -> int:
-        return self._request.vocabulary
-
-    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Read accepted tokens and the mask tokens after them, then grow a proposal from their distributions."""
-        on_draft = accepted.to(self.device, self.dtype)
-        return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
 
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         assert accepted.features is not None
@@ -126,6 +72,48 @@ class PEagleDrafter(StaticDrafter):
         """Append the rows of ``other``; refuse if some are padded."""
         assert isinstance(other, PEagleDrafter)
         return self._kv.join(other._kv)
+
+
+class PEagleDraftModel(FusingDraftModel):
+    """A P-EAGLE draft with any flags (see ``PEagleSpeculatorConfig``); ``forward`` is EAGLE-3's."""
+
+    config_class = PEagleSpeculatorConfig
+    config: PEagleSpeculatorConfig
+    formats = FORMATS
+    vllm_method = "eagle3"
+    drafter_class = PEagleDrafter
+
+    def __init__(self, config: PEagleSpeculatorConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features * config.feature_size))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            init.normal_(self.mask_hidden, std=self.layer_config.initializer_range)
+
+    def with_masks(self, tokens: Tensor, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Append ``count`` mask tokens to ``tokens`` (batch, length), and ``mask_hidden`` to their features."""
+        batch = len(tokens)
+        masks = tokens.new_full((batch, count), self.config.mask_token_id or 0)
+        hidden = self.mask_hidden.to(features).expand(batch, count, -1)
+        return torch.cat([tokens, masks], dim=1), torch.cat([features, hidden], dim=1)
+
+    def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
+        """Predict all depths from every position of a text; each sees the text before it and its own depths."""
+        from ...unroll.feedback import unroll_in_parallel  # compiles kernels, which only training needs
+
+        return unroll_in_parallel(self, given, steps, recompute)
+
+    @classmethod
+    def engines(
+        cls, config: Any, checkpoint: Checkpoint | None = None, layout: str = "speculators"
+    ) -> dict[str, list[str]]:
+        return engines(config, checkpoint)
+
+    def sort_features(self) -> None:
+        sort_features(self)
 
 
 def ancestors_behind(counts: Tensor, width: int, more: int) -> Tensor:

@@ -115,15 +115,6 @@ class FixedVanillaDrafter(StaticDrafter):
         """Return the device of the draft's inputs."""
         return input_device(self._draft)
 
-    @property
-    def vocabulary(self) -> int:
-        return self._padding.vocabulary
-
-    def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
-        """Read accepted tokens and draft."""
-        on_draft = accepted.to(self.device, self.dtype)
-        return self.grow_proposal(on_draft, limit).to(accepted.tokens.device)
-
     def grow_proposal(self, accepted: AcceptedTokens, limit: int, prepared: PreparedDraft | None = None) -> Proposal:
         keys, logits = self._read(accepted)
         request, padding = self._request, self._padding
