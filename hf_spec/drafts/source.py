@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -9,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from ..scoring.architectures import arguments_of
-from ..scoring.names import CACHES, OF_ENCODER_DECODER
+from ..scoring.names import CACHES, OF_ENCODER_DECODER, map_tensors
 from ..scoring.plain import input_device, scored_vocabulary
 from ..scoring.trials import in_short
 from .encoders import shares_encoder
@@ -67,24 +67,24 @@ class Source:
         They are those of the encoder of ``target`` if the draft has the same encoder, or none. Errors: a ValueError
         if the draft's own encoder cannot read the source.
         """
-        device = input_device(model)
-        states = {"encoder_outputs": _moved(self.kwargs["encoder_outputs"], device, model)}
+        states = {"encoder_outputs": map_tensors(self.kwargs["encoder_outputs"], _moving_to(model))}
         if not model.config.is_encoder_decoder:  # its other arguments are the text's
             return states
         return self._arguments_of(model) | states if shares_encoder(model, target) else self._encoded_by(model)
 
     def _arguments_of(self, model: Any) -> dict[str, Any]:
         """Return the arguments of the call that the forward of ``model`` takes, but for the encoder's states."""
-        device, known = input_device(model), arguments_of(model)
+        known = arguments_of(model)
         given = {name: value for name, value in self.kwargs.items() if name != "encoder_outputs" and name in known}
-        return {name: _moved(value, device, model) for name, value in given.items()}
+        return {name: map_tensors(value, _moving_to(model)) for name, value in given.items()}
 
     @torch.no_grad()
     def _encoded_by(self, model: Any) -> dict[str, Any]:
         """Encode the source by the encoder of ``model``."""
-        device, given = input_device(model), self._arguments_of(model)
+        given = self._arguments_of(model)
         try:
-            inputs, name, given = model._prepare_model_inputs(_moved(self.inputs, device, model), None, given)
+            inputs = map_tensors(self.inputs, _moving_to(model))
+            inputs, name, given = model._prepare_model_inputs(inputs, None, given)
             found = model._maybe_prepare_encoder_kwargs_for_generation(inputs, given, name, GenerationConfig())
         except Exception as error:  # of other features, say: more bins of sound than it knows
             raise ValueError(
@@ -104,11 +104,7 @@ def _has_one_vocabulary(target: Any) -> bool:
     return bool(shares) and getattr(table, "num_embeddings", None) == scored_vocabulary(target)
 
 
-def _moved(value: Any, device: torch.device, model: PreTrainedModel) -> Any:
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _moved(one, device, model) for name, one in value.items()})
-    if isinstance(value, tuple):
-        return tuple(_moved(one, device, model) for one in value)
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(device, model.dtype if value.is_floating_point() else value.dtype)
+def _moving_to(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return the function that moves a tensor to the device of ``model``, and states to its dtype."""
+    device, dtype = input_device(model), model.dtype
+    return lambda value: value.to(device, dtype if value.is_floating_point() else value.dtype)

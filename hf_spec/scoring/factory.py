@@ -11,7 +11,8 @@ from transformers.cache_utils import StaticCache
 from .architectures import keeps_own_states
 from .cache import has_states
 from .compiled import StaticCacheRunner
-from .plain import difference, input_device, plain_logits, rounding_of
+from .plain import difference, plain_logits, rounding_of
+from .prompts import tokens_for
 from .recurrent import PerTokenRunner, SnapshotRunner
 from .runner import ModelRunner
 from .trials import tried_once
@@ -54,9 +55,7 @@ def reads_blocks(model: PreTrainedModel) -> bool:
 
     Mamba, FalconMamba, Jamba and Zamba drop the state then; Zamba2 and Nemotron-H clamp the time step in blocks only.
     """
-    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-    ids = (torch.arange(2 * PROBE_TOKENS, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
-    prompt, rest = ids[:, :PROBE_TOKENS], ids[:, PROBE_TOKENS:]
+    prompt, rest = tokens_for(model, 1, 2 * PROBE_TOKENS).split(PROBE_TOKENS, dim=1)
     block = plain_logits(model, prompt, torch.ones_like(prompt), [rest])
     steps = plain_logits(model, prompt, torch.ones_like(prompt), rest.split(1, dim=1))
     return bool(difference(block, steps).max() <= rounding_of(model))

@@ -1,9 +1,15 @@
-"""Names of arguments: the cache is ``cache`` since transformers 5.24, and an encoder-decoder's text has its own."""
+"""Arguments of forwards: their names, and the tensors in them.
+
+The cache is ``cache`` since transformers 5.24, and the text of an encoder-decoder model has names of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
 
 from ..versions import CACHE as CACHE
 
@@ -31,3 +37,12 @@ OF_ENCODER_DECODER = TextArguments(*(f"decoder_{name}" for name in OF_DECODER_ON
 def text_arguments(model: Any) -> TextArguments:
     """Return the names in ``model``: without ``decoder_`` an encoder-decoder's arguments belong to its source."""
     return OF_ENCODER_DECODER if model.config.is_encoder_decoder else OF_DECODER_ONLY
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to an argument that is a tensor, or to the tensors that an encoder returned."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: map_tensors(one, change) for name, one in value.items()})
+    if isinstance(value, tuple):
+        return tuple(map_tensors(one, change) for one in value)
+    return change(value) if isinstance(value, Tensor) else value

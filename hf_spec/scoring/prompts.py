@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, StaticCache
-from transformers.utils.generic import ModelOutput
 
 from .architectures import cache_name, why_one_row
-from .names import CACHES, OF_ENCODER_DECODER, cache_among
+from .names import CACHES, OF_ENCODER_DECODER, cache_among, map_tensors
 from .plain import input_device, new_cache, new_static_cache, prompt_kwargs
 
 PROMPT_TOKENS = 7  # tokens of a prompt of text
@@ -84,8 +83,13 @@ class Prompt:
         if the call has a mask for it.
         """
         names, rows = OF_ENCODER_DECODER, 2 if why_one_row(model) is None else 1
+
+        def first_row(value: Tensor) -> Tensor:
+            has_rows = value.ndim > 0 and len(value) == batch
+            return value[:1].repeat(rows, *[1] * (value.ndim - 1)) if has_rows else value
+
         kwargs = {
-            name: _first_row(value, batch, rows)
+            name: map_tensors(value, first_row)
             for name, value in _without_cache(model_kwargs).items()
             if name not in names
         }
@@ -147,13 +151,3 @@ def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _is_content(value: object) -> bool:
     return value is not None and not isinstance(value, (bool, int, float, str))
-
-
-def _first_row(value: Any, batch: int, rows: int) -> Any:
-    """Copy the first row of what has ``batch`` rows, a tensor or what an encoder returned, into ``rows`` rows."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _first_row(one, batch, rows) for name, one in value.items()})
-    if isinstance(value, tuple):
-        return tuple(_first_row(one, batch, rows) for one in value)
-    has_rows = isinstance(value, Tensor) and value.ndim > 0 and len(value) == batch
-    return value[:1].repeat(rows, *[1] * (value.ndim - 1)) if has_rows else value

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
-from transformers.utils.generic import ModelOutput
 
 from ..device_tensors import to_device
 from ..proposal import Proposal
@@ -27,7 +26,7 @@ from .groups import Reading, groups_of, read_in_groups
 from .hooks import NO_CONTEXT, hooked
 from .kv_view import KVView
 from .masks import TreeMask, attending_in
-from .names import CACHES, OF_DECODER_ONLY, text_arguments
+from .names import CACHES, OF_DECODER_ONLY, map_tensors, text_arguments
 from .plain import continued, prompt_kwargs, step_inputs
 from .positions import OwnPositions
 from .relative_bias import hook_biases
@@ -527,7 +526,12 @@ class ModelRunner:
             self._origin = origin.index_select(-2, rows.to(origin.device))
         if self._positions is not None:
             self._positions.keep_rows(rows)
-        self._step_kwargs = {name: _rows_of(value, rows, batch) for name, value in self._step_kwargs.items()}
+
+        def kept(value: Tensor) -> Tensor:
+            has_rows = value.ndim > 0 and len(value) == batch
+            return value.index_select(0, rows.to(value.device)) if has_rows else value
+
+        self._step_kwargs = {name: map_tensors(value, kept) for name, value in self._step_kwargs.items()}
 
     def align(self) -> None:
         """Shift all rows to end in the same column, where slots hold everything and positions are given separately."""
@@ -558,13 +562,3 @@ def refuse_trees(proposal: Proposal) -> None:
             "the drafter proposed a tree where the configuration promised chains, which are read differently: set "
             "tree=... in the SpeculationConfig, or build chains with Proposal.chain."
         )
-
-
-def _rows_of(value: Any, rows: Tensor, batch: int) -> Any:
-    """Keep ``rows`` of an argument with ``batch`` rows: a tensor, or tensors that an encoder returned."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _rows_of(one, rows, batch) for name, one in value.items()})
-    if isinstance(value, tuple):
-        return tuple(_rows_of(one, rows, batch) for one in value)
-    has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
-    return value.index_select(0, rows.to(value.device)) if has_rows else value

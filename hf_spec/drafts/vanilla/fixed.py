@@ -26,6 +26,7 @@ from ...scoring.plain import (
     prompt_kwargs,
     rounding_of,
 )
+from ...scoring.prompts import tokens_for
 from ...scoring.trials import in_short, tried_once
 from ..base import AcceptedTokens, DraftContext
 from ..static import OpenKeys, StaticDrafter, StaticKeys, why_not_static
@@ -86,9 +87,7 @@ def why_no_fixed_slots(model: PreTrainedModel) -> str | None:
 
 
 def _why_read_differently(model: PreTrainedModel) -> str | None:
-    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
-    ids = (torch.arange(2 * PROBE_TOKENS, device=input_device(model))[None] * 7 % 31 + 11) % vocabulary
-    prompt, rest = ids[:, :PROBE_TOKENS], ids[:, PROBE_TOKENS:]
+    prompt, rest = tokens_for(model, 1, 2 * PROBE_TOKENS).split(PROBE_TOKENS, dim=1)
     mask = torch.ones_like(prompt)
     expected = plain_logits(model, prompt, mask, [rest])
     try:
