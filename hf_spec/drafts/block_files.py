@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -18,13 +17,12 @@ from .files import (
     Files,
     Format,
     applying,
-    complete_vocabulary,
+    completed,
     flat_layers,
     is_speculators,
     needed,
-    speculators_keys,
+    speculators_format,
 )
-from .files import shared_with_target as left_to_target
 
 Read = tuple[BlockSpeculatorConfig, dict[str, Tensor]]
 
@@ -42,18 +40,13 @@ FLAT_KEYS: Known = known("block_size", "mask_token_id", "target_layer_ids", "is_
 NAME_LAYERS = "write aux_hidden_state_layer_ids into config.json: [2, n // 2, n - 3] of the target's n layers"
 
 
-def speculators_format(kind: type[BlockSpeculatorConfig]) -> Format:
-    """Return the format of the speculators library for drafts of one kind."""
-
-    def recognises(config: dict[str, Any], names: Collection[str]) -> bool:
-        return config.get("speculators_model_type") == kind.speculators_model_type
+def block_format(kind: type[BlockSpeculatorConfig]) -> Format:
+    """Return the format of the speculators library for block drafts of one kind."""
 
     def read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
-        if not isinstance(raw.get("transformer_layer_config"), dict):
-            raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
-        return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], needed(tensors))
+        return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], tensors)
 
-    return Format("speculators", recognises, read, keys=speculators_keys)
+    return speculators_format(kind.speculators_model_type, read)
 
 
 def read_flat(
@@ -132,16 +125,6 @@ def outputs_of_layers(ids: Any) -> list[int]:
             "draft's card or training recipe says: no rule gives them for all published drafts"
         )
     return [i + 1 for i in ids]
-
-
-def completed(
-    kind: type[BlockSpeculatorConfig], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
-) -> Read:
-    """Take what a config lacks from the ``tensors``, and build the config of ``kind``."""
-    raw["shared_with_target"] = left_to_target(tensors)
-    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
-    known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
-    return kind(**{name: value for name, value in raw.items() if name in known}), tensors
 
 
 def write_flat(draft: Any, unsaid: Sequence[tuple[bool, str]], **more: Any) -> Files:

@@ -6,8 +6,8 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from transformers import AutoConfig
 
 from ..config_keys import Known, flat_keys, unknown_keys
 from ..configuration import GEMMA, SpeculatorConfig
+
+Config = TypeVar("Config", bound=SpeculatorConfig)
 
 # The tensors from which the shape of Gemma 4's layers is read.
 GEMMA_TENSORS = (
@@ -116,13 +118,34 @@ def read_speculators(config: dict[str, Any], tensors: dict[str, Tensor]) -> tupl
 
 def speculators_keys(config: dict[str, Any], names: Collection[str]) -> Known:
     """Return the known keys of a config of the speculators library, by its kind."""
-    kind = config.get("speculators_model_type", "eagle3")  # as its first files, which name none
-    return SpeculatorConfig.kinds().get(kind, SpeculatorConfig).known_keys(config)
+    return SpeculatorConfig.kinds().get(_named_kind(config), SpeculatorConfig).known_keys(config)
+
+
+def _named_kind(config: dict[str, Any]) -> str:
+    """Return the kind of draft that a config of the speculators library names; its first files name none."""
+    return str(config.get("speculators_model_type", "eagle3"))
 
 
 SPECULATORS = Format(
     "speculators", lambda config, names: is_speculators(config), read_speculators, keys=speculators_keys
 )
+
+
+def speculators_format(kind: str, read: Callable[[dict[str, Any], dict[str, Tensor]], Any]) -> Format:
+    """Return the format of the speculators library for drafts of one ``kind``.
+
+    ``read`` is given the config's JSON, which describes the layers, and the tensors under our names.
+    """
+
+    def recognises(config: dict[str, Any], names: Collection[str]) -> bool:
+        return is_speculators(config) and _named_kind(config) == kind
+
+    def read_checked(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+        if not isinstance(raw.get("transformer_layer_config"), dict):
+            raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
+        return read(raw, needed(tensors))
+
+    return Format("speculators", recognises, read_checked, keys=speculators_keys)
 
 
 def needed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -186,6 +209,21 @@ def _flat_gemma_layers(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     given = {name: value for name, value in raw.items() if name in known - unwanted}
     given |= {"hidden_size_per_layer_input": raw.get("hidden_size_per_layer_input", 0)}
     return AutoConfig.for_model(GEMMA, **given | shape | {"rope_parameters": {"full_attention": rope}})
+
+
+def completed(
+    kind: type[Config], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
+) -> tuple[Config, dict[str, Tensor]]:
+    """Take what a config lacks from the ``tensors``, and build the config of ``kind``."""
+    raw["shared_with_target"] = shared_with_target(tensors)
+    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
+    return config_of(kind, raw), tensors
+
+
+def config_of(kind: type[Config], raw: dict[str, Any]) -> Config:
+    """Build the config of ``kind`` from those keys of ``raw`` that are fields of it."""
+    known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
+    return kind(**{name: value for name, value in raw.items() if name in known})
 
 
 def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..settings import is_int
-from .files import complete_vocabulary, needed, shared_with_target
+from .files import completed
 from .fusing import FusingDraftModel, FusingSpeculatorConfig
 
 Read = tuple[FusingSpeculatorConfig, dict[str, Tensor]]
@@ -22,39 +21,34 @@ def aux_layer_ids(config: dict[str, Any]) -> list[int] | None:
     vLLM) counts layers that have run: it is ``hidden_states[i]`` already. One inside ``eagle_config`` (SpecForge,
     ModelOpt, SGLang) names the layer whose output is read: ``hidden_states[i + 1]``. EAGLE's own files name none.
     """
-    name, behind = "eagle_aux_hidden_state_layer_ids", 0
+    name, later = "eagle_aux_hidden_state_layer_ids", 0
     if (ids := config.get(name)) is None:
-        ids, behind = (config.get("eagle_config") or {}).get(name), 1
+        ids, later = (config.get("eagle_config") or {}).get(name), 1
     if ids is None:
         return None
     if not isinstance(ids, list) or not all(map(is_int, ids)):
         raise ValueError(f"{name} is {ids!r}; list whole numbers, one per hidden state that the draft reads")
-    return [i + behind for i in ids]
+    return [i + later for i in ids]
 
 
 def read_speculators(kind: type[FusingSpeculatorConfig], raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     """Read a draft of ``kind`` from files of the speculators library."""
-    if not isinstance(raw.get("transformer_layer_config"), dict):
-        raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
     raw["speculators_model_type"] = kind.speculators_model_type
     if isinstance(raw.get("speculators_config"), dict):
         raw["speculators_config"]["algorithm"] = kind.speculators_model_type
     rope = raw["transformer_layer_config"].get("rope_parameters")
     if isinstance(rope, dict) and "sliding_attention" in rope:  # of two ropes the library uses this one for all layers
         raw["transformer_layer_config"]["rope_parameters"] = rope["sliding_attention"]
-    return completed(kind, raw, raw["transformer_layer_config"]["vocab_size"], needed(tensors))
+    return with_layer_ids(kind, raw, raw["transformer_layer_config"]["vocab_size"], tensors)
 
 
-def completed(
+def with_layer_ids(
     kind: type[FusingSpeculatorConfig], raw: dict[str, Any], vocabulary: int, tensors: dict[str, Tensor]
 ) -> Read:
-    """Take what a config lacks from the ``tensors``, and build the config of ``kind``."""
+    """Complete a config by the ``tensors``, and keep the order in which it lists the layers to read."""
     ids = aux_layer_ids(raw)
-    raw["shared_with_target"] = shared_with_target(tensors)
-    raw["draft_vocab_size"] = complete_vocabulary(vocabulary, tensors)
     raw["eagle_aux_hidden_state_layer_ids"] = ids and sorted(ids)
-    known = {field.name for field in fields(kind)} - {"architectures", "transformers_version"}
-    config = kind(**{name: value for name, value in raw.items() if name in known})
+    config, tensors = completed(kind, raw, vocabulary, tensors)
     # Other projects' files may list ids in any order, on purpose. The constructor refuses that: vLLM would sort them.
     config.eagle_aux_hidden_state_layer_ids = ids
     return config, tensors

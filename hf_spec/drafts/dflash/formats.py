@@ -21,11 +21,11 @@ from torch import Tensor
 
 from ..block_files import (
     Read,
+    block_format,
     flat_block_keys,
     looked_up,
     outputs_of_layers,
     read_flat,
-    speculators_format,
     write_zlab,
 )
 from ..files import Files, Format, is_speculators
@@ -103,7 +103,7 @@ def write_dflash(draft: Any) -> Files:
 
 
 FORMATS = (
-    speculators_format(DFlashSpeculatorConfig),
+    block_format(DFlashSpeculatorConfig),
     Format("dflash", _is_zlab, _read_zlab, owner="z-lab", keys=flat_block_keys),
     Format("muse", _is_muse, _read_muse, owner="transformers", keys=flat_block_keys),
 )

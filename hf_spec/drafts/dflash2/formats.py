@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ...config_keys import Known, flat_keys, known
-from ..block_files import FLAT_KEYS, Read, looked_up, outputs_of_layers, read_flat, speculators_format, write_zlab
+from ..block_files import FLAT_KEYS, Read, block_format, looked_up, outputs_of_layers, read_flat, write_zlab
 from ..files import Files, Format, is_speculators
 from .configuration import SHAPE, DFlash2SpeculatorConfig
 
@@ -53,6 +53,6 @@ def write_flat_dflash2(draft: Any) -> Files:
 
 
 FORMATS = (
-    speculators_format(DFlash2SpeculatorConfig),
+    block_format(DFlash2SpeculatorConfig),
     Format("dflash", _is_zlab, _read_zlab, owner="z-lab", keys=_keys),
 )

@@ -19,12 +19,12 @@ from torch import Tensor
 from ...configuration import GEMMA
 from ..block_files import (
     Read,
+    block_format,
     flat_block_keys,
     layer_outputs,
     looked_up,
     outputs_of_layers,
     read_flat,
-    speculators_format,
     write_flat,
 )
 from ..files import Files, Format, is_speculators
@@ -73,6 +73,6 @@ def write_deepspec(draft: Any) -> Files:
 
 
 FORMATS = (
-    speculators_format(DSparkSpeculatorConfig),
+    block_format(DSparkSpeculatorConfig),
     Format("deepspec", _is_deepspec, _read_deepspec, "DeepSpec", keys=flat_block_keys),
 )

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ...config_keys import Known, flat_keys, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, flat_layers, is_speculators, needed, speculators_keys
-from ..fusing_files import Read, aux_layer_ids, completed, read_speculators
+from ..files import Files, Format, flat_layers, is_speculators, needed, speculators_format
+from ..fusing_files import Read, aux_layer_ids, read_speculators, with_layer_ids
 from .configuration import Eagle3SpeculatorConfig
 from .engines import SERVED_FLAGS, beyond_eagle3, beyond_flat
 
@@ -42,10 +42,6 @@ FLAT_KEYS: Known = FLAGS | {
 }
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _is_ours(config: dict[str, Any], names: Collection[str]) -> bool:
-    return is_speculators(config) and config.get("speculators_model_type", "eagle3") == "eagle3"
 
 
 def _is_specforge(config: dict[str, Any], names: Collection[str]) -> bool:
@@ -104,7 +100,7 @@ def _flat(raw: dict[str, Any], tensors: dict[str, Tensor], norm_output_is_before
         "norm_before_lm_head": not norm_output_is_before_head or bool(flags.get("norm_output", True)),
         "dtype": raw.get("dtype", raw.get("torch_dtype")),
     }
-    return completed(Eagle3SpeculatorConfig, given, layers.vocab_size, tensors)
+    return with_layer_ids(Eagle3SpeculatorConfig, given, layers.vocab_size, tensors)
 
 
 def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
@@ -112,7 +108,7 @@ def _keys(config: dict[str, Any], names: Collection[str]) -> Known:
 
 
 FORMATS = (
-    Format("speculators", _is_ours, _read_speculators, keys=speculators_keys),
+    speculators_format("eagle3", _read_speculators),
     Format("specforge", _is_specforge, _read_specforge, keys=_keys),
     Format("eagle3", _is_safeailab, _read_flat, owner="SafeAILab", keys=_keys),
     Format("deepspec", _is_deepspec, _read_deepspec, owner="DeepSpec", keys=_keys),

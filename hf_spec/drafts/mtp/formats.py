@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import AutoConfig
 
 from ...config_keys import Known, keys_of_layers, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, in_speculators, needed, shared_with_target, speculators_keys
+from ..files import Files, Format, config_of, in_speculators, shared_with_target, speculators_format
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 # Prefixes of tensor names: in the target's checkpoint -> in our files, which use those of speculators.
@@ -51,16 +50,11 @@ def _read_speculators(
 
     By default the features are those that the library trains with: before the final norm.
     """
-    if not isinstance(raw.get("transformer_layer_config"), dict):
-        raise ValueError("the config has no transformer_layer_config, which describes the layers; add it")
-    tensors = needed(tensors)
     is_dense = "mtp_layers.0.mlp.gate_proj.weight" in tensors
     raw["transformer_layer_config"] = _one_layer(raw["transformer_layer_config"], is_dense)
     raw.setdefault("features_after_norm", False)
     raw["shared_with_target"] = shared_with_target(tensors)
-    known = {field.name for field in fields(MTPSpeculatorConfig)} - {"architectures", "transformers_version"}
-    config = MTPSpeculatorConfig(**{name: value for name, value in raw.items() if name in known})
-    return config, _stack_experts(tensors)
+    return config_of(MTPSpeculatorConfig, raw), _stack_experts(tensors)
 
 
 def _read_native(raw: dict[str, Any], given: dict[str, Tensor]) -> tuple[MTPSpeculatorConfig, dict[str, Tensor]]:
@@ -90,12 +84,7 @@ def _native_keys(config: dict[str, Any], names: Collection[str]) -> Known:
 
 
 FORMATS = (
-    Format(
-        "speculators",
-        lambda config, names: config.get("speculators_model_type") == "mtp",
-        _read_speculators,
-        keys=speculators_keys,
-    ),
+    speculators_format("mtp", _read_speculators),
     Format(
         "mtp",
         lambda config, names: "mtp.fc.weight" in names or "model.mtp_layers.0.input_proj.weight" in names,

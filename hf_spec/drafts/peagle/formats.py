@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
 
-from ..files import Checkpoint, Format, applying, speculators_keys
+from ..files import Checkpoint, applying, speculators_format
 from ..fusing_files import Read, read_speculators
 from .configuration import PEagleSpeculatorConfig
-
-
-def _is_ours(config: dict[str, Any], names: Collection[str]) -> bool:
-    return config.get("speculators_model_type") == "peagle"
 
 
 def _read(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Read:
     return read_speculators(PEagleSpeculatorConfig, raw, tensors)
 
 
-FORMATS = (Format("speculators", _is_ours, _read, keys=speculators_keys),)
+FORMATS = (speculators_format("peagle", _read),)
 
 
 def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> dict[str, list[str]]:
