@@ -51,7 +51,7 @@ def to_figure(stats: SpeculationStats) -> Any:
     accepted.bar(range(1, len(shares) + 1), shares)
     accepted.set(xlabel="draft token", ylabel="share of steps that accept it", ylim=(0, 1))
     first = 0 if stats.first_tokens_in_steps else 1  # the token of the prefill belongs to no step
-    lengths = [length for row in stats.per_row for length in _step_lengths(row.guessed[first:])]
+    lengths = [length for row in stats.per_row for length in _step_lengths(row.drafted[first:])]
     most = max(lengths, default=1)
     emitted.hist(lengths, bins=[length - 0.5 for length in range(1, most + 2)], rwidth=0.8)
     emitted.axvline(stats.mean_accepted_length, color="grey", linewidth=0.8)
@@ -64,12 +64,12 @@ def to_figure(stats: SpeculationStats) -> Any:
 def text_pieces(row: RowStats, tokenizer: Any) -> Iterator[tuple[bool, str]]:
     """Cut the row's text where draft tokens and the target's own meet; a character of both goes to the later piece."""
     start = 0
-    for guessed, run in groupby(row.guessed):
+    for drafted, run in groupby(row.drafted):
         end = start + len(list(run))
         first = max(0, start - CONTEXT)
         before = tokenizer.decode(row.tokens[first:start]).rstrip("\ufffd")
         text = tokenizer.decode(row.tokens[first:end])[len(before) :]
-        yield guessed, text if end == len(row.tokens) else text.rstrip("\ufffd")
+        yield drafted, text if end == len(row.tokens) else text.rstrip("\ufffd")
         start = end
 
 
@@ -96,12 +96,12 @@ def _summary(stats: SpeculationStats) -> tuple[str, dict[str, str]]:
     }
 
 
-def _step_lengths(guessed: Sequence[bool]) -> Iterator[int]:
+def _step_lengths(drafted: Sequence[bool]) -> Iterator[int]:
     """Count the tokens of each step: accepted draft tokens, then the target's own token unless the text ends."""
     length = 0
-    for is_guess in guessed:
+    for is_drafted in drafted:
         length += 1
-        if not is_guess:
+        if not is_drafted:
             yield length
             length = 0
     if length:

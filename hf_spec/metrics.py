@@ -99,14 +99,14 @@ class RowStats(Counts):
 
     seconds: float = 0.0
     tokens: list[int] = field(default_factory=list)
-    guessed: list[bool] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
 
     def add_row(self, other: RowStats) -> None:
         """Count in what the row did in ``other``, after what it did so far."""
         self.add(other)
         self.seconds += other.seconds
         self.tokens += other.tokens
-        self.guessed += other.guessed
+        self.drafted += other.drafted
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, ready for JSON; tokens are left out."""
@@ -208,7 +208,7 @@ class SpeculationStats:
         self.time_to_first_token = time.perf_counter() - self._start
         for row, token in zip(self.per_row, tokens, strict=True) if tokens is not None else ():
             row.tokens.append(token)
-            row.guessed.append(False)
+            row.drafted.append(False)
 
     def timed(self, part: Part) -> AbstractContextManager[None]:
         """Add the time spent inside to ``propose_seconds``, ``target_seconds`` or ``verify_seconds``."""
@@ -258,7 +258,7 @@ class SpeculationStats:
             stats.add_step(drafted, held, kept, depth)
             stats.seconds = seconds
             stats.tokens += text
-            stats.guessed += [True] * held + [False] * (len(text) - held) if text else ()
+            stats.drafted += [True] * held + [False] * (len(text) - held) if text else ()
 
     def plain_steps(self, rows: Sequence[int], emitted: Sequence[Sequence[Sequence[int]]]) -> None:
         """Count plain steps in a row: ``emitted[i][b]`` holds the token of ``rows[b]`` in the i-th of them."""
@@ -272,7 +272,7 @@ class SpeculationStats:
             stats.emitted += len(emitted)
             stats.seconds = seconds
             stats.tokens += [step[place][0] for step in emitted]
-            stats.guessed += [False] * len(emitted)
+            stats.drafted += [False] * len(emitted)
 
     def finish(self, plain_step: float = 0.0) -> None:
         """Record the total time; ``plain_step`` are the seconds of a plain step of all rows, if one was measured."""

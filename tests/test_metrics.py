@@ -41,9 +41,9 @@ def test_figures() -> None:
 def test_tokens_are_split_into_guesses_and_own() -> None:
     first, second = example().per_row
     assert first.tokens == [9, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert first.guessed == [False, True, True, True, False, True, False, True, True]
+    assert first.drafted == [False, True, True, True, False, True, False, True, True]
     assert second.tokens == [8, 5, 6, 7]
-    assert second.guessed == [False, True, False, False]
+    assert second.drafted == [False, True, False, False]
 
 
 @pytest.mark.parametrize("in_steps", [False, True])

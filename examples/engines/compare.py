@@ -89,7 +89,7 @@ def ours(target: Any, draft: Any, prompts: list[list[int]], length: int, new_tok
         same = target.generate(inputs, **options, speculator=False, max_new_tokens=new_tokens)
         rows.append(out.sequences[0, len(ids) :].tolist()[:new_tokens])
         plain.append(same.sequences[0, len(ids) :].tolist())
-        counts += accepted_by_step(out.speculation.per_row[0].guessed, new_tokens)
+        counts += accepted_by_step(out.speculation.per_row[0].drafted, new_tokens)
         proposed = out.speculation.counts.proposed_at
         drafts += proposed[0] if proposed else 0
     steps = drafts if draft == "ngram" else len(counts)  # n-grams have no draft tokens in many steps

@@ -36,7 +36,7 @@ class Answer:
     @property
     def roots(self) -> list[int]:
         """Return the positions of the roots of all steps: the tokens that were not draft tokens."""
-        own = [self.start + i for i, is_draft in enumerate(self.row.guessed[:-1]) if not is_draft]
+        own = [self.start + i for i, is_draft in enumerate(self.row.drafted[:-1]) if not is_draft]
         return [self.start - 1] * self.reads_prompt + own
 
     def max_draft_tokens(self, root: int) -> int:

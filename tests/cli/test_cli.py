@@ -112,7 +112,7 @@ def test_accepted_guesses_stand_out(colour, text):
     parts = [tokenizer(part, add_special_tokens=False).input_ids for part in ("one", " two", " three")]
     row = RowStats(
         tokens=[token for part in parts for token in part],
-        guessed=[i == 1 for i, part in enumerate(parts) for _ in part],
+        drafted=[i == 1 for i, part in enumerate(parts) for _ in part],
     )
     assert highlighted(row, tokenizer, colour) == text
 
@@ -130,7 +130,7 @@ def test_text_that_was_decoded_wrongly_is_mended(text, meant):
     assert demo.mended(text) == meant
     tokenizer = AutoTokenizer.from_pretrained(demo.path())
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    assert highlighted(RowStats(tokens=ids, guessed=[False] * len(ids)), tokenizer, False) == demo.mended(
+    assert highlighted(RowStats(tokens=ids, drafted=[False] * len(ids)), tokenizer, False) == demo.mended(
         tokenizer.decode(ids)
     )
 

@@ -225,7 +225,7 @@ def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) ->
             row[13 : 13 + count].tolist() for row, count in zip(plain, emitted, strict=True)
         ]
         for row in stats.per_row:
-            assert row.accepted == sum(row.guessed) == sum(row.accepted_at)
+            assert row.accepted == sum(row.drafted) == sum(row.accepted_at)
             assert row.accepted <= row.proposed
             assert row.steps >= row.emitted - row.accepted, "a step emits at most one token of its own"
             assert row.steps <= row.emitted

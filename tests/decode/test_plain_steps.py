@@ -81,7 +81,7 @@ def test_the_statistics_count_plain_steps(runs: list[int], monkeypatch: pytest.M
     wanted = call(target(), monkeypatch, 1, speculator=draft()).speculation
     assert found.steps == wanted.steps and found.counts == wanted.counts
     assert [row.tokens for row in found.per_row] == [row.tokens for row in wanted.per_row]
-    assert [row.guessed for row in found.per_row] == [row.guessed for row in wanted.per_row]
+    assert [row.drafted for row in found.per_row] == [row.drafted for row in wanted.per_row]
 
 
 class Raising(BaseStreamer):

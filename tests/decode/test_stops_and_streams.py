@@ -76,8 +76,8 @@ def test_a_stop_counts_the_guesses_up_to_it(offset: int, shape: str, lockstep: b
     block = config.num_speculative_tokens + 1
     own = [(place + 1) % block == 0 for place in range(row.emitted)]  # the target's own token behind each whole block
     assert row.tokens == words[:offset] and with_prompt == (shape == "chain")
-    assert row.guessed == [False] * (offset - row.emitted) + [not mine for mine in own]
-    assert (row.accepted, row.emitted) == (sum(row.guessed), offset - (not with_prompt))
+    assert row.drafted == [False] * (offset - row.emitted) + [not mine for mine in own]
+    assert (row.accepted, row.emitted) == (sum(row.drafted), offset - (not with_prompt))
 
 
 @pytest.mark.parametrize("offset", OFFSETS)

@@ -59,7 +59,7 @@ def test_a_saved_adapter_guesses_as_the_trained_one_and_as_the_merged_draft(make
     for draft in (trainer.model, loaded, loaded.merge_and_unload(), load.from_pretrained(tmp_path / "base")):
         out = target.generate(IDS, speculator=draft, return_dict_in_generate=True, max_new_tokens=40, do_sample=False)
         assert torch.equal(out.sequences, target.generate(IDS, max_new_tokens=40, do_sample=False))
-        outputs.append([row.guessed for row in out.speculation.per_row])
+        outputs.append([row.drafted for row in out.speculation.per_row])
     assert outputs[0] == outputs[1] == outputs[2]
     card = (tmp_path / "adapter" / "README.md").read_text(encoding="utf-8")
     assert "draft = PeftModel.from_pretrained(" in card and "# adapter on a draft" in card

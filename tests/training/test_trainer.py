@@ -296,7 +296,7 @@ def test_what_a_text_shows_is_what_generation_measures(make: Any, tmp_path: Path
             return_dict_in_generate=True,
         )
         for row in out.speculation.per_row:
-            run = next((i for i, guessed in enumerate(row.guessed[1:]) if not guessed), STEPS)
+            run = next((i for i, guessed in enumerate(row.drafted[1:]) if not guessed), STEPS)
             for step in range(1, STEPS + 1):
                 if length + step < 24:  # the text shows the token that is guessed
                     accepted[step][0] += run >= step
