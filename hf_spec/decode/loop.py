@@ -159,7 +159,7 @@ class Call:
             growing = set(self.sequences.rows)
             going_on = [i for i, row in enumerate(self.rows) if row in growing]
             index = to_device(going_on, result.tokens.device)
-            self._leave_behind(going_on, index)
+            self._drop_finished(going_on, index)
         self.rows = self.sequences.rows
         start, proposal = self._propose(result.accepted_tokens(self.features, going_on, index))
         if proposal.max_depth == 0 and self.target.scores_as_plain:
@@ -192,7 +192,7 @@ class Call:
         finally:
             self.stats.plain_steps(self.rows, emitted)
 
-    def _leave_behind(self, going_on: list[int], index: Tensor) -> None:
+    def _drop_finished(self, going_on: list[int], index: Tensor) -> None:
         """Drop the other rows; a cache that is handed back first gets the last token of those that ended early.
 
         ``index`` is ``going_on`` where the text is.

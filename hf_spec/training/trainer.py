@@ -231,7 +231,7 @@ class DraftTrainer(Trainer):
         )
         loss, metrics = chunked_loss.compute(made.states, hidden, weights, made.trained, text.input_ids)
         if args.feature_loss_weight:
-            distances = args.feature_loss_weight * feature_loss(made.guesses, hidden, weights)
+            distances = args.feature_loss_weight * feature_loss(made.predicted_states, hidden, weights)
             loss, metrics = loss + distances.sum(), metrics.plus(distances.detach())
         metrics = dataclasses.replace(metrics, losses=metrics.losses / factor)
         return loss, metrics, counted

@@ -63,7 +63,7 @@ def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tens
     sights = _sights(draft, context, roots, start, wants_flex(draft, given.input_ids))
     forward = type(draft).forward  # taken from the class: the instance's may be wrapped by whoever trains it
 
-    def guess() -> Tensor:
+    def draft_blocks() -> Tensor:
         with replaced_attention(draft, False, BLOCK_ATTENTION):
             output: DraftOutput = forward(
                 draft,
@@ -74,7 +74,7 @@ def unroll_blocks(draft: Any, given: UnrollInput, recompute: bool) -> tuple[Tens
             )
         return cast(Tensor, output.hidden_states)
 
-    hidden: Tensor = checkpoint(guess, use_reentrant=False) if recompute else guess()
+    hidden: Tensor = checkpoint(draft_blocks, use_reentrant=False) if recompute else draft_blocks()
     return roots, hidden.unflatten(1, (roots.shape[1], -1)), counted
 
 

@@ -50,16 +50,16 @@ class Unrolled:
     """The output of a draft in training: position i of step k predicts token i+2+k.
 
     ``head(step, states)`` turns the ``states`` (batch, length - 1, hidden) of a step into logits; ``trained`` are the
-    head's parameters. ``guesses`` (batch, length - 1, target hidden) are predictions of the target's last hidden
-    state, if the draft makes any. ``confidence(states)`` (...) is the logit of the predicted acceptance probability,
-    if the draft has such a head. ``selector(states, logits, labels)`` gives the scores (n, candidates) of a draft that
-    chooses among its best tokens, and the place (n,) of the ``labels`` among them.
+    head's parameters. ``predicted_states`` (batch, length - 1, target hidden) of each step are predictions of the
+    target's last hidden state, if the draft makes any. ``confidence(states)`` (...) is the logit of the predicted
+    acceptance probability, if the draft has such a head. ``selector(states, logits, labels)`` gives the scores (n,
+    candidates) of a draft that chooses among its best tokens, and the place (n,) of the ``labels`` among them.
     """
 
     states: list[Tensor]
     head: Callable[[int, Tensor], Tensor]
     trained: list[nn.Parameter]
-    guesses: list[Tensor]
+    predicted_states: list[Tensor]
     confidence: Callable[[Tensor], Tensor] | None = None
     selector: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 

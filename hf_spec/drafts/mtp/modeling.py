@@ -109,4 +109,4 @@ class MTPDraftModel(DraftModel):
     def unroll(self, given: UnrollInput, steps: int, recompute: bool = False) -> Unrolled:
         unrolled = super().unroll(given, steps, recompute)
         # A prediction of the state before the target's final norm cannot be compared with the one after it.
-        return unrolled if self.config.features_after_norm else replace(unrolled, guesses=[])
+        return unrolled if self.config.features_after_norm else replace(unrolled, predicted_states=[])
