@@ -44,7 +44,7 @@ MIXTURE = [
 # output layer, which is only 144 wide, were accepted less often however they were trained.
 MUON = {"muon_learning_rate": 42e-3, "learning_rate": 6e-3, "weight_decay": 0.05}
 BLOCK = {"layers": {"num_hidden_layers": 2}, "block_size": 8, "mask_token_id": 0}  # padding, which no text has
-OF_BLOCKS = {**MUON, "num_anchors": 96, "normalizer": "guess", "num_train_epochs": 2.2}
+OF_BLOCKS = {**MUON, "num_anchors": 96, "normalizer": "draft_token", "num_train_epochs": 2.2}
 KINDS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "eagle3": (
         Eagle3SpeculatorConfig,

@@ -62,7 +62,7 @@ def main() -> None:
         max_grad_norm=1.0,
         num_anchors=options.anchors,
         objective=OBJECTIVES[options.kind],
-        normalizer="guess",
+        normalizer="draft_token",
         step_decay=0.7788,  # exp(-1 / 4)
         logging_steps=10,
         eval_strategy="steps",

@@ -37,6 +37,7 @@ LEAST = {
     **dict.fromkeys(("eval_prompts", "confidence_weight", "selector_weight", "feature_loss_weight"), 0),
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm"), 0),
 }
+OLD_NORMALIZER = "guess"  # the name of "draft_token" in recipes and checkpoints of earlier versions
 ABOVE_0 = ("step_decay", "kl_temperature", "muon_learning_rate", "eval_temperature")
 
 
@@ -56,7 +57,7 @@ class DraftTrainingArguments(TrainingArguments):
             rate. ``"lk"``: from KL to total variation as acceptance grows. A sum, such as ``"0.1 ce + 0.9 tv"``.
         kl_temperature: divides both logits of ``"kl"``, which is then multiplied by its square (JetSpec).
         normalizer: per step, ``"token"`` weights all answer tokens equally, and ``"sequence"`` all documents.
-            ``"guess"`` divides the losses of all steps by the sum of their weights (DFlash, DSpark).
+            ``"draft_token"`` divides the losses of all steps by the sum of their weights (DFlash, DSpark).
         num_anchors: blocks drafted in each example (DFlash). They start after answer tokens that are sampled again
             each time.
         confidence_weight: weight of the cross-entropy that trains a draft's confidence head (DSpark).
@@ -114,7 +115,17 @@ class DraftTrainingArguments(TrainingArguments):
     label_names: list[str] | None = field(default_factory=list)
     ddp_find_unused_parameters: bool | None = False  # every trained parameter always gets a gradient
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what a ``training_args.bin`` holds, which may be of an earlier version."""
+        vars(self).update(state)
+        self._read_old_name()
+
+    def _read_old_name(self) -> None:
+        if self.normalizer == OLD_NORMALIZER:
+            self.normalizer = "draft_token"
+
     def __post_init__(self) -> None:
+        self._read_old_name()
         objective_terms(self.objective)
         for name, choices in (("normalizer", Normalizer), ("outside_vocabulary", Outside)):
             if getattr(self, name) not in get_args(choices):

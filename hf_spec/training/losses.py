@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 Objective = Literal["kl", "ce", "tv", "lk", "reverse_kl", "nll"]
-Normalizer = Literal["token", "sequence", "guess"]
+Normalizer = Literal["token", "sequence", "draft_token"]
 Outside = Literal["drop", "keep"]
 
 LK_DECAY = 3.0  # how fast "lk" moves from KL to total variation as acceptance grows
@@ -98,8 +98,9 @@ def position_weights(
 ) -> tuple[Tensor, Tensor]:
     """Return the weight of each position (steps, batch, length - 1) and the divisor of each step's weights (steps,).
 
-    ``"token"``, ``"guess"``: every position has the same weight. ``"sequence"``: every document has, whatever its
-    length. Divisors of several batches are added, so that accumulated and distributed batches count as one.
+    ``"token"``, ``"draft_token"``: every position has the same weight. ``"sequence"``: every document has the same,
+    whatever its length. Divisors of several batches are added, so that accumulated and distributed batches count as
+    one.
     """
     if normalizer != "sequence":
         return counted.float(), counted.sum((1, 2)).float()

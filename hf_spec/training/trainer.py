@@ -213,7 +213,7 @@ class DraftTrainer(Trainer):
         made = unrolled(draft, text, self._steps, bool(args.activation_checkpointing))
         weights, _ = position_weights(counted, args.normalizer, text.document_ids)  # type: ignore[arg-type]
         factor = self._step_weights(weights.device)  # (steps,)
-        factor = factor / ((factor * divisor).sum() if args.normalizer == "guess" else divisor).clamp(min=1)
+        factor = factor / ((factor * divisor).sum() if args.normalizer == "draft_token" else divisor).clamp(min=1)
         weights = weights * factor[:, None, None]
         chunked_loss = ChunkedLoss(
             made.head,
@@ -336,7 +336,7 @@ class DraftTrainer(Trainer):
         sums = self._sums[False]
         metrics = sums.averages(self._over_processes)
         if sums.sums is not None:  # an average over all positions; transformers averages over batches
-            together = self.settings.normalizer == "guess"
+            together = self.settings.normalizer == "draft_token"
             metrics["loss"] = sums.loss(self._step_weights(torch.device("cpu")), together, self._over_processes)
         metrics |= self._measured(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})

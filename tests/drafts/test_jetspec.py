@@ -225,7 +225,7 @@ def test_the_example_is_a_recipe(tmp_path: Path) -> None:
     assert (kind, config.block_causal, config.num_draft_tokens) == ("dflash", True, 15)
     trainer = recipe["trainer"] | {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     args = training_arguments(trainer, [])
-    assert (args.objective, args.step_decay, args.normalizer) == ("kl", 1.0, "guess")
+    assert (args.objective, args.step_decay, args.normalizer) == ("kl", 1.0, "draft_token")
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -329,7 +329,7 @@ def trainer(draft: Any, target: Any, path: Any, rows: Any, **settings: Any) -> D
         "save_strategy": "no",
         "use_cpu": True,
         "step_decay": 0.7788,
-        "normalizer": "guess",
+        "normalizer": "draft_token",
         "eval_max_new_tokens": 20,
         "disable_tqdm": True,
     }
