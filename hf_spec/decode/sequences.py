@@ -172,8 +172,8 @@ class Sequences:
         self._write()
         ids = self._ids[:, : self.length].clone()
         ends = to_device(self.lengths, ids.device)
-        behind = torch.arange(self.length, device=ids.device) >= ends[:, None]
-        return ids.masked_fill_(behind, self._pad)
+        is_padding = torch.arange(self.length, device=ids.device) >= ends[:, None]
+        return ids.masked_fill_(is_padding, self._pad)
 
     def unpadded(self, prompt_mask: Tensor) -> list[list[int]]:
         """Return prompt and output of every row as lists, without padding; ``prompt_mask`` (batch, prompt)."""

@@ -9,8 +9,8 @@ depth is one step, in which a node reads its own token with the hidden state of 
 Draft nodes are dropped after verification, because they were read with the draft's own hidden states.
 
 A draft may have several *readers*, layers of its own for the first depths (DeepSeek-V3 with two MTP layers, arXiv
-2412.19437, section 2.2). Reader k stands beside what reader k - 1 made of the token before, and gives the distribution
-of depth k + 1; the last one is fed its own output from there on::
+2412.19437, section 2.2). Reader k reads a token together with the output of reader k - 1 for the token before. It
+gives the distribution of depth k + 1; the last one is fed its own output from there on::
 
     reader 0   x1|g0  x2|g1  x3|g2 │                     distribution after the root x3: a
     reader 1          x2|h1  x3|h2 │ a|h3                distribution after a: b            (h: reader 0, i: reader 1)
@@ -34,7 +34,7 @@ from .trees import PreparedDraft, grow
 
 
 class AutoregressiveDrafter(StaticDrafter):
-    """Keep what the readers of a draft have read in one call.
+    """What the readers of a draft have read in one call.
 
     ``draft`` is a ``DraftModel`` or has its ``forward``, ``layer_config``, ``device``, ``dtype``, ``num_modules`` and
     ``over_target``. With several readers ``forward`` takes the number of one as ``kv``.
@@ -72,7 +72,7 @@ class AutoregressiveDrafter(StaticDrafter):
         self._read(accepted)
 
     def _read(self, accepted: AcceptedTokens) -> tuple[list[Any], Tensor]:
-        """Let all readers read accepted tokens; return them and the logits (batch, 1, ...) behind the root."""
+        """Let all readers read accepted tokens; return them and the logits (batch, 1, ...) after the root."""
         kvs = [kv.opened() for kv in self._kvs]
         inputs: dict[str, Any] = {"features": accepted.features}
         logits, root_hidden = [], []
@@ -115,7 +115,7 @@ class AutoregressiveDrafter(StaticDrafter):
 
 
 class _Growth:
-    """Remember what the readers made of the root and of each node behind it, while a proposal grows.
+    """The outputs of the readers for the nodes that were read last, while a proposal grows.
 
     ``root_hidden`` are per reader the hidden states (batch, 1, hidden) that stand for the root.
     """
@@ -140,7 +140,7 @@ class _Growth:
     def _run_last(
         self, tokens: Tensor, depth: int, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Let the last reader, which may be the only one, read nodes beside what it made of their parents itself.
+        """Let the last reader, which may be the only one, read nodes together with its own output for their parents.
 
         Return logits (batch, new, draft vocabulary) and for each reader hidden states (batch, new, hidden).
         """
@@ -150,7 +150,7 @@ class _Growth:
     def _run_from(
         self, tokens: Tensor, depth: int, above: Callable[[int], Tensor], ancestors: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Let reader ``depth`` and all later ones read nodes, each beside what the reader before made of the parents.
+        """Let reader ``depth`` and all later ones read nodes, with the output of the reader before for the parents.
 
         The first of them says what follows; the later ones will be asked at the next depths. Return as
         ``_run_last`` does.

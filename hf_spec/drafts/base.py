@@ -364,7 +364,7 @@ class Speculator(ABC):
     def feature_layers(self, target: PreTrainedModel) -> tuple[int, ...]:
         """Say which ``hidden_states[i]`` of the target the drafter reads; none by default.
 
-        i is what layer i is given, the number of layers what the last one gives, and -1 the same behind the last norm.
+        i is what layer i is given, the number of layers what the last one gives, and -1 the same after the last norm.
         """
         return ()
 

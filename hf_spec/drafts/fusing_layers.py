@@ -32,9 +32,9 @@ class FusingLayer(nn.Module):
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeds), normed], dim=-1)  # (batch, length, 2 hidden)
         attended, _ = self.self_attn(both, **kwargs)
-        return self.behind_attention(normed if self.norm_before_residual else hidden, attended)
+        return self.after_attention(normed if self.norm_before_residual else hidden, attended)
 
-    def behind_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def after_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add the attention output to the ``residual``, then the MLP's output."""
         hidden = residual + attended
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))

@@ -54,7 +54,7 @@ class Gemma4FusingLayer(FusingLayer, Gemma4TextDecoderLayer):
         """Run the layer on ``hidden`` and ``embeds``, (batch, length, hidden) each."""
         return super().forward(hidden, embeds, shared_kv_states={}, **kwargs)  # layers of drafts share nothing
 
-    def behind_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def after_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Add the attention output to the ``residual``, then the MLP's output."""
         hidden = residual + self.post_attention_layernorm(attended)
         made = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))

@@ -229,12 +229,12 @@ class DraftModel(PreTrainedModel, Speculator):
     def decode(
         self,
         hidden: Tensor,
-        beside: tuple[Tensor, ...],
+        for_first_layer: tuple[Tensor, ...],
         position_ids: Tensor | None,
         attention_mask: Any,
         past_key_values: Cache | None,
     ) -> Tensor:
-        """Run the decoder layers on ``hidden`` (batch, length, hidden); only the first one is also given ``beside``.
+        """Run the decoder layers on ``hidden`` (batch, length, hidden); the first one with more inputs.
 
         ``position_ids`` (batch or 1, length) continue after the cache by default. ``attention_mask`` is what any model
         of transformers takes, or a dict of masks by kind of layer.
@@ -245,13 +245,13 @@ class DraftModel(PreTrainedModel, Speculator):
         for layer, mask in zip(self.layers, masks, strict=True):
             hidden = layer(
                 hidden,
-                *beside,
+                *for_first_layer,
                 attention_mask=mask,
                 position_ids=position_ids,
                 position_embeddings=rotary,
                 **{CACHE: past_key_values},
             )
-            beside = ()
+            for_first_layer = ()
         return hidden
 
     def _masks(

@@ -73,7 +73,7 @@ class PreparedDraft:
 
 
 def max_expanded_nodes(config: SpeculationConfig, depth: int) -> int:
-    """Return how many nodes a draft is asked to look behind at most while a proposal of this depth grows."""
+    """Return how many nodes a draft expands at most while a proposal of this depth grows."""
     if isinstance(config.tree, str | None):
         width = 1 if config.tree is None else max(config.tree_topk, 1)
         return depth * width if config.tree != "sampled" else config.num_tree_tokens
@@ -217,14 +217,14 @@ def _lay_out(paths: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[
     children: dict[int, list[int]] = defaultdict(list)
     for node, parent in enumerate(parents[1:], start=1):
         children[parent].append(node)
-    level, above, levels = [0], None, []  # only nodes with children are looked behind
+    level, above, levels = [0], None, []  # only nodes with children are expanded
     put = functools.partial(torch.tensor, device=device)
     while level:
         below = [(place, child) for place, node in enumerate(level) for child in children[node]]
         place, child, rank = zip(*((place, child, ranks[child]) for place, child in below), strict=True)
         levels.append(_Level(put(level), above, put(child), put(place), put(rank), max(rank) + 1))
         level = [child for _, child in below if child in children]
-        # The root is text, so that its children have no parent among the nodes that are looked behind.
+        # The root is text, so that its children have no parent among the expanded nodes.
         above = put([place for place, child in below if child in children]) if len(levels) > 1 else None
     return parents, levels
 
@@ -265,7 +265,7 @@ def _dynamic(root: Tensor, log_probs: Tensor, step: Step, limit: int, top_k: int
     At each depth the ``top_k`` most probable paths are followed, each by its ``top_k`` best tokens; of all candidates
     the ``nodes`` on the most probable paths are kept, in the order in which they were made.
     """
-    top_k = min(top_k, nodes, log_probs.shape[-1])  # behind a path that as many beat, none is kept
+    top_k = min(top_k, nodes, log_probs.shape[-1])  # after a path that as many beat, none is kept
     tree = TreeFrontier(step)
     score, token = log_probs.topk(top_k)  # (batch, k) cumulative log-probability of the frontier
     frontier = torch.arange(top_k, device=root.device).expand_as(token)  # its indices among all candidates

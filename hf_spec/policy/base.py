@@ -3,7 +3,7 @@
 A step asks ``plan`` before it drafts, may ask ``keep_drafting`` after each draft token, and reports to ``observe``::
 
     plan = policy.plan(batch_size, estimates)     how many draft tokens, from which source
-    policy.keep_drafting(confidence)              another one, given how sure the draft model is of the last one?
+    policy.keep_drafting(confidence)              another one, given the draft's confidence in the last one?
     policy.observe(step)                          what the step took, and how much of it was accepted
 
 A plan may depend on emitted tokens, acceptance and time. It never depends on draft tokens that were sampled and not

@@ -33,7 +33,7 @@ class Features:
         if unknown := [layer for layer in self.layers if not -1 <= layer <= self._count]:
             raise ValueError(
                 f"feature layer {unknown[0]} was asked for, but {type(model).__name__} has {self._count} layers: name "
-                f"hidden states from 0 to {self._count}, or -1 for those behind the last norm"
+                f"hidden states from 0 to {self._count}, or -1 for those after the last norm"
             )
         self.every = every
         catches = bool(self.layers) and not every and not is_compiled(model)  # a user's graphs may lack our hooks

@@ -353,5 +353,5 @@ def _share_states(own: Any, layer: LinearAttentionLayer) -> None:
 
 def _continued(positions: Tensor, columns: int) -> Tensor:
     """Extend ``positions`` (axes, batch, n) to ``columns`` columns, each one more than the one before."""
-    behind = torch.arange(1, 1 + columns - positions.shape[-1], device=positions.device)
-    return torch.cat([positions, positions[..., -1:] + behind], dim=-1)
+    more = torch.arange(1, 1 + columns - positions.shape[-1], device=positions.device)
+    return torch.cat([positions, positions[..., -1:] + more], dim=-1)

@@ -161,8 +161,8 @@ def continued(model_kwargs: dict[str, Any], count: int) -> dict[str, Tensor]:
     if (mask := model_kwargs.get("attention_mask")) is not None:
         longer["attention_mask"] = torch.nn.functional.pad(mask, (0, count), value=1)
     if (positions := model_kwargs.get("position_ids")) is not None:
-        behind = torch.arange(1, 1 + count, device=positions.device)
-        longer["position_ids"] = torch.cat([positions, positions[..., -1:] + behind], dim=-1)
+        more = torch.arange(1, 1 + count, device=positions.device)
+        longer["position_ids"] = torch.cat([positions, positions[..., -1:] + more], dim=-1)
     return longer
 
 

@@ -67,8 +67,8 @@ class RingMask(TreeMask):
             slot = cached_arange(length, self.lengths.device)
             seen = slot <= self.query[:, :, None]
             if self.padding is not None:
-                behind = length - self.padding.shape[1]
-                seen &= torch.nn.functional.pad(self.padding, (0, behind), value=True)[:, None]
+                missing = length - self.padding.shape[1]
+                seen &= torch.nn.functional.pad(self.padding, (0, missing), value=True)[:, None]
             return seen, slot.expand(len(self.lengths), -1)
         column = Ring(length).columns(self.lengths + self.draft_nodes + self.count)  # (seats, slots)
         node = column - self.lengths[:, None]  # negative in committed slots

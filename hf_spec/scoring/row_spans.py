@@ -51,9 +51,9 @@ class RowSpans:
             self._key, self._parts = key, self._divided(extents, count)
         if len(self._parts) < 2:
             return ()
-        behind, starts = rows.draft_nodes + count, [self._starts[row] for row in self._cache.batch]
+        new, starts = rows.draft_nodes + count, [self._starts[row] for row in self._cache.batch]
         return [
-            Span(one.start, one.stop, min(starts[one.start : one.stop]), max(ends[one.start : one.stop]) + behind)
+            Span(one.start, one.stop, min(starts[one.start : one.stop]), max(ends[one.start : one.stop]) + new)
             for one in self._parts
         ]
 

@@ -203,9 +203,9 @@ class StaticTreeKVCache(Cache):
             return
         lengths = self.rows.lengths[:, None]
         for layer in self.slot_layers:
-            behind = layer.ring.columns(self.rows.lengths + self.rows.draft_nodes) >= lengths  # (seats, slots)
+            is_open = layer.ring.columns(self.rows.lengths + self.rows.draft_nodes) >= lengths  # (seats, slots)
             for by_slot in layer.buffers().values():
-                clear = behind.view(*behind.shape, *[1] * (by_slot.ndim - 2)).to(by_slot.device)
+                clear = is_open.view(*is_open.shape, *[1] * (by_slot.ndim - 2)).to(by_slot.device)
                 by_slot.masked_fill_(clear, 0)
         self.rows.draft_nodes = 0
 

@@ -102,8 +102,8 @@ def _sights(draft: Any, context: _Context, roots: Tensor, start: Tensor, flex: b
         seen = draft.seen(alone, slots, torch.arange(window + slots, device=roots.device), kind)[0]
         key_range = KeyRange(first, end)
         if kind == "sliding_attention" and window:
-            behind = seen[:, :window].sum(1).repeat(roots.shape[1])  # how far back each slot sees
-            key_range = KeyRange(first.maximum(end - behind), end)
+            back = seen[:, :window].sum(1).repeat(roots.shape[1])  # how far back each slot sees
+            key_range = KeyRange(first.maximum(end - back), end)
         sights[kind] = _Sight(context, key_range, seen[:, window:], flex)
     return sights
 

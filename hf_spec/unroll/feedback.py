@@ -119,12 +119,12 @@ def outputs(
         return _step(draft, stack, count, head, tokens, features=features, hidden_states=hidden_states)
 
     for count in range(steps):
-        beside = (None, done[-1].hidden_states) if done else (features, None)
-        done.append(checkpoint(step, count, *beside, use_reentrant=False) if recompute else step(count, *beside))
+        states = (None, done[-1].hidden_states) if done else (features, None)
+        done.append(checkpoint(step, count, *states, use_reentrant=False) if recompute else step(count, *states))
     return done
 
 
-def _step(draft: Any, stack: _Stack, count: int, head: bool, tokens: Tensor, **beside: Tensor | None) -> DraftOutput:
+def _step(draft: Any, stack: _Stack, count: int, head: bool, tokens: Tensor, **states: Tensor | None) -> DraftOutput:
     """Run step ``count`` over all positions at once."""
     forward = type(draft).forward  # taken from the class: the instance's may be wrapped by whoever trains it
     with replaced_attention(draft, head):
@@ -133,7 +133,7 @@ def _step(draft: Any, stack: _Stack, count: int, head: bool, tokens: Tensor, **b
             tokens,
             position_ids=stack.position_ids + count,
             attention_mask=stack.sights(draft.config.layers, count),
-            **beside,
+            **states,
         )
     return cast(DraftOutput, output)
 
@@ -151,8 +151,9 @@ def unroll_in_parallel(draft: Any, given: UnrollInput, steps: int, recompute: bo
         return cast(Tensor, output.logits)
 
     for count in range(steps):
-        beside = draft.mask_hidden.to(features).expand_as(features) if count else features
-        states.append(checkpoint(step, count, beside, use_reentrant=False) if recompute else step(count, beside))
+        given_features = draft.mask_hidden.to(features).expand_as(features) if count else features
+        args = count, given_features
+        states.append(checkpoint(step, *args, use_reentrant=False) if recompute else step(*args))
     trained = [parameter for layer in draft.output_layers for parameter in layer.parameters()]
     return Unrolled(states, lambda step, states: draft.logits(states), trained, [])
 
@@ -173,7 +174,7 @@ def _check(input_ids: Tensor, features: Tensor, steps: int, document_ids: Tensor
     if features.shape[:-1] != input_ids.shape:
         raise ValueError(
             f"input_ids are {tuple(input_ids.shape)} but features {tuple(features.shape)}: give one feature per "
-            "token, that of the position before it (input_ids[:, 1:] beside features[:, :-1])"
+            "token, that of the position before it (input_ids[:, 1:] with features[:, :-1])"
         )
     if document_ids is not None and document_ids.shape != input_ids.shape:
         raise ValueError(f"document_ids are {tuple(document_ids.shape)}, input_ids {tuple(input_ids.shape)}")
@@ -237,10 +238,10 @@ class _Stack:
         sights = {"full_attention": _Sight(self, step, self.whole, range(1, step + 1))}
         if "sliding_attention" in (getattr(layers, "layer_types", None) or ()):
             # At step k a position is k tokens further on, and its window has moved with it.
-            behind = step - layers.sliding_window + 1
+            moved = step - layers.sliding_window + 1
             here = torch.arange(self.position_ids.shape[1], device=self.position_ids.device)
-            key_range = KeyRange(self.whole.first.maximum(here + behind), self.whole.end) if behind <= 0 else None
-            sights["sliding_attention"] = _Sight(self, step, key_range, range(max(1, behind), step + 1))
+            key_range = KeyRange(self.whole.first.maximum(here + moved), self.whole.end) if moved <= 0 else None
+            sights["sliding_attention"] = _Sight(self, step, key_range, range(max(1, moved), step + 1))
         return sights
 
 

@@ -188,8 +188,8 @@ class NodeScores:
         distribution = scores[batch, parent]  # (pairs, vocab); a root's parent is -1: what is read there is not used
         own = distribution.gather(1, self._proposal.tokens[batch, node][:, None])[:, 0]
         # Scores that are all -inf give nan here, which is not 0: greedy decoding goes on with token 0 there.
-        chance = torch.exp(own - distribution.amax(1))
-        return (parent < 0) | (reachable[batch, parent] & (chance != 0))
+        probability = torch.exp(own - distribution.amax(1))
+        return (parent < 0) | (reachable[batch, parent] & (probability != 0))
 
     def _score(self, batch: Tensor, node: Tensor) -> Tensor:
         """Process the logits of the pairs (batch, node): (pairs, vocab)."""

@@ -70,8 +70,8 @@ class TopP(LogitsProcessor):
         share = scores.softmax(-1).gather(-1, token).double()
         before = share.cumsum(-1) - share - self.warper.top_p  # mass of the more probable tokens, minus top_p
         kept = (before < 0).sum(-1, keepdim=True).clamp_(min=self.warper.min_tokens_to_keep)
-        last, behind = (best.gather(-1, place.clamp(max=count - 1)) for place in (kept - 1, kept))
+        last, next_one = (best.gather(-1, place.clamp(max=count - 1)) for place in (kept - 1, kept))
         is_sure = kept[:, 0] < count
         if not self.nearly:
-            is_sure &= (before.abs() > NEAR_TIE).all(-1) & (behind < last)[:, 0]
+            is_sure &= (before.abs() > NEAR_TIE).all(-1) & (next_one < last)[:, 0]
         return last, is_sure

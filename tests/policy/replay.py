@@ -77,7 +77,7 @@ def decode(kind: str, number: int, profile: Profile, machine: str, seed: int) ->
         if kind == "n-grams":
             found, agreed = looked_up(number)[done]
             chain = found[:room]
-            chances = lookups.chances(0, ids[:done], tuple(chain), agreed)
+            chances = lookups.survival(0, ids[:done], tuple(chain), agreed)
             plan = policy.plan(1, [Estimate(DraftSource.NGRAM, [chances])])
             length = min(plan.length, len(chain))
             right = acceptance.num_accepted(chain[:length], ids[done:])

@@ -119,10 +119,10 @@ def test_confidence_is_calibrated_by_what_was_accepted() -> None:
 def test_lookups_are_learned_from_by_match_length_whether_drafted_or_not() -> None:
     known = AcceptanceEstimator()
     lookups, text = Lookups(known, 1), [1, 2, 3]
-    unknown = lookups.chances(0, text, (4, 5, 9), agreed=2)
-    assert lookups.chances(0, [*text, 4, 5], (), agreed=0) == []
+    unknown = lookups.survival(0, text, (4, 5, 9), agreed=2)
+    assert lookups.survival(0, [*text, 4, 5], (), agreed=0) == []
     assert known.survival(NGRAM, 3, feature=2) == unknown, "its third token is not known to be wrong yet"
-    lookups.chances(0, [*text, 4, 5, 6], (), agreed=0)
+    lookups.survival(0, [*text, 4, 5, 6], (), agreed=0)
     expected = AcceptanceEstimator()
     expected.record(NGRAM, [3], [2])
     assert known.survival(NGRAM, 3, feature=2) == expected.survival(NGRAM, 3)

@@ -94,7 +94,7 @@ class MarkovGrowth(BlockGrowth):
         if unused:  # training steps through the slot that predicts nothing, too
             reading, _ = draft.read(root[:, None], output.hidden_states[:, :1])
             state = None if reading is None else reading.state
-        self._first = self._behind(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
+        self._first = self._log_probs_after(root[:, None], self._logits[:, :1], self._hidden[:, :1], state)[:, 0]
 
     @property
     def first(self) -> Tensor:
@@ -108,20 +108,20 @@ class MarkovGrowth(BlockGrowth):
             state = state.expand(-1, tokens.shape[1], -1)
         elif state is not None and parents is not None:
             state = state.gather(1, parents[:, :, None].expand(-1, -1, state.shape[-1]))
-        return self._behind(tokens, logits, hidden, state)
+        return self._log_probs_after(tokens, logits, hidden, state)
 
-    def _behind(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
+    def _log_probs_after(self, tokens: Tensor, logits: Tensor, hidden: Tensor, state: Tensor | None) -> Tensor:
         """Return the log-probabilities (batch, new, vocabulary) after ``tokens`` (batch, new)."""
         reading, confidence = self._draft.read(tokens, hidden, state)
         if reading is not None:
             self._state = reading.state
         if confidence is not None:
-            self._trust = confidence[:, 0].float().sigmoid()  # (batch,), read for chains only
+            self._confidence = confidence[:, 0].float().sigmoid()  # (batch,), read for chains only
         return draft_log_probs(self._draft, self._request, self._draft.correct(logits, reading))
 
     @property
     def confidence(self) -> Callable[[], Tensor] | None:
-        return None if self._draft.confidence_head is None else lambda: self._trust
+        return None if self._draft.confidence_head is None else lambda: self._confidence
 
 
 class DSparkDraftModel(BlockDraftModel):

@@ -1,6 +1,6 @@
-"""Multi-token-prediction layers (arXiv 2404.19737, 2412.19437): a decoder layer beside the target's state.
+"""Multi-token-prediction layers (arXiv 2404.19737, 2412.19437): a decoder layer over the target's state.
 
-A layer reads a token beside the target's hidden state of the position before, both normed and projected together, and
+A layer reads a token together with the target's hidden state of the position before, both normed and projected. It
 predicts the token after it with the target's head. It was trained for one token, or for as many as there are layers;
 fed its own output it goes on from there::
 
@@ -40,7 +40,7 @@ _padding: ContextVar[Tensor | None] = ContextVar("hf_spec_mtp_padding", default=
 
 
 class TargetMtp(MtpModel, Speculator):
-    """Guess with a target's own MTP layers, as transformers reads them from the target's checkpoint."""
+    """A draft of a target's own MTP layers, as transformers reads them from the target's checkpoint."""
 
     feeds_normed: bool
 
@@ -85,7 +85,7 @@ class TargetMtp(MtpModel, Speculator):
 
     @staticmethod
     def get_mtp_weights_regex(main_model: PreTrainedModel) -> re.Pattern[str]:
-        """Recognise MTP layers behind any number of decoder layers: transformers knows those of published sizes."""
+        """Recognise MTP layers after any number of decoder layers: transformers knows those of published sizes."""
         config = main_model.config.get_text_config(decoder=True)
         first = config.num_hidden_layers
         patterns = list(getattr(main_model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -154,7 +154,7 @@ class TargetMtp(MtpModel, Speculator):
             raise ValueError("these MTP layers belong to another target; pass speculator='mtp'")
 
     def defaults(self) -> SpeculationConfig:
-        """Guess two tokens more than there are layers."""
+        """Return chains of two tokens more than there are layers."""
         return SpeculationConfig(num_speculative_tokens=2 + len(self.layers))
 
     @property

@@ -197,10 +197,10 @@ class HybridDrafter(Drafter):
 
     def _chains(self, accepted: AcceptedTokens, limit: int, found: list[Continuations]) -> Proposal:
         # Decided before the draft is asked: a token that it samples must not decide whether it counts.
-        chances = [calibrated(continuations, self._calibration) for continuations in found]
+        survival = [calibrated(continuations, self._calibration) for continuations in found]
         longest = min(limit, self._draft_depth)
         model = self._policy.acceptance.estimate(DraftSource.MODEL, len(found), longest)
-        plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances), model])
+        plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, survival), model])
         drafts = plan.source is DraftSource.MODEL
         drafted = self._draft.propose(accepted, min(longest, plan.model_length) if drafts else 0)
         self.had_backlog, self._begun = drafts and not self._begun, self._begun or drafts
@@ -251,7 +251,7 @@ def with_branches(proposal: Proposal, found: Sequence[Continuations]) -> Proposa
 
 
 def _grown(tokens: list[int], parents: list[int], paths: Continuations) -> tuple[list[int], list[int]]:
-    """Return the tokens and parents of a row's tree with the nodes of ``paths`` that it lacks behind its own."""
+    """Return the tokens and parents of a row's tree with the nodes of ``paths`` that it lacks, after its own."""
     tokens, parents = tokens[:], parents[:]
     known: dict[Path, int] = {(): 0}
     names: dict[int, Path] = {0: ()}

@@ -13,7 +13,7 @@ EXACT_LENGTHS = 4  # tokens of a match, up to which every length has its own rec
 
 
 class _Lookup(NamedTuple):
-    """A ``chain`` that was looked up for the tokens of a text from ``start`` on, behind a match of this ``level``."""
+    """A ``chain`` that was looked up for the tokens of a text from ``start`` on, after a match of this ``level``."""
 
     start: int
     chain: tuple[int, ...]
@@ -31,8 +31,8 @@ class Lookups:
         self._acceptance = acceptance
         self._waiting: list[deque[_Lookup]] = [deque() for _ in range(rows)]
 
-    def chances(self, row: int, text: Sequence[int], chain: tuple[int, ...], agreed: int) -> list[float]:
-        """Return the acceptance probability of each token of ``chain``, found after ``agreed`` equal tokens."""
+    def survival(self, row: int, text: Sequence[int], chain: tuple[int, ...], agreed: int) -> list[float]:
+        """Return how probably each token of ``chain`` is accepted, which was found after ``agreed`` equal tokens."""
         waiting, level = self._waiting[row], match_class(agreed)
         while waiting and waiting[0].start + len(waiting[0].chain) <= len(text):
             self._judge(waiting.popleft(), text)

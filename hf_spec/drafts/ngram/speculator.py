@@ -195,12 +195,12 @@ class NgramSpeculator(Speculator):
 
 
 class TextIndex:
-    """Remember where the n-grams of a growing sequence of tokens were followed by what."""
+    """An index from the n-grams of a growing sequence of tokens to what followed them."""
 
     def __init__(self, sizes: range) -> None:
         self.tokens: list[int] = []
         self._sizes = sizes
-        self._followers: dict[Path, list[int]] = {}  # n-gram -> positions right behind its occurrences
+        self._followers: dict[Path, list[int]] = {}  # n-gram -> positions right after its occurrences
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append ``tokens``, each in O(number of sizes)."""
@@ -212,7 +212,7 @@ class TextIndex:
             self.tokens.append(token)
 
     def places(self, ngram: Path) -> list[int]:
-        """Return the positions right behind the latest occurrences of ``ngram``, the latest last."""
+        """Return the positions right after the latest occurrences of ``ngram``, the latest last."""
         return self._followers.get(ngram, [])[-LOOK_BACK:]
 
     def continuations(self, ngram: Path, depth: int) -> Iterator[Path]:
@@ -281,11 +281,11 @@ class NgramDrafter(Drafter):
     def _planned(self, depth: int) -> list[list[Path]]:
         """Look up a chain for each row, as long as the policy says."""
         chains = [next(self._continuations(row, depth), ()) for row in self._rows]
-        chances = [
-            self._lookups.chances(number, row.tokens, chain, self._agreed(row)) if chain else []
+        survival = [
+            self._lookups.survival(number, row.tokens, chain, self._agreed(row)) if chain else []
             for number, (row, chain) in enumerate(zip(self._rows, chains, strict=True))
         ]
-        plan = self._policy.plan(len(chains), [Estimate(DraftSource.NGRAM, chances)])
+        plan = self._policy.plan(len(chains), [Estimate(DraftSource.NGRAM, survival)])
         return [[chain[:end] for end in range(1, 1 + len(chain[: plan.length]))] for chain in chains]
 
     def _agreed(self, row: TextIndex) -> int:
@@ -320,7 +320,7 @@ class NgramDrafter(Drafter):
 
 
 class SuffixDrafter(Drafter):
-    """Draft from the texts of a call and from the history of earlier ones. Lives on the CPU."""
+    """The texts of one call, and the history of earlier ones, on the CPU."""
 
     def __init__(self, speculator: NgramSpeculator, request: DraftContext) -> None:
         self._rows = speculator.texts(request).rows()
@@ -361,8 +361,8 @@ class SuffixDrafter(Drafter):
 
     def _planned(self, found: list[Continuations]) -> list[Continuations]:
         """Leave out of the rows' chains what the policy says is not worth its time."""
-        chances = [calibrated(continuations, self._calibration) for continuations in found]
-        plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, chances)])
+        survival = [calibrated(continuations, self._calibration) for continuations in found]
+        plan = self._policy.plan(len(found), [Estimate(DraftSource.NGRAM, survival)])
         return [truncated(continuations, plan.length) for continuations in found]
 
 

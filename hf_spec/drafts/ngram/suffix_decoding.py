@@ -11,7 +11,7 @@ from ...policy.acceptance import Calibration, num_accepted
 from .suffix_index import BREAK, LOOK_BACK, SIZES, Place, SuffixIndex, match_length
 
 Path = tuple[int, ...]
-Continuations = dict[Path, float]  # paths, each behind its beginnings, and their chances
+Continuations = dict[Path, float]  # paths, each after its beginnings, and their probabilities
 
 # What speaks against every continuation, in places that agree with the text in one token: measured, docs/history.md.
 DOUBT_VOTES = 2.0
@@ -26,10 +26,10 @@ class Texts:
 
     def __init__(self, count: int, histories: Sequence[SuffixIndex], least_match: int = 1) -> None:
         self.texts: list[list[int]] = [[] for _ in range(count)]
-        self._memories, self._least_match = histories, least_match
+        self._histories, self._least_match = histories, least_match
         shortest = max(size for size in SIZES if size <= least_match)
         self._sizes = [size for size in SIZES if size >= shortest]
-        # For each size of n-gram: where it stands, as number of the text and position behind it.
+        # For each size of n-gram: where it stands, as number of the text and position after it.
         self._places: dict[int, dict[Path, list[tuple[int, int]]]] = {size: {} for size in self._sizes}
 
     def rows(self) -> list[tuple[Texts, int]]:
@@ -49,7 +49,7 @@ class Texts:
     def continuations(
         self, number: int, depth: int, width: int, nodes: int | None, min_chance: float
     ) -> Continuations:
-        """Return what may follow a text, and the chance of each: see ``best_continuations``."""
+        """Return what may follow a text, and the probability of each: see ``best_continuations``."""
         text = self.texts[number]
         return best_continuations(text, self._find(text, depth), depth, width, nodes, min_chance)
 
@@ -62,7 +62,7 @@ class Texts:
                 found: list[Place] = [
                     (tokens, position, match_length(tokens, position, text)) for tokens, position in own
                 ]
-                for history in self._memories:
+                for history in self._histories:
                     found += history.find(text, size, depth)
                 if found := [place for place in found if place[2] >= self._least_match]:
                     return found
@@ -74,49 +74,49 @@ def record_outcome(calibration: Calibration, continuations: Continuations, new: 
 
     A chain that was not scored is judged, too: a history that was wrong once would never be believed again.
     """
-    chain, chances = max(continuations, key=len, default=()), list(continuations.values())
+    chain, probabilities = max(continuations, key=len, default=()), list(continuations.values())
     right = num_accepted(chain, new)
-    for place, chance in enumerate(chances if scored else chances[: len(new)]):
-        calibration.record(chance, place < right)
+    for place, probability in enumerate(probabilities if scored else probabilities[: len(new)]):
+        calibration.record(probability, place < right)
 
 
 def calibrated(continuations: Continuations, calibration: Calibration) -> list[float]:
     """Return the calibrated probabilities of a chain; they never rise."""
-    return [*itertools.accumulate((calibration(chance) for chance in continuations.values()), min)]
+    return [*itertools.accumulate(map(calibration, continuations.values()), min)]
 
 
 def truncated(continuations: Continuations, depth: int) -> Continuations:
     """Leave out what is more than ``depth`` deep."""
-    return {path: chance for path, chance in continuations.items() if len(path) <= depth}
+    return {path: probability for path, probability in continuations.items() if len(path) <= depth}
 
 
 def best_continuations(
     text: list[int], places: Sequence[Place], depth: int, width: int, nodes: int | None, min_chance: float
 ) -> Continuations:
-    """Return the likeliest continuations of ``text`` as a tree, the best first, every one behind its beginnings.
+    """Return the likeliest continuations of ``text`` as a tree, the best first, every one after its beginnings.
 
-    A place that agrees over m tokens has m votes for the token behind it, and one more for each that it was right
-    about. What a token has of all votes, DOUBT more included, is its chance behind the one before; the chances along a
-    path are multiplied. What is less likely than ``min_chance`` is left out, and all that is more than ``depth``
+    A place that agrees over m tokens has m votes for the token after it, and one more for each that it was right
+    about. A token's share of all votes, DOUBT_VOTES more included, is its probability after the one before. Along a
+    path they are multiplied. What is less likely than ``min_chance`` is left out, and all that is more than ``depth``
     tokens long, that is not among the best ``width`` of its siblings, or among the best ``nodes`` of all.
     """
     tie = itertools.count()
     waiting: list[tuple[float, int, Path, Sequence[Place]]] = [(-1.0, next(tie), (), places)]
     found: Continuations = {}
     while waiting and (nodes is None or len(found) <= nodes):
-        chance, _, path, behind = heapq.heappop(waiting)
-        found[path] = -chance
+        probability, _, path, after = heapq.heappop(waiting)
+        found[path] = -probability
         voters: defaultdict[int, list[Place]] = defaultdict(list)
-        for tokens, position, votes in behind if len(path) < depth else ():
+        for tokens, position, votes in after if len(path) < depth else ():
             if position < len(tokens):
                 voters[tokens[position]].append((tokens, position + 1, votes + 1))
             elif tokens is text:  # a copy that reaches the end of the text goes on with itself: a period
                 voters[path[position - len(tokens)]].append((tokens, position + 1, votes + 1))
         votes_of = {token: sum(votes for _, _, votes in group) - len(group) for token, group in voters.items()}
         total = DOUBT_VOTES + sum(votes_of.values())
-        tokens_behind = sorted((token for token in votes_of if token != BREAK), key=votes_of.__getitem__, reverse=True)
-        for token in tokens_behind[:width]:  # of equally many votes, the one of the latest place
-            if (likely := -chance * votes_of[token] / total) >= min_chance:
+        next_tokens = sorted((token for token in votes_of if token != BREAK), key=votes_of.__getitem__, reverse=True)
+        for token in next_tokens[:width]:  # of equally many votes, the one of the latest place
+            if (likely := -probability * votes_of[token] / total) >= min_chance:
                 heapq.heappush(waiting, (-likely, next(tie), (*path, token), voters[token]))
     del found[()]
     return found

@@ -150,10 +150,10 @@ class SuffixIndex:
 
     def _note_beginnings(self, text: Sequence[int], known: int) -> None:
         """Index where each beginning of ``text`` ends, except those ``known`` before and those not kept."""
-        behind = self._forgotten + len(self._tokens) - 1  # position after the text
+        after = self._forgotten + len(self._tokens) - 1  # position after the text
         for end, beginning in _beginnings(text):
-            place = behind - (len(text) - end)
-            if end > known and place - BLOCK >= behind + 1 - len(self):
+            place = after - (len(text) - end)
+            if end > known and place - BLOCK >= after + 1 - len(self):
                 self._beginnings[beginning] = place
 
 

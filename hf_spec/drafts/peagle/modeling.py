@@ -47,7 +47,7 @@ class PEagleDrafter(StaticDrafter):
         assert accepted.features is not None
         width, more, device = accepted.tokens.shape[1], max(0, limit - 1), self._draft.device
         tokens, given = self._draft.with_masks(accepted.tokens, accepted.features, more)
-        seen = ancestors_behind(accepted.counts, width, more) if more else None
+        seen = ancestors_after(accepted.counts, width, more) if more else None
         logits, _ = self._kv.opened().read(tokens, accepted, seen, features=given)
         later = torch.arange(width, width + more, device=device).expand(len(accepted.counts), -1)
         speaking = torch.cat([accepted.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
@@ -116,7 +116,7 @@ class PEagleDraftModel(FusingDraftModel):
         sort_features(self)
 
 
-def ancestors_behind(counts: Tensor, width: int, more: int) -> Tensor:
+def ancestors_after(counts: Tensor, width: int, more: int) -> Tensor:
     """Return who sees whom if ``more`` positions follow ``counts[b]`` of ``width`` tokens.
 
     (batch, width + more, width + more) bool. Each of them sees the tokens that count, and the added ones before it.

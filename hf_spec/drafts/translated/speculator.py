@@ -253,10 +253,10 @@ class TranslatedDrafter(Drafter):
         threshold = self._request.config.confidence_threshold
         for _ in range(MOST_FORWARDS * (1 + limit)):
             best = logits.argmax(-1)
-            sure = logits.float().softmax(-1).amax(-1).tolist() if threshold > 0 else None
+            confidence = logits.float().softmax(-1).amax(-1).tolist() if threshold > 0 else None
             for number, (one, token) in enumerate(zip(written, best.tolist(), strict=True)):
                 one.add(token)
-                if sure is not None and sure[number] < threshold:
+                if confidence is not None and confidence[number] < threshold:
                     one.stop()
             if all(one.is_done or len(one.tokens) > limit for one in written):
                 break

@@ -110,7 +110,7 @@ def _states(model: PreTrainedModel, request: DraftContext) -> dict[str, Any] | N
 
 
 class VanillaDrafter(Drafter):
-    """Keep the draft's own slots beside the target's.
+    """The state of a draft model in one call: its own slots, next to the target's.
 
     A draft whose table of positions ends before the text ends drafts no further.
     """
@@ -169,7 +169,7 @@ class VanillaDrafter(Drafter):
         return self._padding.log_probs(self._runner.extend(tokens, ancestors, depth - 1).logits, self._device)
 
     def _read(self, tokens: Tensor, counts: Tensor, amounts: list[int]) -> Tensor:
-        """Commit ``tokens`` (batch, m) and return the logits behind each row's last one (batch, vocabulary).
+        """Commit ``tokens`` (batch, m) and return the logits after each row's last one (batch, vocabulary).
 
         ``counts`` (batch,), or ``amounts``, of them count. Accepted draft tokens are in its cache already;
         only what follows them is read.
