@@ -98,6 +98,13 @@ def at_depth(by_depth: Tensor, tokens: Tensor, depth: int, *_: object) -> Tensor
     return by_depth[:, depth : depth + 1].expand(-1, tokens.shape[1], -1)
 
 
+def grow_at_once(
+    root: Tensor, by_depth: Tensor, config: SpeculationConfig, limit: int, sample: bool, prepared: PreparedDraft | None
+) -> Proposal:
+    """Grow a proposal from log-probabilities ``by_depth`` (batch, depths, vocabulary); see ``grow``."""
+    return grow(root, by_depth[:, 0], functools.partial(at_depth, by_depth), config, limit, sample, prepared=prepared)
+
+
 def grow(
     root: Tensor,
     log_probs: Tensor,

@@ -10,7 +10,6 @@ same state. All heads run at once, so none depends on the draft tokens of the on
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,7 +23,7 @@ from ..base import AcceptedTokens, DraftContext, Drafter, DraftOutput, draft_log
 from ..files import Checkpoint
 from ..modeling import DraftModel, only_one
 from ..static import StaticDrafter
-from ..trees import PreparedDraft, at_depth, grow
+from ..trees import PreparedDraft, grow_at_once
 from .configuration import MedusaSpeculatorConfig
 from .formats import FORMATS, unserved
 
@@ -64,9 +63,7 @@ class MedusaDrafter(StaticDrafter):
         assert accepted.features is not None
         logits = self._draft(features=accepted.last(accepted.features)).logits[:, 0]
         log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, heads, vocabulary) by depth
-        step = functools.partial(at_depth, log_probs)
-        config, sample = self._request.config, self._request.sample
-        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, prepared=prepared)
+        return grow_at_once(accepted.root, log_probs, self._request.config, limit, self._request.sample, prepared)
 
     def read(self, accepted: AcceptedTokens) -> None:
         """Do nothing: only the last state counts."""

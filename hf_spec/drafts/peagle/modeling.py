@@ -10,7 +10,6 @@ known yet. So no depth depends on the draft tokens of the others::
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,7 +24,7 @@ from ..files import Checkpoint
 from ..fusing import FusingDraftModel
 from ..fusing_files import sort_features
 from ..static import StaticDrafter
-from ..trees import PreparedDraft, at_depth, grow
+from ..trees import PreparedDraft, grow_at_once
 from .configuration import PEagleSpeculatorConfig
 from .formats import FORMATS, engines
 
@@ -53,9 +52,7 @@ class PEagleDrafter(StaticDrafter):
         speaking = torch.cat([accepted.counts[:, None] - 1, later], dim=1)  # (batch, depths): root, masks
         logits = logits.gather(1, speaking[:, :, None].expand(-1, -1, logits.shape[-1]))
         log_probs = draft_log_probs(self._draft, self._request, logits)  # (batch, depths, vocabulary)
-        step = functools.partial(at_depth, log_probs)
-        config, sample = self._request.config, self._request.sample
-        return grow(accepted.root, log_probs[:, 0], step, config, limit, sample, prepared=prepared)
+        return grow_at_once(accepted.root, log_probs, self._request.config, limit, self._request.sample, prepared)
 
     def read(self, accepted: AcceptedTokens) -> None:
         assert accepted.features is not None
