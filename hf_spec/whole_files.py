@@ -1,9 +1,12 @@
-"""Text files of which nobody ever finds a half."""
+"""Text files of which nobody ever finds a half, and JSON lines that are added to a file."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def write_files(files: dict[str, str], folder: str | os.PathLike[str]) -> None:
@@ -14,3 +17,14 @@ def write_files(files: dict[str, str], folder: str | os.PathLike[str]) -> None:
         partial = path.with_name(f".{path.name}.partial")
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
+
+
+def append_answers(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Append JSON ``lines`` to the file of answers at ``path``. Errors: an OSError that says that it stays usable."""
+    try:
+        with path.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}: {path}. The answers in it are kept: free some space and repeat the call"
+        ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.fingerprint import differences
+from ..whole_files import append_answers
 
 Question = dict[str, Any]  # the prompt, under one of the names of ``ASKED``
 ASKED = ("prompt", "messages")
@@ -96,14 +97,7 @@ class AnswerFile:
 
     def write(self, index: int, asked: Question, answer: dict[str, Any]) -> None:
         """Append the answer to what was ``asked``. Errors: an OSError if the disk is full; the file stays usable."""
-        line = json.dumps({"index": index, **asked, **answer}, ensure_ascii=False) + "\n"
-        try:
-            with self.path.open("a", encoding="utf-8", newline="\n") as file:
-                file.write(line)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror}: {self.path}. The answers in it are kept: free some space and repeat"
-            ) from error
+        append_answers(self.path, [{"index": index, **asked, **answer}])
 
 
 def _digest(asked: Question) -> bytes:

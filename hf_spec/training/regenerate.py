@@ -20,6 +20,7 @@ from ..processes import Processes
 from ..progress import Progress
 from ..scoring.plain import input_device, padded, position_limit
 from ..untrusted import check_ends
+from ..whole_files import append_answers
 from .chat import (
     CUT,
     TEMPLATE_COLUMNS,
@@ -108,7 +109,7 @@ def regenerate(
     with Progress("Regenerating", total, "conversations", progress and processes.is_first, done) as bar:
         for batch in answered:
             lines = [{"messages": said, **one.columns} for one, said in batch]
-            processes.by_the_first(lambda lines=lines: _append(path, lines))  # type: ignore[misc]
+            processes.by_the_first(lambda lines=lines: append_answers(path, lines))  # type: ignore[misc]
             bar.update(len(batch))
     processes.by_the_first(lambda: _warn_of_cut_answers(path))
     return path
@@ -225,17 +226,6 @@ def _warn_of_cut_answers(path: Path) -> None:
             f"{cut} of {len(answers)} answers were cut off by max_new_tokens: drafts are not trained to end them "
             "there. Raise it, or leave them out with cut_answers='drop'"
         )
-
-
-def _append(path: Path, lines: list[dict[str, Any]]) -> None:
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            for line in lines:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise OSError(
-            error.errno, f"{error.strerror}: {path}. The answers in it are kept: free some space and repeat the call"
-        ) from error
 
 
 def _skip_done(path: Path, rest: Iterator[_Asked]) -> int:
