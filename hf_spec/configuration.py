@@ -172,6 +172,15 @@ class SpeculatorConfig(CompositeConfig):
             )
         return config
 
+    def _check_width(self, target: PreTrainedConfig) -> None:
+        """Raise a ValueError unless a draft that reads the target's last hidden state is as wide as that."""
+        have, need = self.layers.hidden_size, target.get_text_config().hidden_size
+        if have != need:
+            raise ValueError(
+                f"hidden_size is {have}, but the target's is {need}: the draft was made for another target; use that "
+                "one or train a draft for this one"
+            )
+
     @property
     def shape(self) -> str:
         """Say in a few words what the draft is made of."""

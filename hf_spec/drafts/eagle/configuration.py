@@ -22,11 +22,7 @@ class EagleSpeculatorConfig(SpeculatorConfig):
 
     def check_target(self, target: PreTrainedConfig) -> None:
         super().check_target(target)
-        have, need = self.layers.hidden_size, target.get_text_config().hidden_size
-        if have != need:
-            raise ValueError(
-                f"hidden_size is {have}, but the target's is {need}: EAGLE drafts are as wide as their target"
-            )
+        self._check_width(target)
 
     def validate(self) -> None:
         super().validate()

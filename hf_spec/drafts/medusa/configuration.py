@@ -67,12 +67,7 @@ class MedusaSpeculatorConfig(SpeculatorConfig):
     def check_target(self, target: PreTrainedConfig) -> None:
         if self.vocab_size is not None:
             super().check_target(target)
-        need = target.get_text_config().hidden_size
-        if self.hidden_size != need:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, but the target's is {need}: the heads were made for another "
-                "target; use that one or train heads for this one"
-            )
+        self._check_width(target)
 
     def validate(self) -> None:
         super().validate()

@@ -35,12 +35,7 @@ class MTPSpeculatorConfig(SpeculatorConfig):
 
     def check_target(self, target: PreTrainedConfig) -> None:
         super().check_target(target)
-        have, need = self.layers.hidden_size, target.get_text_config().hidden_size
-        if have != need:
-            raise ValueError(
-                f"hidden_size is {have}, but the target's is {need}: MTP layers are as wide as their target; use that "
-                "one or train a layer for this one"
-            )
+        self._check_width(target)
 
     def validate(self) -> None:
         super().validate()
