@@ -37,7 +37,7 @@ class AutoregressiveDrafter(StaticDrafter):
     """What the readers of a draft have read in one call.
 
     ``draft`` is a ``DraftModel`` or has its ``forward``, ``layer_config``, ``device``, ``dtype``, ``num_modules`` and
-    ``over_target``. With several readers ``forward`` takes the number of one as ``kv``.
+    ``over_target``. With several readers ``forward`` takes the number of one as ``module``.
     """
 
     def __init__(self, draft: Any, request: DraftContext, static: bool = False) -> None:
