@@ -3,10 +3,11 @@
 A ``StaticDrafter`` keeps its state in buffers at fixed addresses. ``StaticKeys`` is the KV cache of a draft that
 attends. It holds the text and after it the expanded nodes of a proposal, as ``TreeKVCache`` does. But its buffers are
 longer than both, and the length of the text is a tensor, so a graph contains no number that changes. There is one
-graph for each number of seats (1, 2, 4, ...) and of slots (powers of two). The depth is always the same.
+graph for each size of the padded batch (1, 2, 4, ...) and number of slots (powers of two). The depth is always the
+same.
 
-``CompiledDrafter`` wraps it. It pads the batch to the number of seats, and accepted tokens to the longest path. It
-draws the random numbers that the graph needs, and calls the compiled function.
+``CompiledDrafter`` wraps it. It pads the batch, and accepted tokens to the longest path. It draws the random numbers
+that the graph needs, and calls the compiled function.
 """
 
 from __future__ import annotations
@@ -82,10 +83,10 @@ class StaticDrafter(Drafter):
 
 
 class StaticKeys:
-    """The static KV cache of a draft: keys and values per layer, (seats, heads, slots, width) each.
+    """The static KV cache of a draft: keys and values per layer, (batch, heads, slots, width) each.
 
-    ``lengths`` (seats,) count the columns of text, left padding included. ``known`` (seats, slots) is False at left
-    padding, and ``before`` (seats, 1) counts it.
+    ``lengths`` (batch,) count the columns of text, left padding included. ``known`` (batch, slots) is False at left
+    padding, and ``before`` (batch, 1) counts it.
     """
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]], lengths: Tensor, known: Tensor, before: Tensor) -> None:
@@ -141,9 +142,9 @@ class OpenKeys:
 
     def __init__(self, keys: StaticKeys) -> None:
         self._keys = keys
-        self.lengths = keys.lengths  # (seats,) columns of text
+        self.lengths = keys.lengths  # (batch,) columns of text
         self._open = 0  # nodes after the text
-        self._depths: tuple[Tensor, ...] | None = None  # (seats, nodes) each, of nodes after the text, if a tree
+        self._depths: tuple[Tensor, ...] | None = None  # (batch, nodes) each, of nodes after the text, if a tree
         self._row: Tensor
         self._column: Tensor
 
@@ -156,7 +157,7 @@ class OpenKeys:
         dtype: torch.dtype,
         kinds: dict[str, int | None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Reserve columns for ``count`` new nodes; return their positions (seats, nodes) and masks by kind of layer.
+        """Reserve columns for ``count`` new nodes; return their positions (batch, nodes) and masks by kind of layer.
 
         ``ancestors`` and ``depth`` are those of ``KVView.scoring``. ``kinds`` replaces the result of ``windows`` where
         ``config`` does not say it.
@@ -173,7 +174,7 @@ class OpenKeys:
         return column - keys.before, masks
 
     def reserve(self, count: int) -> Tensor:
-        """Reserve columns for ``count`` new nodes, and return them (seats, nodes)."""
+        """Reserve columns for ``count`` new nodes, and return them (batch, nodes)."""
         device = self.lengths.device
         self._row = torch.arange(len(self.lengths), device=device)[:, None]
         self._column = self.lengths[:, None] + (self._open + torch.arange(count, device=device))
@@ -188,7 +189,7 @@ class OpenKeys:
         return held
 
     def commit(self, counts: Tensor) -> None:
-        """Make the first ``counts`` (seats,) of the nodes text, and drop the others."""
+        """Make the first ``counts`` (batch,) of the nodes text, and drop the others."""
         self.lengths = self._keys.lengths.add_(counts)
         self._open, self._depths = 0, None
 
@@ -217,7 +218,7 @@ def why_not_static(config: Any) -> str | None:
 
 
 def take_rows(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Return ``buffer`` (seats, ...) with ``rows`` only, at the same address if there are as many."""
+    """Return ``buffer`` (batch, ...) with ``rows`` only, at the same address if there are as many."""
     moved = buffer.index_select(0, rows.to(buffer.device))
     return buffer.copy_(moved) if moved.shape == buffer.shape else _in_place(moved)
 
@@ -231,7 +232,7 @@ def _in_place(buffer: Tensor) -> Tensor:
 class CompiledDrafter(Drafter):
     """A drafter that runs ``inner`` compiled, with padded inputs and with random numbers drawn outside the graph.
 
-    Empty seats hold copies of row 0.
+    The batch is padded to 1, 2, 4, ... rows by copies of row 0.
     """
 
     def __init__(self, inner: StaticDrafter, request: DraftContext, compiler: Compiler) -> None:
@@ -239,21 +240,21 @@ class CompiledDrafter(Drafter):
         self._depth = min(compiler.depth, inner.deepest)
         self._open = max_expanded_nodes(request.config, self._depth)
         self._lengths = [request.input_ids.shape[1] + 1] * len(request.input_ids)
-        self._row_of_padded: Tensor | None = None  # (seats,); None if no seat is empty
+        self._row_of_padded: Tensor | None = None  # (batch,); None without padding
         end = request.input_ids.shape[1] + 1 + compiler.depth + 1 + self._open
         self._inner.make_room(fewest_slots(None if compiler.most_new is None else end + compiler.most_new))
         self._pad_batch(list(range(len(self._lengths))))
 
     def _pad_batch(self, rows: list[int]) -> None:
-        seats = power_of_two(len(rows))
+        size = power_of_two(len(rows))
         device = self._request.input_ids.device
-        filled = rows + rows[:1] * (seats - len(rows))
-        if filled != list(range(len(filled))) or seats != len(self._lengths):
+        filled = rows + rows[:1] * (size - len(rows))
+        if filled != list(range(len(filled))) or size != len(self._lengths):
             self._inner.keep_rows(to_device(filled, device))
         self._lengths = [self._lengths[row] for row in rows]
         self._row_of_padded = None
-        if seats > len(rows):
-            self._row_of_padded = to_device([*range(len(rows))] + [0] * (seats - len(rows)), device)
+        if size > len(rows):
+            self._row_of_padded = to_device([*range(len(rows))] + [0] * (size - len(rows)), device)
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read accepted tokens and draft at full depth, of which ``limit`` is kept."""
@@ -288,7 +289,7 @@ class CompiledDrafter(Drafter):
         return AcceptedTokens(tokens, counts, features).to(self._inner.device, self._inner.dtype)
 
     def _pad_rows(self, rows: Any) -> Any:
-        """Return the rows of all seats, contiguous every time: each memory layout would need a graph of its own."""
+        """Pad the batch of ``rows``, contiguous every time: each memory layout would need a graph of its own."""
         if rows is None:
             return None
         if self._row_of_padded is None:

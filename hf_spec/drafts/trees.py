@@ -68,7 +68,7 @@ class PreparedDraft:
         return cls(layout, plan, noise_for(shapes[:drawn], vocabulary, device) + unused)
 
     def for_rows(self, rows: Tensor) -> PreparedDraft:
-        """Give each seat the random numbers of the row that sits there, ``rows`` (seats,)."""
+        """Give each row of a padded batch the random numbers of the row that it copies, ``rows`` (batch,)."""
         return replace(self, noise=[one.index_select(0, rows) for one in self.noise])
 
 

@@ -1,7 +1,7 @@
 """Score over a static cache, with the model compiled where plain ``generate`` would compile it.
 
-A graph is compiled for each combination of seats, nodes and slots. *Seats* are the rows of a forward (1, 2, 4, ...),
-see ``static.py``. Nodes are 1, those of a complete proposal, or else a power of two. Slots are powers of two. Masks,
+A graph is compiled for each combination of batch size, nodes and slots. The batch is padded to 1, 2, 4, ... rows, see
+``static.py``. Nodes are 1, those of a complete proposal, or else a power of two. Slots are powers of two. Masks,
 positions and the slots of new nodes are computed outside and passed in, so that none of them causes a recompilation.
 """
 
@@ -77,18 +77,18 @@ class StaticCacheRunner(ModelRunner):
     def _start(self, cache: Any, batch: int, *args: Any) -> None:
         super()._start(cache, batch, *args)
         self._numbers = list(range(batch))
-        self._sit(self._numbers)
+        self._place(self._numbers)
 
-    # -- seats --------------------------------------------------------------------------------------------------------
+    # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _sit(self, rows: list[int]) -> None:
-        """Keep the rows in the seats ``rows``, in as few seats as they need."""
-        slots, here = self.slots, len(self.slots.cache.rows.cpu_lengths)
-        seats = power_of_two(len(rows))
-        if seats != here:
-            super().keep_rows(to_device(rows + rows[:1] * (seats - len(rows)), slots.device))
-            rows = list(range(len(rows)))
-        slots.sit(rows)
+    def _place(self, indices: list[int]) -> None:
+        """Keep the rows at these batch ``indices``, in a batch that is as small as possible."""
+        slots, before = self.slots, len(self.slots.cache.rows.cpu_lengths)
+        size = power_of_two(len(indices))
+        if size != before:
+            super().keep_rows(to_device(indices + indices[:1] * (size - len(indices)), slots.device))
+            indices = list(range(len(indices)))
+        slots.place(indices)
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
         """Keep ``rows`` only; ``keep_finished`` saves the others for the returned cache."""
@@ -96,14 +96,14 @@ class StaticCacheRunner(ModelRunner):
         if keep_finished:
             self._save(set(range(len(self._numbers))) - set(kept))
         self._numbers = [self._numbers[i] for i in kept]
-        self._sit([self.slots.seats[i] for i in kept])
+        self._place([self.slots.indices[i] for i in kept])
 
     @property
     def growing_rows(self) -> Tensor | None:
-        rows, seats = super().growing_rows, self.slots.row_in_seat
-        if seats is None:
+        rows = super().growing_rows
+        if self.slots.row_at_index is None:
             return rows
-        return self.slots.seat_of_row if rows is None else self.slots.seat_of_row.index_select(0, rows)
+        return self.slots.index_of_row if rows is None else self.slots.index_of_row.index_select(0, rows)
 
     @property
     def compiles(self) -> bool:
@@ -119,7 +119,7 @@ class StaticCacheRunner(ModelRunner):
 
     def _save(self, rows: Iterable[int]) -> None:
         for i in rows:
-            self.slots.cache.save(self.slots.seats[i], self._numbers[i])
+            self.slots.cache.save(self.slots.indices[i], self._numbers[i])
 
     def release(self, committed: int) -> Cache | None:
         """Return transformers' cache with the prompt and at most ``committed`` tokens of every row."""
@@ -145,18 +145,18 @@ class StaticCacheRunner(ModelRunner):
         width = self._widest if 1 < count <= self._widest else power_of_two(count)
         self.slots.cache.make_room(width)
         tokens, ancestors = _filled(tokens.to(self.slots.device), ancestors, width)
-        if (seats := self.slots.row_in_seat) is not None:
-            tokens = tokens.index_select(0, seats)
-            ancestors = None if ancestors is None else ancestors.to(seats.device).index_select(0, seats)
+        if (rows := self.slots.row_at_index) is not None:
+            tokens = tokens.index_select(0, rows)
+            ancestors = None if ancestors is None else ancestors.to(rows.device).index_select(0, rows)
         with self._turn():
             scores = super().extend(tokens.clone(memory_format=torch.contiguous_format), ancestors, depth)
         if count < width:
             scores = scores.each(lambda states: states[:, :count])
-        return scores if seats is None else scores.of(self.slots.seat_of_row)
+        return scores if rows is None else scores.of(self.slots.index_of_row)
 
     def _of_these_rows(self, count: int) -> list[int]:
-        seats = self.slots.row_in_seat
-        return [self._numbers[row] for row in (range(count) if seats is None else to_list(seats))]
+        rows = self.slots.row_at_index
+        return [self._numbers[row] for row in (range(count) if rows is None else to_list(rows))]
 
     def _forward(self, inputs: dict[str, Any]) -> Any:
         if self.compiled is None or self.model in _not_compiled:
@@ -188,7 +188,7 @@ class CompiledForward:
             return self._compiled(**inputs)
 
     def _mask(self, inputs: dict[str, Any]) -> Any:
-        """Let the model make its masks: one (seats, 1, nodes, slots), or a dict with one per layer type."""
+        """Let the model make its masks: one (batch, 1, nodes, slots), or a dict with one per layer type."""
         model, tokens = self._model, inputs["input_ids"]
         make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
         mask = make(
@@ -215,7 +215,7 @@ class CompiledForward:
         given = masks["attention_mask"]
         if isinstance(given, Tensor) and given.ndim != 4:
             return "it makes its attention masks inside its forward"
-        asked = self._model(**inputs).logits.float()  # (seats, nodes, vocabulary)
+        asked = self._model(**inputs).logits.float()  # (batch, nodes, vocabulary)
         try:
             difference = (self._model(**masks).logits.float() - asked).abs().max() / asked.std()
         except Exception as error:

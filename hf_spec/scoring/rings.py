@@ -30,17 +30,17 @@ class Ring:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.row = torch.empty(0)  # (seats, 1)
-        self.slot: Tensor  # (seats, nodes): where the nodes of this forward are written
+        self.row = torch.empty(0)  # (batch, 1)
+        self.slot: Tensor  # (batch, nodes): where the nodes of this forward are written
 
     def reserve(self, columns: Tensor) -> None:
-        """Set the ``columns`` (seats, nodes) at which the next forward writes its nodes."""
+        """Set the ``columns`` (batch, nodes) at which the next forward writes its nodes."""
         if len(self.row) != len(columns):
             self.row = torch.arange(len(columns), device=columns.device)[:, None]
         self.slot = columns % self.size
 
     def columns(self, ends: Tensor) -> Tensor:
-        """Return the column in each slot of rows that are ``ends`` (seats,) long: (seats, size), negative if empty."""
+        """Return the column in each slot of rows that are ``ends`` (batch,) long: (batch, size), negative if empty."""
         last = ends[:, None] - 1  # of the columns before the end, the latest one that maps to the slot
         return last - (last - torch.arange(self.size, device=ends.device)) % self.size
 
@@ -62,7 +62,7 @@ class RingMask(TreeMask):
     """The attention mask of the new nodes of a forward over ring buffers."""
 
     def shown(self, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return what the nodes see of a ring of ``length`` slots, (seats, nodes, slots), and its logical columns."""
+        """Return what the nodes see of a ring of ``length`` slots, (batch, nodes, slots), and its logical columns."""
         if self.window is None and self.depths is None and self.width <= length:  # a chain, and column c is slot c
             slot = cached_arange(length, self.lengths.device)
             seen = slot <= self.query[:, :, None]
@@ -70,13 +70,13 @@ class RingMask(TreeMask):
                 missing = length - self.padding.shape[1]
                 seen &= torch.nn.functional.pad(self.padding, (0, missing), value=True)[:, None]
             return seen, slot.expand(len(self.lengths), -1)
-        column = Ring(length).columns(self.lengths + self.draft_nodes + self.count)  # (seats, slots)
+        column = Ring(length).columns(self.lengths + self.draft_nodes + self.count)  # (batch, slots)
         node = column - self.lengths[:, None]  # negative in committed slots
         logical = column
         if self.depths is None or self.ancestors is None:
             seen = column[:, None] <= self.query[:, :, None]
         else:
-            depth = torch.cat(self.depths, dim=1)  # (seats, draft nodes)
+            depth = torch.cat(self.depths, dim=1)  # (batch, draft nodes)
             known = node.clamp(0, depth.shape[1] - 1)
             logical = torch.where(node < 0, column, depth.gather(1, known) + self.lengths[:, None])
             forest = self.ancestors.gather(2, known[:, None].expand(-1, self.count, -1))

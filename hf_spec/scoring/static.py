@@ -4,8 +4,8 @@ Its buffers are rings (``rings.py``). A layer always returns complete rings. The
 of the window, or off a node's path. The slots for new nodes are computed outside the forward, so that a graph holds no
 number that changes.
 
-Tensors have 1, 2, 4, 8, ... batch rows, called *seats*. A finished row leaves its seat empty; when half of the seats
-are empty, the batch shrinks. An empty seat keeps the prompt of some row, and its scores are ignored.
+The batch is padded to 1, 2, 4, 8, ... rows. A row that finishes leaves its batch index unused; when half of the
+indices are unused, the batch shrinks. An unused one keeps the prompt of some row, and its scores are ignored.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class StaticSlotLayer(CacheLayerMixin):
         self.indexer_keys: Tensor | None = None
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are in use, each viewed as (seats, slots, ...)."""
+        """Return the buffers that are in use, each viewed as (batch, slots, ...)."""
         held = {name: getattr(self, name) for name in DIMS}
         return {name: buffer.transpose(1, DIMS[name]) for name, buffer in held.items() if buffer is not None}
 
     def put(self, name: str, by_slot: Tensor) -> None:
-        """Use ``by_slot`` (seats, slots, ...) as the buffer ``name`` from now on."""
+        """Use ``by_slot`` (batch, slots, ...) as the buffer ``name`` from now on."""
         buffer = by_slot.transpose(1, DIMS[name]).contiguous()
         torch._dynamo.mark_static_address(buffer)
         setattr(self, name, buffer)
@@ -71,7 +71,7 @@ class StaticSlotLayer(CacheLayerMixin):
         return self._write("keys", key_states), self._write("values", value_states)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys of a sparse-attention indexer, (seats, nodes, width), and return the complete ring."""
+        """Write the keys of a sparse-attention indexer, (batch, nodes, width), and return the complete ring."""
         return self._write("indexer_keys", indexer_key_states)
 
     def _write(self, name: str, states: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class StaticTreeKVCache(Cache):
             size = max(old.size, ring_size(layer.window, end, count, self._shortest))
             layer.ring = rings.setdefault(size, known.get(size) or Ring(size))
             if layer.ring is not old:
-                column = layer.ring.columns(ends)  # (seats, new slots), of the committed columns
+                column = layer.ring.columns(ends)  # (batch, new slots), of the committed columns
                 row = torch.arange(len(ends), device=ends.device)[:, None]
                 for name, by_slot in layer.buffers().items():
                     place = row.to(by_slot.device), (column % old.size).to(by_slot.device)
@@ -177,9 +177,9 @@ class StaticTreeKVCache(Cache):
     def commit(
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
-        """Commit the first ``counts[b]`` nodes of ``path[b]`` to the row in seat b, and drop the rest.
+        """Commit the first ``counts[b]`` nodes of ``path[b]`` to the row at batch index b, and drop the rest.
 
-        ``path`` is (seats, m), parents first; ``in_place`` says that each path is 0, 1, 2, ..., so that nothing moves.
+        ``path`` is (batch, m), parents first; ``in_place`` says that each path is 0, 1, 2, ..., so that nothing moves.
         """
         self.rows.draft_nodes = 0  # first: after an error in the middle of the moves, it must not be used again
         lengths = self.rows.lengths
@@ -203,35 +203,35 @@ class StaticTreeKVCache(Cache):
             return
         lengths = self.rows.lengths[:, None]
         for layer in self.slot_layers:
-            is_open = layer.ring.columns(self.rows.lengths + self.rows.draft_nodes) >= lengths  # (seats, slots)
+            is_open = layer.ring.columns(self.rows.lengths + self.rows.draft_nodes) >= lengths  # (batch, slots)
             for by_slot in layer.buffers().values():
                 clear = is_open.view(*is_open.shape, *[1] * (by_slot.ndim - 2)).to(by_slot.device)
                 by_slot.masked_fill_(clear, 0)
         self.rows.draft_nodes = 0
 
     def keep_rows(self, rows: Tensor, keep_finished: bool = False) -> None:
-        """Keep the seats ``rows`` only, in that order; a seat may be repeated."""
+        """Keep the batch indices ``rows`` only, in that order; one may be repeated."""
         for layer in self.slot_layers:
             for name, by_slot in layer.buffers().items():
                 layer.put(name, by_slot.index_select(0, rows.to(by_slot.device)))
-        cpu_lengths = [self.rows.cpu_lengths[seat] for seat in to_list(rows)]
+        cpu_lengths = [self.rows.cpu_lengths[index] for index in to_list(rows)]
         self.rows.set(self.rows.lengths.index_select(0, rows), cpu_lengths)
 
-    def empty(self, seats: Sequence[int], length: int) -> None:
-        """Set the length of the rows in ``seats`` to ``length`` columns."""
-        lengths = [length if seat in seats else old for seat, old in enumerate(self.rows.cpu_lengths)]
+    def empty(self, indices: Sequence[int], length: int) -> None:
+        """Set the length at these batch ``indices`` to ``length`` columns."""
+        lengths = [length if index in indices else old for index, old in enumerate(self.rows.cpu_lengths)]
         self.rows.set(to_device(lengths, self.rows.lengths.device), lengths)
 
-    def save(self, seat: int, row: int) -> None:
-        """Save the committed columns of the row in ``seat`` for ``release``, as row ``row`` of the batch."""
-        length = self.rows.cpu_lengths[seat]
+    def save(self, index: int, row: int) -> None:
+        """Save the committed columns at batch ``index`` for ``release``, as row ``row`` of the call's batch."""
+        length = self.rows.cpu_lengths[index]
         states = []
         for layer in self.layers:
             held = {}
             if isinstance(layer, StaticSlotLayer):
                 first = 0 if layer.window is None else max(0, length - layer.window)
                 slots = torch.arange(first, length) % layer.ring.size
-                held = {name: by_slot[seat, slots.to(by_slot.device)] for name, by_slot in layer.buffers().items()}
+                held = {name: by_slot[index, slots.to(by_slot.device)] for name, by_slot in layer.buffers().items()}
             states.append(held)
         self._left[row] = _Leaver(length, states)
 
@@ -335,8 +335,8 @@ def _release_layer(layer: StaticLayer, index: int, rows: Sequence[_Leaver], long
 class StaticKVView(KVView):
     """The rings of one model, the block of new nodes after them, and the masks over both.
 
-    ``seats`` are those of the unfinished rows. Where some seats are empty, ``row_in_seat`` (seats,) and
-    ``seat_of_row`` (rows,) map between both. An empty seat counts as row 0, and its scores are ignored.
+    ``indices`` are the batch indices of the unfinished rows. Where some are unused, ``row_at_index`` (batch,) and
+    ``index_of_row`` (rows,) map between both. An unused one counts as row 0, and its scores are ignored.
     """
 
     cache: StaticTreeKVCache
@@ -345,29 +345,29 @@ class StaticKVView(KVView):
         self, cache: StaticTreeKVCache, transformers_cache: StaticCache, padding: Tensor | None, most_new: int | None
     ) -> None:
         super().__init__(cache, transformers_cache, padding, most_new)
-        self.seats: list[int] = []
-        self.row_in_seat: Tensor | None = None
-        self.seat_of_row = torch.empty(0, dtype=torch.long, device=self.device)
+        self.indices: list[int] = []
+        self.row_at_index: Tensor | None = None
+        self.index_of_row = torch.empty(0, dtype=torch.long, device=self.device)
 
-    def sit(self, seats: list[int]) -> None:
-        """Assign the unfinished rows to ``seats``, and empty the other seats."""
+    def place(self, indices: list[int]) -> None:
+        """Assign the unfinished rows to batch ``indices``, and empty the others."""
         count = len(self.cache.rows.cpu_lengths)
-        self.seats, self.row_in_seat = seats, None
-        if free := sorted(set(range(count)) - set(seats)):
+        self.indices, self.row_at_index = indices, None
+        if free := sorted(set(range(count)) - set(indices)):
             self.cache.empty(free, self.prompt)
-            row = {seat: i for i, seat in enumerate(seats)}
-            self.row_in_seat = to_device([row.get(seat, 0) for seat in range(count)], self.device)
-            self.seat_of_row = to_device(seats, self.device)
+            row = {index: i for i, index in enumerate(indices)}
+            self.row_at_index = to_device([row.get(index, 0) for index in range(count)], self.device)
+            self.index_of_row = to_device(indices, self.device)
 
     @property
     def lengths(self) -> list[int]:
         """Return the committed slots of each unfinished row."""
-        return [self.cache.rows.cpu_lengths[seat] for seat in self.seats]
+        return [self.cache.rows.cpu_lengths[index] for index in self.indices]
 
     @property
     def committed(self) -> int | None:
         """Return how many tokens after the prompt all rows have committed; ``None`` if no row is left."""
-        return min(self.lengths) - self.prompt if self.seats else None
+        return min(self.lengths) - self.prompt if self.indices else None
 
     def _tree_mask(
         self, count: int, depths: tuple[Tensor, ...] | None, ancestors: Tensor | None, depth: int | None
@@ -379,11 +379,11 @@ class StaticKVView(KVView):
         return RingMask(*shape, cache.window, depth, end=self._end)
 
     def positions(self, origin: Tensor, block: TreeMask) -> Tensor:
-        """Return the positions of the new nodes, (..., seats, nodes), with the same memory layout every time."""
+        """Return the positions of the new nodes, (..., batch, nodes), with the same memory layout every time."""
         return origin + block.query
 
     def mask(self, block: TreeMask) -> Tensor:
-        """Return the 2D mask (seats, slots of the longest ring) for models that read it: 0 at left padding."""
+        """Return the 2D mask (batch, slots of the longest ring) for models that read it: 0 at left padding."""
         longest, mask = self.cache.longest_ring, self._padding_mask
         if mask is None or mask.shape != (len(block.lengths), longest):
             padding = self.padding
@@ -397,8 +397,8 @@ class StaticKVView(KVView):
         self, path: Tensor, counts: Sequence[int], in_place: bool = False, on_device: Tensor | None = None
     ) -> None:
         """Commit ``counts[b]`` nodes of ``path[b]`` (rows, m), and drop the rest of the block."""
-        if self.row_in_seat is not None:
-            path = path.to(self.device).index_select(0, self.row_in_seat)
-            taken = dict(zip(self.seats, counts, strict=True))
-            counts, on_device = [taken.get(seat, 0) for seat in range(len(path))], None
+        if self.row_at_index is not None:
+            path = path.to(self.device).index_select(0, self.row_at_index)
+            taken = dict(zip(self.indices, counts, strict=True))
+            counts, on_device = [taken.get(index, 0) for index in range(len(path))], None
         super().commit(path, counts, in_place, on_device)

@@ -259,11 +259,11 @@ def test_other_random_numbers_give_other_guesses(as_it_is: None) -> None:
 def test_a_graph_makes_the_same_guesses(
     kind: str, shape: str, sample: bool, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph for each number of seats and slots, whatever the lengths of the texts."""
+    """One graph for each batch size and number of slots, whatever the lengths of the texts."""
     monkeypatch.setattr(rings, "SHORTEST", 64)
     call = Call(kind, SHAPES[shape], 3, sample)
     same_guesses(call)
-    assert call.compiler.graphs.made == 3  # 4 seats, 2 and 1
+    assert call.compiler.graphs.made == 3  # batches of 4, 2 and 1
     assert call.compiler.graphs.seconds > 0
     same_guesses(again := Call(kind, SHAPES[shape], 3, sample))
     assert again.compiler.graphs.made == 0
@@ -353,7 +353,7 @@ def test_drafting_is_compiled_with_the_target(
 
 @pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "dynamic"])
 def test_draws_need_few_graphs(shape: str, draft_graphs_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proposal and a choice for each number of seats, however many tokens a row gets, and may still get."""
+    """A proposal and a choice for each batch size, however many tokens a row gets, and may still get."""
     monkeypatch.setattr(rings, "SHORTEST", 64)
     graphs = []
     for seed in range(4):

@@ -339,7 +339,7 @@ class Forwards:
     """Note what the compiled forwards of a test were given, and which of them made a graph."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.shapes: list[tuple[int, ...]] = []  # seats, nodes, and the sizes of the rings
+        self.shapes: list[tuple[int, ...]] = []  # batch, nodes, and the sizes of the rings
         self.compiled: list[tuple[int, ...]] = []
         self.addresses: set[int] = set()
         run = CompiledForward._run
@@ -373,7 +373,7 @@ def test_one_graph_for_each_shape(name: str, forwards: Forwards, monkeypatch: py
         assert torch.equal(out.sequences, text)
     assert sorted(forwards.compiled) == sorted(set(forwards.shapes))
     assert {nodes for _, nodes, *_ in forwards.shapes} <= {1, 9}
-    assert {seats for seats, *_ in forwards.shapes} <= {1, 2, 4}
+    assert {size for size, *_ in forwards.shapes} <= {1, 2, 4}
     assert out.speculation.graphs == 0  # all were there from the first call
     assert out.speculation.compile_seconds == 0.0
     assert len(forwards.shapes) > 2 * len(forwards.compiled) > 2  # it did grow

@@ -91,7 +91,7 @@ def test_the_same_coins_give_the_same_verdict(rule: Rule, shape: str, compiler: 
             seen |= set(map(len, figures.tokens))
     assert seen > {1, 2} and others  # other coins, other verdicts
     runs_as_it_is = torch.compiler.is_compiling()
-    assert compiler.graphs.made == (0 if runs_as_it_is else 6)  # of 1, 4 and 8 seats, with and without processors
+    assert compiler.graphs.made == (0 if runs_as_it_is else 6)  # batches of 1, 4 and 8, with and without processors
 
 
 def test_inductor_weighs_a_drawn_tree(monkeypatch: pytest.MonkeyPatch) -> None:
