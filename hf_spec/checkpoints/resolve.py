@@ -38,7 +38,8 @@ from .known import cached, known_drafts
 from .language_models import load_language_model
 from .neighbours import ForeignDraftError
 
-EARLY_EXIT = "early-exit"  # the keyword
+EARLY_EXIT = "early-exit"
+KEYWORDS = ("ngram", "mtp", EARLY_EXIT, "plain", "auto")
 # The least share of equal tokens without a warning: tokenizers of one family differ in a few added tokens.
 MOST_IN_COMMON = 0.9
 
@@ -134,7 +135,7 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
     If the tokenizers have the same tokens, nothing is translated. Errors: a ValueError for another kind of draft, or
     without a ``target_tokenizer``.
     """
-    if isinstance(speculator, str | os.PathLike) and speculator not in ("ngram", "mtp", EARLY_EXIT, "auto"):
+    if isinstance(speculator, str | os.PathLike) and speculator not in KEYWORDS:
         _warn_of_reading(os.fspath(speculator), target)
         speculator = load_draft(speculator, target, **_placement(target))
     draft = base_model(speculator.model if isinstance(speculator, VanillaSpeculator) else speculator)
@@ -160,7 +161,7 @@ def with_tokenizers(speculator: Any, target: PreTrainedModel, tokenizer: Any, ta
 
 def _suggestion(name: str) -> str:
     """Suggest what the user meant by a ``name`` that does not exist; "" without an idea."""
-    if near := difflib.get_close_matches(name.lower(), ("ngram", "mtp", EARLY_EXIT, "auto"), 1):
+    if near := difflib.get_close_matches(name.lower(), KEYWORDS, 1):
         return f" (did you mean {near[0]!r}?)"
     is_kind = name.lower() in config_classes()
     return f" ({name!r} is a kind of draft with weights; pass the directory or Hub id of one)" if is_kind else ""

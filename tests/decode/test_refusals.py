@@ -323,6 +323,7 @@ def test_a_model_without_a_head() -> None:
     [
         *((name, "did you mean 'ngram'?") for name in ("n-gram", "ngrams", "Ngram", "n_gram")),
         *((name, "did you mean 'mtp'?") for name in ("MTP", "mpt")),
+        ("Plain", "did you mean 'plain'?"),
         *((name, "is a kind of draft with weights; pass the directory") for name in ("eagle", "eagle3", "Medusa")),
     ],
 )

@@ -461,8 +461,9 @@ def test_generate_takes_the_tokenizers_as_assisted_generation_does(tmp_path: Pat
     assert isinstance(same, VanillaSpeculator), "nothing is translated where the tokens are the same"
     with pytest.raises(ValueError, match="assistant_tokenizer needs the target's tokenizer, too"):
         generate(1, speculator=other, assistant_tokenizer=own)
-    with pytest.raises(ValueError, match="is for a draft that is a language model, and str is none"):
-        generate(1, speculator="ngram", **both)
+    for keyword in ("ngram", "plain"):
+        with pytest.raises(ValueError, match="is for a draft that is a language model, and str is none"):
+            generate(1, speculator=keyword, **both)
     with pytest.raises(ValueError, match=r"their tokenizers differ.* Pass both: .*assistant_tokenizer="):
         generate(1, speculator=other)
 
