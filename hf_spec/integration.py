@@ -18,7 +18,7 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 from transformers.utils import logging
 
 from .batching.hooks import HOOKS as BATCHING
-from .batching.hooks import KEYWORDS, signature_with_keywords
+from .batching.hooks import KEYWORDS, documented
 from .batching.start import refuse_while_engine_decodes
 from .checkpoints.kinds import register_auto_classes
 from .checkpoints.resolve import EARLY_EXIT, as_speculator, with_tokenizers
@@ -194,15 +194,7 @@ def _speculative(plain: Any) -> Any:
         forget_speculation(self)
         return plain(self, *args, **kwargs)
 
-    return _described(generate, plain)
-
-
-def _described(generate: Any, plain: Any) -> Any:
-    """Describe ``generate``, which wraps ``plain``, with our keywords."""
-    generate._hf_spec_original = plain
-    generate.__signature__ = signature_with_keywords(plain)
-    generate.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
-    return generate
+    return documented(generate, plain, DOCUMENTATION)
 
 
 def _speculative_whisper(plain: Any) -> Any:
@@ -225,7 +217,7 @@ def _speculative_whisper(plain: Any) -> Any:
             output = plain(self, *args, **kwargs)
         return with_speculation(output, parts)
 
-    return _described(generate, plain)
+    return documented(generate, plain, DOCUMENTATION)
 
 
 # Methods of Whisper that its windows go through.

@@ -76,7 +76,7 @@ def with_keywords(plain: Any) -> Any:
         with _asking(speculator, speculation_config, num_speculative_tokens):
             return plain(self, *args, **kwargs)
 
-    return _documented(generate_batch, plain)
+    return documented(generate_batch, plain, DOCUMENTATION)
 
 
 def with_keywords_when_entered(plain: Any) -> Any:
@@ -97,7 +97,7 @@ def with_keywords_when_entered(plain: Any) -> Any:
                 manager = stack.enter_context(plain(self, *args, **kwargs))
             yield manager
 
-    return _documented(continuous_batching_context_manager, plain)
+    return documented(continuous_batching_context_manager, plain, DOCUMENTATION)
 
 
 def with_speculator(plain: Any) -> Any:
@@ -136,7 +136,7 @@ def with_speculator(plain: Any) -> Any:
         note_engine(self, manager)
         return manager
 
-    return _documented(init_continuous_batching, plain)
+    return documented(init_continuous_batching, plain, DOCUMENTATION)
 
 
 HOOKS: dict[str, Callable[[Any], Any]] = {
@@ -178,17 +178,17 @@ def _resolve(
     return found, config if number is None else found.settings(config, num_speculative_tokens=number)
 
 
-def signature_with_keywords(plain: Any) -> inspect.Signature:
-    """Return the signature of ``plain`` with our keywords, which ``inspect`` and ``help`` show."""
+def documented(ours: Any, plain: Any, text: str) -> Any:
+    """Let ``inspect`` and ``help`` show ``ours``, which wraps ``plain``, with our keywords and ``text`` about them."""
+    ours._hf_spec_original = plain
+    ours.__signature__ = _signature_with_keywords(plain)
+    ours.__doc__ = (plain.__doc__ or "").rstrip() + text
+    return ours
+
+
+def _signature_with_keywords(plain: Any) -> inspect.Signature:
     signature = inspect.signature(plain)
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in KEYWORDS]
     first = list(signature.parameters.values())
     rest = [first.pop()] if first[-1].kind is inspect.Parameter.VAR_KEYWORD else []
     return signature.replace(parameters=[*first, *keywords, *rest])
-
-
-def _documented(ours: Any, plain: Any) -> Any:
-    ours._hf_spec_original = plain
-    ours.__signature__ = signature_with_keywords(plain)
-    ours.__doc__ = (plain.__doc__ or "").rstrip() + DOCUMENTATION
-    return ours
