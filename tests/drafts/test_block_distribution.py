@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import replace
 from typing import Any
@@ -80,7 +81,8 @@ class Forgetful(Speculator):
         return dspark("vanilla").feature_layers(target)
 
     def drafter(self, request: DraftContext) -> Drafter:
-        drafter = dspark("vanilla").drafter(request)
+        draft = copy.copy(dspark("vanilla"))
+        drafter = draft.drafter(request)
         propose, blocks = drafter.propose, []
 
         class Noting(MarkovGrowth):
@@ -95,7 +97,7 @@ class Forgetful(Speculator):
             uncorrected = draft_log_probs(dspark("vanilla"), request, blocks[-1].logits)
             return replace(proposal, q=uncorrected[:, : proposal.q.shape[1]].exp())
 
-        drafter.growth, drafter.propose = Noting, lie
+        draft.growth, drafter.propose = Noting, lie
         return drafter
 
 

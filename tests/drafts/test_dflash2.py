@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from dataclasses import replace
@@ -171,7 +172,8 @@ class Unselected(Speculator):
         return small().feature_layers(target)
 
     def drafter(self, request: DraftContext) -> Drafter:
-        drafter = small().drafter(request)
+        draft = copy.copy(small())
+        drafter = draft.drafter(request)
         propose, blocks = drafter.propose, []
 
         class Noting(SelectorGrowth):
@@ -188,7 +190,7 @@ class Unselected(Speculator):
             only = torch.full_like(logits, -torch.inf).scatter(2, candidates, values)
             return replace(proposal, q=draft_log_probs(small(), request, only).exp())
 
-        drafter.growth, drafter.propose = Noting, lie
+        draft.growth, drafter.propose = Noting, lie
         return drafter
 
 
