@@ -21,6 +21,7 @@ from .preparing import LEAVING
 
 # Errors of the client: bad values, bodies that are no JSON objects, and chats that the model's template rejects.
 MISTAKES = (ValueError, RequestValidationError, TemplateError)
+UNREADABLE = "There was an error parsing the body"  # what FastAPI says of it
 CLOSED_BY_CLIENT = "499"  # the status that nginx logs
 
 
@@ -34,14 +35,32 @@ def add_to_app(app: FastAPI, meter: Meter, policy: Policy) -> None:
         app.add_exception_handler(kind, _error_response)
 
 
-def _error_response(_request: Request, error: Exception) -> JSONResponse:
+def _error_response(request: Request, error: Exception) -> JSONResponse:
     status = 400 if isinstance(error, MISTAKES) else 503 if isinstance(error, CBWorkerDeadError) else 500
-    status = getattr(error, "status_code", status)
+    status, headers = getattr(error, "status_code", status), getattr(error, "headers", None) or {}
     message = str(getattr(error, "detail", "") or error or type(error).__name__)
     if isinstance(error, RequestValidationError):
-        message = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        message = "; ".join(map(_why_no_object, error.errors()))
+    elif message == UNREADABLE:
+        message = "the body cannot be read: it is not UTF-8, or nested too deep, or holds a number of too many digits."
+    elif status in (404, 405) and message in ("Not Found", "Method Not Allowed"):
+        instead = f"it takes {headers['Allow']}" if "Allow" in headers else "docs/serving.md lists what there is"
+        message = f"there is no {request.method} {request.url.path}; {instead}."
     message = message.encode(errors="replace").decode()  # it may quote half of a surrogate pair
-    return error_answer(status, message)
+    return error_answer(status, message, **headers)
+
+
+def _why_no_object(found: dict[str, Any]) -> str:
+    """Say what is wrong with a body, of which FastAPI has ``found`` that it is no JSON object."""
+    if found["type"] == "json_invalid":
+        return f"the body is not JSON: {found['ctx']['error']}, at character {found['loc'][-1] + 1}."
+    if found["type"] == "missing":
+        return "the body is empty; send a JSON object."
+    if isinstance(found.get("input"), bytes):
+        return "the body is not read as JSON; send the header Content-Type: application/json."
+    if found["loc"] == ("body",):
+        return f"the body is JSON of another kind ({type(found.get('input')).__name__}); send a JSON object."
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
 
 
 class _Watch:

@@ -54,7 +54,9 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
     for name in ("chat_template_kwargs", "generation_config"):
         if name in body and body[name] is None:
             del body[name]  # transformers would iterate over it
-    if bias := body.get("logit_bias"):
+    if (bias := body.get("logit_bias")) and needs == "prompt":  # which transformers' server would ignore there
+        refuse("logit_bias", "it is for chats; here, pass sequence_bias in generation_config")
+    if bias:
         body["logit_bias"] = {token: float(value) for token, value in bias.items()}  # transformers takes no integers
 
 

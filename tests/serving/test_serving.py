@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import runpy
 import signal
 import socket
@@ -14,6 +15,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from openai import APIConnectionError, APIError, APIStatusError, BadRequestError, OpenAI
@@ -169,6 +172,32 @@ def test_every_error_stands_where_clients_look(client, path, given, status):
         client.openai.post(f"{client.url}/{path}", body=given, cast_to=object)
     assert caught.value.status_code == int(caught.value.code) == status
     assert caught.value.type == "invalid_request_error" and caught.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "told"),
+    [
+        ("POST", "v1/completions", b"{", {}, "the body is not JSON: Expecting property name"),
+        ("POST", "v1/completions", b"", {}, "the body is empty; send a JSON object"),
+        ("POST", "v1/completions", b"[1]", {}, "the body is JSON of another kind (list); send a JSON object"),
+        ("POST", "v1/completions", b"{}", {"Content-Type": "text/plain"}, "send the header Content-Type"),
+        ("POST", "v1/completions", b"[" * 10**5, {}, "the body cannot be read"),
+        ("POST", "v1/completions", b'{"prompt": "\xff"}', {}, "the body cannot be read"),
+        ("GET", "v1/completions", None, {}, "there is no GET /v1/completions; it takes POST."),
+        ("GET", "v2/completions", None, {}, "there is no GET /v2/completions; docs/serving.md"),
+    ],
+)
+def test_what_is_no_request_is_told_what_to_send(client, method, path, body, headers, told):
+    asked = Request(f"{client.url}/{path}", body, {"Content-Type": "application/json"} | headers, method=method)
+    with pytest.raises(HTTPError) as caught:
+        urlopen(asked)
+    assert told in json.load(caught.value)["error"]["message"]
+    assert caught.value.headers.get("Allow") == ("POST" if caught.value.code == 405 else None)
+
+
+def test_a_bias_of_tokens_in_a_completion_is_not_dropped(client):
+    status, answer = client.post("v1/completions", {"prompt": PROMPTS[0], "logit_bias": {"5": 100}})
+    assert status == 400 and answer["error"]["message"].startswith("logit_bias: it is for chats"), answer
 
 
 def test_a_chat_without_messages_is_refused(client):
