@@ -228,6 +228,8 @@ def _answer(cls: type[PackedWeight], func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     if func is Tensor.detach:
         return cls(own._storage, own, False)
+    if func is Tensor.__repr__:  # a look at a model must not slow it down
+        return repr(own._copy())
     if func is Tensor.to and not kwargs and all(_changes_nothing(one, own) for one in args[1:]):
         return own
     if len(args) == 2 and args[1] is own:  # after such a move, Module.to writes back what it got
@@ -248,13 +250,19 @@ def _on_plain(func: Any, args: Any, kwargs: Any) -> Any:
     if func in (functional.linear, functional.embedding):
         reason = "a forward records gradients, or runs in another dtype or in a mode of torch"
     else:
-        reason = f"{getattr(func, '__name__', func)} needs the plain ones"
+        reason = f"{_name_of(func)} needs the plain ones"
 
     def plain(weight: PackedWeight) -> Tensor:
         return _plain(weight, reason)
 
     args, kwargs = _pytree.tree_map_only(PackedWeight, plain, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _name_of(func: Any) -> str:
+    """Name an operation; that of a property of tensors is its method ``__get__`` or ``__set__``."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
 def _plain(weight: PackedWeight, reason: str) -> Tensor:

@@ -364,6 +364,7 @@ def test_what_is_asked_about_a_weight_is_answered_without_undoing(packed: Any) -
         assert isinstance(one, nn.Parameter) and one.numel() == two.numel() and one.is_leaf and one.grad is None
     assert packed.num_parameters() == twin.num_parameters() and packed.dtype == torch.float32
     assert packed.get_memory_footprint() == twin.get_memory_footprint() and packed.device.type == "cpu"
+    assert repr(packed.lm_head.weight) == repr(twin.lm_head.weight)
     packed.requires_grad_(False)
     packed.to("cpu")
     packed.to(torch.float32)
@@ -409,6 +410,16 @@ def test_changes_of_a_weight_count(packed: Any, change: Callable[[Any], Any]) ->
     assert close(logits(packed), logits(twin)) and not close(logits(packed), logits(make()))
     expected = twin.model.layers[0].mlp.up_proj.weight
     assert torch.equal(weight + 0, expected) and torch.equal(alias + 0, expected)
+
+
+@pytest.mark.parametrize(
+    ("use", "named"), [(lambda weight: weight.T, "T"), (lambda weight: weight.data, "data"), (torch.exp, "exp")]
+)
+def test_what_undoes_packing_is_named(packed: Any, use: Any, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("hf_spec.packing.weight.logger.warning_once", told.append)
+    use(packed.lm_head.weight)
+    assert told == [f"packed weights are made plain again, because {named} needs the plain ones"]
 
 
 def test_packed_again_with_references_of_the_first_time(packed: Any) -> None:
