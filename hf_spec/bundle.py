@@ -20,11 +20,11 @@ def generate(model, speculator=None, **kwargs):
     home = sys.modules.get(type(speculator).__module__)
     if hasattr(home, "SOURCES"):
         return home.generate(model, speculator=speculator, **kwargs)
-    if "hf_spec" in sys.modules:
+    if speculator is not None and "hf_spec" in sys.modules:
         return type(model).generate(model, speculator=speculator, **kwargs)
     raise TypeError(
         "pass speculator=draft, the draft that AutoModel.from_pretrained(..., trust_remote_code=True) loads from this "
-        f"repository; this is a {type(speculator).__name__}"
+        "repository; " + ("none was passed" if speculator is None else f"this is a {type(speculator).__name__}")
     )
 """
 

@@ -7,6 +7,7 @@ import difflib
 import functools
 import itertools
 import os
+import sys
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -91,6 +92,11 @@ def as_speculator(speculator: Any, target: PreTrainedModel) -> Speculator:
     is_pair = bool(getattr(target.config, "is_encoder_decoder", False))
     if isinstance(base, PreTrainedModel) and base.can_generate() and (is_pair or not base.config.is_encoder_decoder):
         return as_speculator(VanillaSpeculator(base), target)
+    if hasattr(sys.modules.get(type(base).__module__), "SOURCES"):  # a file that ``bundling`` has written
+        raise TypeError(
+            f"this {type(base).__name__} was loaded with code of its own, before hf_spec was imported. Load it again, "
+            "or decode with its code: generate(..., custom_generate=REPOSITORY, trust_remote_code=True)."
+        )
     raise TypeError(
         "speculator must be a draft model, a language model, an assistant of transformers, 'ngram', 'mtp', "
         "'early-exit', 'plain', 'auto', a path or Hub id of one, or a hf_spec.Speculator, got "

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, dynamic_module_utils
 
 import hf_spec
 from hf_spec import AutoDraftModel, DraftModel, SpeculationConfig, demo
-from hf_spec.bundle import FILE, code_files
+from hf_spec.bundle import FILE, GENERATE, code_files
 from hf_spec.bundling import DECODING, IMPORT, absolute, needed
 from hf_spec.checkpoints.kinds import DRAFT_MODELS
 from hf_spec.scoring.hooks import wraps
@@ -220,6 +220,8 @@ def test_two_copies_decode_in_one_process(target: Any, tmp_path: Path, monkeypat
     kind: Any = dynamic_module_utils.get_class_from_dynamic_module(place, tmp_path / "coded")
     theirs = kind.from_pretrained(tmp_path / "coded", dtype=torch.float32)
     assert not isinstance(theirs, DraftModel)
+    with pytest.raises(TypeError, match=r"loaded with code of its own, before hf_spec was imported\. Load it again"):
+        hf_spec.as_speculator(theirs, target)
     home = sys.modules[kind.__module__]
     ids = torch.tensor([*IDS, [3, 3, 3, *IDS[0][:7]]])
     call: dict[str, Any] = {"attention_mask": (ids != 3).long(), **CALL, "max_new_tokens": 12}
@@ -230,6 +232,13 @@ def test_two_copies_decode_in_one_process(target: Any, tmp_path: Path, monkeypat
         assert torch.equal(home.generate(target, theirs, inputs=ids, speculation_config=config, **call), plain)
         text = target.generate(ids, speculator=ours, speculation_config=SpeculationConfig(**tree), **call)
         assert torch.equal(text, plain)
+
+
+def test_code_of_a_draft_decodes_with_a_draft_or_not_at_all(target: Any) -> None:
+    names: dict[str, Any] = {}
+    exec(GENERATE, names)  # what transformers does with the file
+    with pytest.raises(TypeError, match=r"pass speculator=draft, .* none was passed"):
+        names["generate"](target, inputs=torch.tensor(IDS), **CALL)
 
 
 def test_a_wrapper_is_known_below_another_one() -> None:
