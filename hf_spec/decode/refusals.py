@@ -21,6 +21,7 @@ from ..scoring.architectures import (
 )
 from ..scoring.cache import has_states
 from ..scoring.names import CACHES, cache_among, text_arguments
+from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .sequences import Sequences
 
@@ -75,6 +76,8 @@ def refuse_call(
 def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     if getattr(type(model), "_sample", None) is not GenerationMixin._sample:
         raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
+    if input_device(model).type == "meta":
+        raise _refusal(f"{type(model).__name__} has no weights (device meta); load them with from_pretrained")
     if (generation_config.num_beams or 1) > 1:
         raise _refusal(_why_no_beams(int(generation_config.num_beams or 1)))
     for name in OTHER_WAYS:

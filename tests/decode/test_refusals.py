@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,10 @@ def test_targets_with_states_outside_the_cache(name: str) -> None:
 @pytest.mark.parametrize(("name", "reason"), [("rwkv", "rows"), ("xlstm", "own kind"), ("recurrent_gemma", "modules")])
 def test_drafts_with_states_outside_the_cache(name: str, reason: str) -> None:
     refuse(reason, "'ngram'", speculator=build(name))
+
+
+def test_a_model_without_weights() -> None:
+    refuse("has no weights", "load them with from_pretrained", copy.deepcopy(target()).to("meta"))
 
 
 def test_activation_checkpointing() -> None:
