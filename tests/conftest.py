@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 
 # Read by huggingface_hub when it is imported, so it must be set first.
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import simulated_device
 import torch
+from accelerate.utils import imports
 
 from hf_spec.policy.adaptive import AdaptiveLength
 from hf_spec.policy.base import DraftPlan, better_sources
@@ -19,6 +22,8 @@ from hf_spec.policy.base import DraftPlan, better_sources
 torch.set_num_threads(1)
 if simulated_device.is_wanted():
     simulated_device.make()
+# Trainer asks in every step whether packages are there that are not, which takes as long as a small forward.
+imports._is_package_available = functools.cache(imports._is_package_available)
 
 
 def first_length(policy: AdaptiveLength, batch_size: int, estimates: Any) -> DraftPlan:
@@ -36,6 +41,16 @@ def lengths_without_a_clock(request: pytest.FixtureRequest, monkeypatch: pytest.
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_collection() -> None:
+    gc.disable()  # what is imported stays
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all that is imported: Trainer, ``pack`` and engines call it, a second each time."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,14 +31,6 @@ from hf_spec.batching.speculation import Speculation
 from hf_spec.drafts.base import ask
 
 PROMPTS = prompts_of(9, 99)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collection() -> Iterator[None]:
-    """Spare the collector all that is there already: transformers' engine calls it whenever it ends."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Learning(NgramSpeculator):

@@ -30,14 +30,6 @@ from hf_spec.drafts.vanilla.speculator import VanillaDrafter
 PROMPTS = prompts_of(4, 99)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_collection() -> Iterator[None]:
-    """Spare the collector all that is there already: transformers' engine calls it whenever it ends."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[Any]]]:
     """List what engines are made of, while nobody looks for cycles: transformers' engine would at its end."""

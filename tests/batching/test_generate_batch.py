@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -34,14 +33,6 @@ from hf_spec.batching.drafting import join_proposals, split_proposal
 from hf_spec.batching.engine import SpeculativeManager
 from hf_spec.drafts.ngram.history_file import SavedHistory
 from hf_spec.drafts.ngram.hybrid import with_chains
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collection() -> Iterator[None]:
-    """Spare the collector all that is there already: transformers' engine calls it whenever it ends."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
