@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +69,3 @@ def tiny_target(vocab_size: int = 96, hidden_size: int = 32, num_hidden_layers: 
         **kwargs,
     )
     return LlamaForCausalLM(config).eval()
-
-
-def in_another_process(work: Callable[[], None]) -> int | None:
-    """Run ``work`` in a copy of this process and return its exit code."""
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(60)
-    return process.exitcode

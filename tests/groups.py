@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-TWO_PROCESSES = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+COMMAND = "from hf_spec.cli import main\nraise SystemExit(main())"  # ``hf-spec``, for ``run_two`` and ``start``
 PRELOADED = ["hf_spec.training", "architectures", "datasets", "transformers.trainer"]
 
-# A process that has imported all of it forks those of every group: importing it takes most of a short test's time.
+# A process that has imported all of it forks the others: importing it takes most of a short test's time.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(PRELOADED)
 
@@ -27,33 +30,46 @@ def environment() -> dict[str, str]:
 
 
 def run_two(folder: Path, code: str, *arguments: str, timeout: int = 120) -> str:
-    """Run ``code``, a script in ``folder``, as two processes of a group, and return what they print."""
-    script = folder / "worker.py"
-    script.write_text(code, encoding="utf-8")
+    """Run ``code`` as two processes of a group, and return what they print; ``folder`` keeps it."""
     group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    members = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment().items():  # the server takes over what is there when the first group begins
-            patch.setenv(name, value)
-        for rank in ("0", "1"):
-            given = environment() | group | {"RANK": rank, "LOCAL_RANK": rank}
-            members.append(_server.Process(target=be_member, args=(str(script), list(arguments), given)))
-            members[-1].start()
+    members = [start(folder, code, *arguments, **group, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
     wait_for(members, time.monotonic() + timeout)
-    told = [Path(f"{script}.{stream}.{rank}").read_text(encoding="utf-8") for stream in "oe" for rank in "01"]
+    told = [(folder / f"{stream}.{rank}").read_text(encoding="utf-8") for stream in ("out", "err") for rank in "01"]
     assert [one.exitcode for one in members] == [0, 0], "\n".join(told)[-8000:]
     return "".join(told[:2])
 
 
-def be_member(script: str, arguments: list[str], given: dict[str, str]) -> None:
-    """Run a script as the process of a group that ``given``, its environment, says."""
-    for stream, descriptor in (("o", 1), ("e", 2)):
-        file = os.open(f"{script}.{stream}.{given['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def start(folder: Path, code: str, *arguments: str, **given: str) -> BaseProcess:
+    """Begin a process that runs ``code``, and prints into files of ``folder``; ``given`` joins its environment."""
+    return forked(be_process, str(folder), code, arguments, environment() | given)
+
+
+def in_another_process(work: Callable[..., None], *arguments: Any, **options: Any) -> int | None:
+    """Run a function of a test module in a process of its own and return its exit code."""
+    process = forked(functools.partial(work, **options), *arguments)
+    process.join(120)
+    return process.exitcode
+
+
+def forked(work: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Begin a process, which has no thread of this one: a copy of this one would wait for threads that it has not."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment().items():  # the server takes over what is there when the first process begins
+            patch.setenv(name, value)
+        process = _server.Process(target=work, args=arguments)
+        process.start()
+    return process
+
+
+def be_process(folder: str, code: str, arguments: tuple[str, ...], given: dict[str, str]) -> None:
+    """Run ``code`` as a script would be run in the environment ``given``."""
+    for stream, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(f"{folder}/{stream}.{given.get('RANK', 0)}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, descriptor)
     os.environ.clear()
     os.environ.update(given)
-    sys.argv = [script, *arguments]
-    exec(compile(Path(script).read_text(encoding="utf-8"), script, "exec"), {"__name__": "__main__"})
+    sys.argv = ["script", *arguments]
+    exec(compile(code, "script", "exec"), {"__name__": "__main__"})
 
 
 def wait_for(members: list[BaseProcess], end: float) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from golden import ALL, CLOSE, GOLDENS, in_another_process, load_draft, load_target, outputs, tiny_target
+from golden import ALL, CLOSE, GOLDENS, load_draft, load_target, outputs, tiny_target
+from groups import in_another_process
 from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -502,7 +503,7 @@ def fill_the_disk(source: Path, out: Path, to: str) -> None:
 @pytest.mark.parametrize("to", ["speculators", "eagle3"])
 def test_nothing_is_left_when_the_disk_is_full(to: str, tmp_path: Path) -> None:
     source = GOLDENS / "eagle3_orig_a" / "checkpoint"
-    assert in_another_process(lambda: fill_the_disk(source, tmp_path / "out", to)) == 0
+    assert in_another_process(fill_the_disk, source, tmp_path / "out", to) == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from groups import environment, run_two
+from groups import COMMAND, run_two, start
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_spec import demo
@@ -134,12 +131,12 @@ def test_a_run_that_stopped_goes_on(
 
 def test_a_killed_process_loses_nothing(model: str, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    more = ("--max-new-tokens", "200", "--batch-size", "1")
-    call = [sys.executable, "-m", "hf_spec", *command(model, prompts, out, *more)]
-    with subprocess.Popen(call, env=environment(), stderr=subprocess.DEVNULL) as running:
-        while running.poll() is None and not (out.exists() and b"\n" in out.read_bytes()):
-            time.sleep(0.01)
-        running.send_signal(signal.SIGKILL)
+    more = ("--max-new-tokens", "80", "--batch-size", "1")
+    running = start(tmp_path, COMMAND, *command(model, prompts, out, *more))
+    while running.is_alive() and not (out.exists() and b"\n" in out.read_bytes()):
+        time.sleep(0.01)
+    running.kill()
+    running.join()
     first = out.read_bytes()
     assert first.count(b"\n") >= 1
     assert main(command(model, prompts, out, *more)) == 0
@@ -252,7 +249,7 @@ def test_what_the_template_does_not_take_is_left_out(
 
 def test_processes_write_one_file(model: str, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    run_two(tmp_path, "from hf_spec.cli import main\nassert main() == 0", *command(model, prompts, out))
+    run_two(tmp_path, COMMAND, *command(model, prompts, out))
     entries = read(out)
     assert {index: entry["text"] for index, entry in entries.items()} == wanted(model, entries)
     assert len(entries) == 11

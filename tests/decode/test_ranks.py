@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from groups import forked
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_spec import Proposal
@@ -65,12 +64,8 @@ def work(rank: int, folder: str) -> None:
     os._exit(0)  # threads of gloo race with the end of the interpreter
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_first_process_of_each_model_decides(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=work, args=(rank, str(tmp_path))) for rank in range(4)]
-    for process in processes:
-        process.start()
+    processes = [forked(work, rank, str(tmp_path)) for rank in range(4)]
     for process in processes:
         process.join(80)
         process.kill()

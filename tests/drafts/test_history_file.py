@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from groups import environment
+from groups import COMMAND, start
 from transformers import AutoTokenizer
 
 from hf_spec import NgramSpeculator, demo
@@ -130,19 +131,18 @@ def test_a_server_that_is_told_to_end_keeps_its_memory(number: int, tmp_path: Pa
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    call = [sys.executable, "-m", "hf_spec", "serve", TARGET, "--speculator", "history", "--history-file", str(file)]
-    options = ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
-    with subprocess.Popen([*call, *options], env=environment(), stderr=subprocess.DEVNULL) as server:
-        try:
-            answer = ask(f"http://127.0.0.1:{port}/v1/chat/completions", server)
-            server.send_signal(number)
-            server.wait(60)
-        finally:
-            server.kill()
+    call = ["serve", TARGET, "--speculator", "history", "--history-file", str(file)]
+    server = start(tmp_path, COMMAND, *call, "--port", str(port), "--host", "127.0.0.1", "--device", "cpu")
+    try:
+        answer = ask(f"http://127.0.0.1:{port}/v1/chat/completions", server)
+        os.kill(server.pid or 0, number)
+        server.join(60)
+    finally:
+        server.kill()
     assert answer in texts(file)[0]
 
 
-def ask(url: str, server: subprocess.Popen[bytes]) -> str:
+def ask(url: str, server: BaseProcess) -> str:
     """Return a server's answer, once it is up."""
     question = {"model": TARGET, "messages": [{"role": "user", "content": "A dog"}], "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(url, json.dumps(question).encode(), {"Content-Type": "application/json"})
@@ -157,7 +157,7 @@ def ask(url: str, server: subprocess.Popen[bytes]) -> str:
         except urllib.error.URLError as error:
             if not isinstance(error.reason, ConnectionError):
                 raise
-        assert server.poll() is None and time.monotonic() < end, "the server never came"
+        assert server.is_alive() and time.monotonic() < end, "the server never came"
         time.sleep(0.2)
 
 

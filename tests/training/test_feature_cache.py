@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from golden import in_another_process, tiny_target
+from golden import tiny_target
+from groups import in_another_process
 from pairs import each_value
 from safetensors.torch import load_file
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
@@ -330,7 +331,7 @@ def kill_at(call: int, folder: Path) -> None:
 @pytest.mark.parametrize(("call", "whole", "left"), [(1, 0, 0), (5, 2, 2), (6, 2, 3)])
 def test_a_killed_call_goes_on_behind_its_finished_shards(call: int, whole: int, left: int, tmp_path: Path) -> None:
     folder, expected = tmp_path / "cache", files(cached(tmp_path / "uninterrupted"))
-    assert in_another_process(lambda: kill_at(call, folder)) == -signal.SIGKILL
+    assert in_another_process(kill_at, call, folder) == -signal.SIGKILL
     found = files(folder)
     assert sum(name.endswith(".safetensors") for name in found) == left
     assert any(path.name.endswith(".tmp") for path in folder.iterdir())

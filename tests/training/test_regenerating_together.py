@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import PartialState
-from groups import TWO_PROCESSES, environment, leave, run_two
+from groups import COMMAND, leave, run_two
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
@@ -62,13 +61,7 @@ def test_the_command_prepares_once_what_its_processes_have_answered(tmp_path: Pa
     data.write_text("\n".join(json.dumps({"messages": one}) for one in chats()), encoding="utf-8")
     call = ["prepare", str(data), str(tmp_path / "rows"), "--target", TARGET, "--regenerate", str(answers)]
     options = ["--temperature", "0", "--max-new-tokens", "8", "--batch-size", "2", "--speculator", "ngram"]
-    done = subprocess.run(
-        [*TWO_PROCESSES, "-m", "hf_spec", *call, *options],
-        check=True,
-        timeout=180,
-        env=environment(),
-        capture_output=True,
-    )
+    printed = run_two(tmp_path, COMMAND, *call, *options, timeout=180)
     assert len(answers.read_text(encoding="utf-8").splitlines()) == len(chats())
-    assert done.stdout.decode().count("of them answers") == 2  # train and test, each told once
+    assert printed.count("of them answers") == 2  # train and test, each told once
     assert (tmp_path / "rows" / "dataset_dict.json").is_file()

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from golden import in_another_process
+from groups import in_another_process
+from pairs import each_value
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_spec import demo
@@ -84,7 +85,7 @@ def prepare_on_a_full_disk(*argv: str) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_preparing_is_repeated_after_a_full_disk(stories: Path, tmp_path: Path) -> None:
     argv = [str(stories), str(tmp_path / "rows"), "--target", TARGET]
-    assert in_another_process(lambda: prepare_on_a_full_disk(*argv)) == 0
+    assert in_another_process(prepare_on_a_full_disk, *argv) == 0
     assert [path.name for path in tmp_path.iterdir()] == [stories.name]
     assert main(["prepare", *argv]) == 0
 
@@ -463,8 +464,7 @@ def test_nothing_is_trained_by_a_wrong_recipe(
     assert not (tmp_path / "draft").exists()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("packing", "count"), each_value([True, False], [1, 2, 3]))
 def test_a_few_examples_are_enough(count: int, packing: bool, stories: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("\n".join(stories.read_text(encoding="utf-8").splitlines()[:count]), encoding="utf-8")

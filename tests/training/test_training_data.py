@@ -14,7 +14,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from golden import in_another_process, tiny_target
+from golden import tiny_target
+from groups import in_another_process
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -584,7 +585,7 @@ def test_answers_are_kept_when_the_disk_is_full(tmp_path: Path) -> None:
     target = tiny_target(vocab_size=len(tokenizer()))
     expected = regenerate(conversations, target, tokenizer(), tmp_path / "whole.jsonl", **options).read_text()
     limit = len(expected.splitlines()[0]) + 20
-    assert in_another_process(lambda: fills_the_disk(limit, path, conversations, **options)) == 0
+    assert in_another_process(fills_the_disk, limit, path, conversations, **options) == 0
     assert path.read_text() == expected[:limit]
     assert regenerate(conversations, target, tokenizer(), path, **options).read_text() == expected
 
@@ -611,7 +612,7 @@ def test_a_killed_call_goes_on_behind_its_finished_batches(tmp_path: Path) -> No
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "progress": False, "batch_size": 2}
     target, path = tiny_target(vocab_size=len(tokenizer())), tmp_path / "answers.jsonl"
     expected = regenerate(conversations, target, tokenizer(), tmp_path / "whole.jsonl", **options).read_text()
-    assert in_another_process(lambda: dies_at_line(3, path, conversations, **options)) == -signal.SIGKILL
+    assert in_another_process(dies_at_line, 3, path, conversations, **options) == -signal.SIGKILL
     left = path.read_text()
     assert left.count("\n") == 2 and expected.startswith(left[: left.rfind("\n") + 1]) and left[-1] != "\n"
     asked = target.generate

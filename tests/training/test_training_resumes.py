@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from golden import in_another_process
+from groups import in_another_process
 from peft import LoraConfig
 from test_trainer import arguments, eagle3, losses, medusa, sharp_target, text, vanilla
 from test_training_commands import recipe, stories
@@ -201,7 +201,7 @@ def fill_the_disk(folder: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [900, 20_000, 100_000])
 def test_a_full_disk_is_a_message(size: int, tmp_path: Path) -> None:
     """Where config, weights and optimizer do not fit."""
-    assert in_another_process(lambda: fill_the_disk(tmp_path, size)) == 0
+    assert in_another_process(fill_the_disk, tmp_path, size) == 0
     again = trainer(tmp_path, max_steps=2)
     again.train(resume_from_checkpoint=True)
     assert len(losses(again)) == 2
