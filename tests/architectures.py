@@ -232,6 +232,12 @@ CORE = tuple(
     bloom falcon:alibi mpt gemma3n_text gemma4_text bart xglm vl:qwen2_vl""".split()
 )
 
+# What of CORE stands for the others where many tests ask: caches, masks and positions of every kind.
+USUAL = tuple(
+    """llama gpt2 gpt_neox opt mistral gemma2 gpt_oss llama4_text mixtral deepseek_v3 deepseek_v32 bloom falcon:alibi
+    gemma3n_text gemma4_text bart vl:qwen2_vl""".split()
+)
+
 ARCHITECTURES: dict[str, str] = {
     name: "recurrent" if name in RECURRENT else "attention"
     for name in [

@@ -15,6 +15,7 @@ import pytest
 import torch
 from architectures import prompts
 from lengths import force_lengths
+from pairs import each_value
 from simulated_device import NAME, take_waits
 from test_operators import NEW_TOKENS, models
 from torch import Tensor
@@ -135,10 +136,10 @@ CEILINGS = {  # waits a step of 1 and of 8 rows
 }
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("draft", "tree", "sample"), CEILINGS)
-def test_a_step_waits_seldom(draft: str, tree: bool, sample: bool, rows: int) -> None:
-    assert waits_per_step(draft, rows, tree, sample) <= CEILINGS[draft, tree, sample][rows > 1]
+@pytest.mark.parametrize(("call", "rows"), each_value(CEILINGS, [1, 8]))
+def test_a_step_waits_seldom(call: tuple[str, bool, bool], rows: int) -> None:
+    draft, tree, sample = call
+    assert waits_per_step(draft, rows, tree, sample) <= CEILINGS[call][rows > 1]
 
 
 def test_states_are_moved_without_waiting() -> None:

@@ -20,6 +20,13 @@ def each_value(*axes: Iterable[Any]) -> list[Any]:
     return _enough(axes, 1)
 
 
+def usual(axis: Iterable[Any], wanted: Iterable[Any]) -> list[Any]:
+    """List the values of an axis, and mark as slow all but the ``wanted`` ones, which stand for those like them."""
+    values, kept = list(axis), list(wanted)
+    assert all(one in values for one in kept), [one for one in kept if one not in values]
+    return [pytest.param(value, marks=() if value in kept else pytest.mark.slow) for value in values]
+
+
 def _enough(axes: tuple[Iterable[Any], ...], together: int) -> list[Any]:
     """Mark as slow the combinations that add no ``together`` values which no earlier one has."""
     combinations = list(itertools.product(*(list(enumerate(axis)) for axis in axes)))

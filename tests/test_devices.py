@@ -67,8 +67,7 @@ def test_numbers_arrive_as_they_are(values: list[Any], device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["vanilla", *CONFIGS])
+@pytest.mark.parametrize(("kind", "shape"), each_value(["vanilla", *CONFIGS], SHAPES))
 def test_same_text_as_plain_generate(kind: str, shape: str, device: str) -> None:
     model, draft = target(), draft_of(kind, target())
     there, inputs = copy.deepcopy(model).to(device), prompts(3)
@@ -122,8 +121,7 @@ SPECULATORS = {
 }
 
 
-@pytest.mark.parametrize("tree", [None, "dynamic", "sampled"])
-@pytest.mark.parametrize("kind", ["vanilla", *CONFIGS])
+@pytest.mark.parametrize(("kind", "tree"), each_value(["vanilla", *CONFIGS], [None, "dynamic", "sampled"]))
 def test_defaults_of_torch_change_nothing(kind: str, tree: str | None) -> None:
     """A dtype and a device for what the caller makes; nothing of them is left in what is kept for later calls."""
     model, config = target(), SpeculationConfig(num_speculative_tokens=3, tree=tree, num_tree_tokens=6)
@@ -145,20 +143,8 @@ def test_defaults_of_torch_change_nothing(kind: str, tree: str | None) -> None:
     assert torch.equal(found, expected)
 
 
-def is_slow(call: str, kind: str) -> bool:
-    """Graphs take long to make; what a memory is asked does not depend on them."""
-    return "graphs" in call and "memory" in kind
-
-
 @pytest.mark.parametrize("device", ELSEWHERE)
-@pytest.mark.parametrize(
-    ("call", "kind"),
-    [
-        pytest.param(call, kind, marks=pytest.mark.slow if is_slow(call, kind) else ())
-        for call in CALLS
-        for kind in SPECULATORS
-    ],
-)
+@pytest.mark.parametrize(("call", "kind"), each_value(CALLS, SPECULATORS))
 def test_same_text_in_every_kind_of_call(call: str, kind: str, device: str) -> None:
     name, options = CALLS[call]
     model, inputs = target(name), prompts(3)

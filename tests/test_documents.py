@@ -7,6 +7,8 @@ ones before them named; ``target``, ``draft``, ``tokenizer`` and ``inputs`` are 
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import importlib
 import inspect
 import json
@@ -55,15 +57,20 @@ def with_blocks(*languages: str) -> list[Path]:
     return [document for document in DOCUMENTS if blocks(document, *languages)]
 
 
+@functools.cache
+def loaded() -> tuple[Any, Any, Any]:
+    models = (
+        AutoModelForCausalLM.from_pretrained(demo.path(name), dtype=torch.float32)
+        for name in ("target", "draft-vanilla")
+    )
+    return AutoTokenizer.from_pretrained(demo.path()), *models
+
+
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return what documents take as given, in a directory with the files that they name."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(demo.path())
-    target, draft = (
-        AutoModelForCausalLM.from_pretrained(demo.path(name), dtype=torch.float32)
-        for name in ("target", "draft-vanilla")
-    )
+    tokenizer, target, draft = copy.deepcopy(loaded())
     target.generation_config.max_length = 24
     stories = ["Once upon a time, there was", "One day, Lily and her mom", "Tom had a big red ball"]
     lines = [json.dumps({"prompt": story}) for story in stories]

@@ -44,7 +44,7 @@ ATTENDING, RECURRENT = ("llama", "gemma2"), ("qwen3_next", "jamba")  # all full,
 KINDS = ("ngram", "oracle", "vanilla", "medusa", "mtp", "eagle3", "eagle", "dflash", "dspark")
 FOR_STATES = ("ngram", "oracle", "vanilla", "medusa", "mtp")
 PLACES = ("streamer", "criterion", "processor", "pure processor", "drafter", "forward", "end of the stream")
-SEEDS, QUICK = 200, 60  # of the seeds, those that every run takes
+SEEDS, QUICK = 200, 36  # of the seeds, those that every run takes
 
 
 class Boom(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_decoders import START, build, generate
+from pairs import each_value
 from test_exactness import noisy_copy
 from test_verification import TOO_FAR, deviation
 from torch import Tensor
@@ -81,8 +82,7 @@ def sample(name: str, speculator: Any, config: SpeculationConfig) -> Tensor:
     return number
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["t5", "bart"])
+@pytest.mark.parametrize(("name", "case"), each_value(["t5", "bart"], CASES))
 def test_a_draft_with_an_encoder(name: str, case: str) -> None:
     draft = noisy_copy(target(name), seed=0, noise=0.2)
     assert deviation(sample(name, draft, CASES[case]), distribution(name)) < TOO_FAR

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from pairs import pairwise, usual
 from test_verification import TOO_FAR, deviation
 from torch import Tensor
 from transformers import (
@@ -128,7 +129,11 @@ def test_vanilla(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["chain, block", *(case for case in VANILLA if "tree" in case and "best" not in case)]
+    "case",
+    usual(
+        ["chain, block", *(case for case in VANILLA if "tree" in case and "best" not in case)],
+        ["chain, block", "drawn tree, token", "drawn static tree"],
+    ),
 )
 def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_spec.sampling, "BY_COIN_FROM", 1)  # by coins
@@ -137,7 +142,9 @@ def test_guesses_drawn_as_from_a_large_vocabulary(case: str, monkeypatch: pytest
     assert deviation(sample(guesser(), VANILLA[case]), distribution()) < TOO_FAR
 
 
-@pytest.mark.parametrize("case", VANILLA)
+@pytest.mark.parametrize(
+    "case", usual(VANILLA, ["chain, block", "chain of best guesses", "drawn tree, token", "dynamic tree"])
+)
 def test_everything_is_banned_behind_an_end(case: str) -> None:
     """What could follow an end is never drawn, but a guess is weighed by what could follow it."""
     end, texts = 1, torch.tensor(list(itertools.product(range(VOCAB), repeat=DEPTH)))
@@ -149,6 +156,7 @@ def test_everything_is_banned_behind_an_end(case: str) -> None:
     assert deviation(sample(guesser(), VANILLA[case], **options), ended) < TOO_FAR
 
 
+@pytest.mark.slow
 def test_many_rounds() -> None:
     found = [sample(guesser(), VANILLA["chain, block"], seed) for seed in range(6)]
     assert deviation(torch.cat(found), distribution()) < TOO_FAR
@@ -167,7 +175,13 @@ def test_ngram(case: str) -> None:
     assert deviation(sample(speculator, NGRAM[case]), distribution()) < TOO_FAR
 
 
-@pytest.mark.parametrize("case", ["chain, block", "drawn tree, block", "drawn tree, token", "drawn static tree"])
+@pytest.mark.parametrize(
+    "case",
+    usual(
+        ["chain, block", "drawn tree, block", "drawn tree, token", "drawn static tree"],
+        ["chain, block", "drawn tree, token"],
+    ),
+)
 def test_eagle3_that_knows_fewer_tokens(case: str) -> None:
     torch.manual_seed(0)
     flags = {"draft_vocab_size": 3, "eagle_aux_hidden_state_layer_ids": [0, 1]}
@@ -250,9 +264,10 @@ def test_exact_verification_draws_no_guesses(shape: str) -> None:
         assert watched.drawn and set(watched.drawn) == {drawn}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("options", "batch", "shape"),
+    pairwise([{}, {"temperature": 0.7, "top_k": 9}, {"repetition_penalty": 1.3, "top_p": 0.9}], [1, 3], SHAPES),
+)
 def test_exact_verification_repeats_plain_sampling(options: dict[str, Any], batch: int, shape: str) -> None:
     inputs, config = prompts(batch), replace(SHAPES[shape], verification="exact")
 

@@ -1,8 +1,9 @@
 """Greedy text with a speculator equals plain `generate`, token for token in float32, on every architecture.
 
-{n-gram, vanilla} x {chain, tree} x {one row, three left-padded rows, eight ragged rows}: every pair of these on every
-architecture, and the whole product with ``-m slow``. The vanilla draft is a noisy copy of the target, the n-gram draft
-looks into flawed copies of the target's text: guesses are right for a while, and every row goes its own way.
+{n-gram, vanilla} x {chain, tree} x {one row, three left-padded rows, eight ragged rows}: every pair of these on the
+architectures that stand for others, and the whole product on all with ``-m slow``. (``test_alignment.py`` has all of
+them each time, in one batch.) The vanilla draft is a noisy copy of the target, the n-gram draft looks into flawed
+copies of the target's text: guesses are right for a while, and every row goes its own way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from architectures import CORE, build, names, prompts
+from architectures import CORE, USUAL, build, names, prompts
+from pairs import usual
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -137,7 +139,7 @@ def mistakes(
     return found
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", usual(CORE, USUAL))
 def test_same_text_as_plain_generate(name: str) -> None:
     model, turn = build(name), CORE.index(name)
     kinds = "chain" if name in NO_TREES else "chain tree"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lengths import force_lengths
+from pairs import each_value
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -150,16 +151,15 @@ CEILINGS = {  # operators outside the forwards of 1 and of 8 rows, and waits
 }
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize(("draft", "tree", "sample"), CEILINGS)
-def test_a_step_takes_few_operators_and_waits(draft: str, tree: bool, sample: bool, rows: int) -> None:
-    alone, eight, waits = CEILINGS[draft, tree, sample]
+@pytest.mark.parametrize(("call", "rows"), each_value(CEILINGS, [1, 8]))
+def test_a_step_takes_few_operators_and_waits(call: tuple[str, bool, bool], rows: int) -> None:
+    alone, eight, waits = CEILINGS[call]
+    draft, tree, sample = call
     found = per_step(draft, rows, tree, sample)
     assert found["outside"] <= (alone if rows == 1 else eight) and found["waits"] <= waits, dict(found)
 
 
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("rows", "sample"), each_value([1, 8], [False, True]))
 def test_an_ordinary_step_costs_no_more_than_one_of_plain_generate(
     rows: int, sample: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts
+from pairs import pairwise, usual
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -106,7 +107,7 @@ def test_several_residual_streams_stand_in_front(batch: int, static: dict[str, A
     ],
     ids=["plain", "lockstep", "learned", "chunks", "states", "tree", "window"],
 )
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", usual(BATCHES, ["one", "ragged"]))
 def test_first_guesses_are_read_with_the_prompt(
     name: str, batch: str, options: dict[str, Any], together: bool
 ) -> None:
@@ -146,10 +147,9 @@ def test_transition_scores() -> None:
     assert close(mine, theirs)
 
 
-@pytest.mark.parametrize("options", [{}, ENDS], ids=["length", "end"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "batch", "shape", "options"), pairwise(["llama", "mistral", "gemma2"], BATCHES, SHAPES, [{}, ENDS])
+)
 def test_cache(name: str, batch: str, shape: str, options: dict[str, Any]) -> None:
     """It holds exactly the emitted text but the last token; the windowed layers hold their window."""
     inputs = prompts(*BATCHES[batch])
@@ -208,7 +208,7 @@ def test_the_last_column_of_a_row_that_ends_one_token_before_the_limit(name: str
     ids=["length", "end", "strings", "lockstep"],
 )
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", usual(BATCHES, ["one", "ragged"]))
 def test_speculation_adds_up(batch: str, shape: str, options: dict[str, Any]) -> None:
     inputs = prompts(*BATCHES[batch])
     plain = generate(inputs, return_dict_in_generate=False, **options)
@@ -397,10 +397,7 @@ def test_nothing_as_large_as_nodes_times_vocabulary_outlives_a_step(tree: Any, s
     watched = Watched()
     gc.collect()
     gc.freeze()  # what other tests left is not looked through
-    try:
-        generate(prompts(1), speculator=watched, speculation_config=config, do_sample=sample)
-    finally:
-        gc.unfreeze()
+    generate(prompts(1), speculator=watched, speculation_config=config, do_sample=sample)
     assert len(watched.found) > 3
     assert not any(watched.found)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import build, prompts
 from lengths import force_lengths
+from pairs import pairwise
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 from twins import draft, noisy, target
@@ -50,9 +51,10 @@ def call(model: Any, monkeypatch: pytest.MonkeyPatch, rows: int, **options: Any)
     return model.generate(**prompts(rows), **given)
 
 
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v2", "falcon", "bloom"])
+@pytest.mark.parametrize(
+    ("name", "rows", "sample"),
+    pairwise(["llama", "gemma2", "gpt2", "deepseek_v2", "falcon", "bloom"], [1, 3], [False, True]),
+)
 def test_plain_steps_are_those_taken_one_by_one(
     name: str, rows: int, sample: bool, runs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

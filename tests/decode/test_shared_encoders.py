@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from encoder_decoders import build, generate, sources
-from pairs import pairwise
+from pairs import each_value, pairwise
 from test_distribution_encoder_decoders import CASES, deviation, distribution, sample
 from test_distribution_encoder_decoders import target as small_target
 from test_encoder_decoders import NEW, SHAPES, plain, smaller, target, text
@@ -73,7 +73,7 @@ def encodings(*models: Any) -> Iterator[list[int]]:
 # --- Text ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "shape"), pairwise(["t5", "bart", "whisper", "decoder alone"], SHAPES))
+@pytest.mark.parametrize(("kind", "shape"), each_value(["t5", "bart", "whisper", "decoder alone"], SHAPES))
 def test_the_source_is_encoded_once(kind: str, shape: str) -> None:
     name, draft = draft_for(kind)
     for batch in (1, 3):

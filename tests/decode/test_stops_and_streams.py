@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import prompts
+from pairs import pairwise, usual
 from torch import Tensor
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -208,7 +209,7 @@ class Recorder(BaseStreamer):
         self.said.append([])
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", usual(BATCHES, ["ragged"]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -336,9 +337,9 @@ def count_hooks(model: Any) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("at", [1, 2, 5])
-@pytest.mark.parametrize("where", ["processor", "streamer", "criterion", "target", "draft"])
+@pytest.mark.parametrize(
+    ("where", "at", "shape"), pairwise(["processor", "streamer", "criterion", "target", "draft"], [1, 2, 5], SHAPES)
+)
 def test_the_call_after_a_failure(where: str, at: int, shape: str) -> None:
     inputs, failing = prompts(3), Failing(KeyboardInterrupt if where in ("target", "draft") else ValueError, at)
     options: dict[str, Any] = {"speculator": draft(), "speculation_config": SHAPES[shape]}

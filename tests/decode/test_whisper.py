@@ -13,7 +13,7 @@ import pytest
 import speech
 import torch
 from architectures import build as decoder_only
-from pairs import pairwise
+from pairs import each_value
 from speech import END, NO_TIMES, PREVIOUS, VOCABULARY, sound, wave, whisper
 from test_exactness import noisy_copy
 from torch import Tensor
@@ -90,7 +90,12 @@ def speculation(kind: str, languages: bool) -> dict[str, Any]:
 
 # --- The text is that of plain generate ------------------------------------------------------------------------------
 
-COMBINATIONS = pairwise(CASES, DRAFTS, (1, 3, 4), (1, 3.2))
+# Each set of options meets one draft, in one batch; all options together meet every draft.
+TOGETHER = [("all", "draft", 4, 3.2), ("all", "n-grams", 3, 3.2), ("fallback", "draft", 3, 3.2)]
+COMBINATIONS = [
+    pytest.param(*one.values) if one.values in TOGETHER else one
+    for one in each_value(CASES, DRAFTS, (1, 3, 4), (1, 3.2))
+]
 
 
 @pytest.mark.parametrize(("case", "kind", "rows", "windows"), COMBINATIONS)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import each_value
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_spec import SpeculationConfig, VanillaSpeculator, demo
@@ -67,8 +68,7 @@ def family() -> tuple[Any, Any]:
     return small, inflate(small, **SIZES)
 
 
-@pytest.mark.parametrize("name", demo.MODELS[1:])
-@pytest.mark.parametrize("tree", [None, "dynamic"])
+@pytest.mark.parametrize(("tree", "name"), each_value([None, "dynamic"], demo.MODELS[1:]))
 def test_drafts_of_the_small_model_guess_the_same(name: str, tree: Any, family: tuple[Any, Any]) -> None:
     small, large = family
     kind: Any = AutoModelForCausalLM if name == "draft-vanilla" else AutoModel

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import usual
 from test_distribution_end_to_end import VANILLA, distribution, model, sample, small_buffers  # noqa: F401
 from test_verification import TOO_FAR, deviation
 from torch import Tensor
@@ -55,7 +56,9 @@ def dflash() -> Any:
     return DFlashDraftModel(DFlashSpeculatorConfig.for_target(model().config, LAYERS, **FLAGS)).eval()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", usual(CASES, ["chain, block", "chain, token", "drawn tree, block", "drawn static tree"])
+)
 def test_dspark(case: str) -> None:
     head = "vanilla" if "token" in case else "rnn" if "tree" in case else "gated"
     assert deviation(sample(dspark(head), VANILLA[case]), distribution()) < TOO_FAR

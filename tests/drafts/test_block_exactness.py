@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
+from pairs import usual
 from test_exactness import BATCHES, Way, plain, prompts, speculative
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +23,7 @@ from hf_spec.drafts.peagle.modeling import PEagleDraftModel
 
 NAMES = """llama qwen3 qwen2:swa gemma2 gemma3_text gpt2 phi3 qwen3_moe cohere2 falcon starcoder2
     qwen3_next mamba""".split()
+USUAL = ("llama", "gemma3_text", "gpt2", "qwen3_next", "mamba")
 FEW = ("llama", "gemma3_text", "qwen3_next", "mamba")
 SHAPES = {
     "chain": SpeculationConfig(num_speculative_tokens=4),
@@ -93,7 +95,7 @@ def fitted(draft: Any, model: PreTrainedModel, text: Tensor, mask: Tensor, steps
     return draft.eval()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual(NAMES, USUAL))
 def test_same_text_as_plain_generate(name: str) -> None:
     """Each shape in one of the batches, the next shape in the next one."""
     check_text(name, turn=NAMES.index(name))

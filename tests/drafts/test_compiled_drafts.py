@@ -15,7 +15,7 @@ import test_block_exactness as block_drafts
 import torch
 from architectures import build, prompts
 from lengths import force_lengths
-from pairs import pairwise
+from pairs import each_value
 from test_block_exactness import LAYERS, MARKOV, WINDOW
 from test_static import Forwards, generate, on_any_device, warnings_of
 from torch import Tensor
@@ -198,7 +198,7 @@ def same_guesses(call: Call) -> None:
     assert_same(*call.tell([3, 1, 2][: call.rows]))
 
 
-@pytest.mark.parametrize(("kind", "shape", "sample", "batch"), pairwise(KINDS, SHAPES, [False, True], [1, 8]))
+@pytest.mark.parametrize(("kind", "shape", "sample", "batch"), each_value(KINDS, SHAPES, [False, True], [1, 8]))
 def test_fixed_slots_change_no_guess(kind: str, shape: str, sample: bool, batch: int, as_it_is: None) -> None:
     same_guesses(Call(kind, SHAPES[shape], batch, sample))
 
@@ -280,7 +280,7 @@ def text_and_out(kind: str, shape: str, batch: int, **options: Any) -> tuple[Ten
     return text, generate(model, batch, **ways | options)
 
 
-@pytest.mark.parametrize(("kind", "shape", "batch"), pairwise(KINDS, SHAPES, [1, 3, 8]))
+@pytest.mark.parametrize(("shape", "batch", "kind"), each_value(SHAPES, [1, 3, 8], KINDS))
 def test_same_text_as_plain_generate(kind: str, shape: str, batch: int, as_it_is: None) -> None:
     text, out = text_and_out(kind, shape, batch)
     assert torch.equal(out.sequences, text)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from architectures import build, prompts
 from golden import CLOSE, END_TO_END, SAFEAILAB, load_draft, load_target, outputs, tiny_target
-from pairs import pairwise
+from pairs import each_value
 from torch import Tensor
 from transformers.utils import output_capturing
 from twins import fitted
@@ -204,7 +204,7 @@ def taught(name: str, vocabulary: int | None) -> tuple[Any, Any, dict[int, Tenso
 
 @pytest.mark.parametrize(
     ("name", "shape", "vocabulary"),
-    pairwise(["llama", "gemma3_text", "mixtral:swa", "qwen3_moe"], SHAPES, [WHOLE, FEWER]),
+    each_value(["llama", "gemma3_text", "mixtral:swa", "qwen3_moe"], SHAPES, [WHOLE, FEWER]),
 )
 def test_greedy_text_is_that_of_plain_generate(name: str, shape: str, vocabulary: int | None) -> None:
     """With full attention, sliding windows, and experts, with and without windows."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import build, prompts
 from batches import batching, prompts_of
+from pairs import each_value
 from test_distribution_end_to_end import VANILLA, Lying, distribution, sample
 from test_verification import TOO_FAR, deviation
 from torch import Tensor, nn
@@ -53,8 +54,10 @@ def exits(model: PreTrainedModel, inputs: dict[str, Tensor], config: Any = CHAIN
 # --- The text --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "gemma4_text", "mixtral", "bart", "vl:qwen2_vl"])
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    each_value(["llama", "gpt2", "gemma3_text", "gemma4_text", "mixtral", "bart", "vl:qwen2_vl"], [1, 3]),
+)
 def test_greedy_text_and_cache_are_those_of_plain_generate(name: str, batch: int) -> None:
     inputs, target = prompts(batch), model(name)
     text = plain(target, inputs)
@@ -70,15 +73,17 @@ def test_greedy_text_and_cache_are_those_of_plain_generate(name: str, batch: int
                 assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        {"min_new_tokens": 4, "eos_token_id": [5, 40, 41, 42]},
-        {"logits_processor": [lambda ids, scores: scores - scores.roll(1, -1)]},  # lockstep
-        {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
-    ],
+    ("options", "shape"),
+    each_value(
+        [
+            {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+            {"min_new_tokens": 4, "eos_token_id": [5, 40, 41, 42]},
+            {"logits_processor": [lambda ids, scores: scores - scores.roll(1, -1)]},  # lockstep
+            {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+        ],
+        SHAPES,
+    ),
 )
 def test_processors_and_ends(options: dict[str, Any], shape: str) -> None:
     inputs = prompts(3)
@@ -165,8 +170,9 @@ class Watched(Speculator):
         return drafter
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "gemma4_text", "olmoe"])
+@pytest.mark.parametrize(
+    ("name", "shape"), each_value(["llama", "gpt2", "gemma3_text", "gemma4_text", "olmoe"], SHAPES)
+)
 def test_draft_tokens_are_those_of_the_first_layers_without_a_cache(name: str, shape: str) -> None:
     watched = Watched(2)
     options = {"speculator": watched, "speculation_config": SHAPES[shape], "eos_token_id": [7, 19, 33, 61]}

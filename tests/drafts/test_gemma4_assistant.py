@@ -16,6 +16,7 @@ import torch
 from architectures import build
 from golden import CLOSE, GOLDENS, load_target, outputs
 from packaging.version import Version
+from pairs import each_value, usual
 from test_block_drafts import Logits
 from test_block_exactness import SHAPES
 from test_distribution_end_to_end import VANILLA, distribution, sample, small_buffers  # noqa: F401
@@ -366,7 +367,7 @@ def taught(name: str) -> tuple[Any, Any]:
     return model, fitted(model, text, mask)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual(NAMES, ["gemma4_text", "gemma3_text", "qwen3_next"]))
 def test_same_text_as_plain_generate(name: str) -> None:
     model, assistant = taught(name)
     texts = {batch: plain(model, batch) for batch in BATCHES}
@@ -389,8 +390,9 @@ def check_with_the_twin(noter: Noter, model: Any, held_before: bool = False) -> 
         assert tokens == slow_chain(noter.model, model, text, len(tokens), fresh), text
 
 
-@pytest.mark.parametrize("name", ["gemma4_text", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("cache", ["slots", "rings"])
+@pytest.mark.parametrize(
+    ("cache", "name"), each_value(["slots", "rings"], ["gemma4_text", "gemma3_text", "qwen3_next"])
+)
 def test_drafts_of_ragged_rows_are_those_of_the_slow_twin(name: str, cache: str) -> None:
     """Rows are padded, of different lengths, end at different steps, and outgrow the windows."""
     if cache == "rings" and name == "qwen3_next":

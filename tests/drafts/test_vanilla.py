@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from pairs import each_value
 from torch import Tensor
 from transformers import PreTrainedModel
 from twins import SHAPES, draft, target
@@ -85,8 +86,7 @@ def test_what_many_ordinary_steps_wrote_is_read_without_logits_of_all(
     assert torch.equal(found[1], found[3])
 
 
-@pytest.mark.parametrize("tree", [[(0,), (0, 0)], "dynamic"])
-@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize(("length", "tree"), each_value([2, 5], [[(0,), (0, 0)], "dynamic"]))
 def test_slots_end_where_the_text_does(length: int, tree: Any) -> None:
     """What became text is longer than the small forests here, in front of the end of a buffer of 256 slots."""
     model = build("llama", max_position_embeddings=1024)
@@ -122,8 +122,10 @@ def test_more_may_have_become_text_than_was_guessed() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
-@pytest.mark.parametrize("tree", [None, "dynamic", [(0,), (1,), (0, 0), (1, 0), (0, 0, 1)]])
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    each_value([None, "dynamic", [(0,), (1,), (0, 0), (1, 0), (0, 0, 1)]], ["llama", "gpt2", "gemma3_text"]),
+)
 def test_a_cached_drafter_guesses_like_an_uncached_one(name: str, tree: Any) -> None:
     draft = build(name)
     config = SpeculationConfig(tree=tree, tree_topk=3, num_tree_tokens=9)
@@ -218,7 +220,12 @@ def test_the_table_of_positions_is_used_up(name: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "tree"),
-    [(name, tree) for name in TABLES for tree in (None, "dynamic") if (name, tree) != ("mpt", "dynamic")],
+    [
+        pytest.param(name, tree, marks=pytest.mark.slow if (tree is None) == (name in ("opt", "roberta")) else ())
+        for name in TABLES
+        for tree in (None, "dynamic")
+        if (name, tree) != ("mpt", "dynamic")
+    ],
 )
 def test_a_draft_stops_guessing_where_its_table_of_positions_ends(name: str, tree: str | None) -> None:
     target, draft = build("llama"), build(name, **{TABLES[name]: 24})
@@ -267,8 +274,7 @@ def test_the_target_is_no_draft_for_itself() -> None:
         VanillaSpeculator(model).check(model)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("sample", "shape"), each_value([False, True], SHAPES))
 def test_tokens_that_a_draft_of_a_smaller_vocabulary_does_not_know(shape: str, sample: bool) -> None:
     """They are in the prompt and in the text; the target's padding of its vocabulary is larger than the draft's."""
     known, vocabulary = 8192, 8192 + 300

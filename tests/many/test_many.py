@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState
 from architectures import build
 from groups import leave, run_two
+from pairs import each_value, pairwise, usual
 from test_multimodal import llava
 from torch import Tensor
 from transformers import (
@@ -60,9 +61,10 @@ def frequent(model: Any) -> int:
 # -- the same text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["generate", "generate_batch"])
-@pytest.mark.parametrize("speculator", [None, "ngram", "chain", "tree"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("name", "speculator", "engine"),
+    pairwise(["llama", "gemma2", "qwen2_moe"], [None, "ngram", "chain", "tree"], ["generate", "generate_batch"]),
+)
 def test_each_prompt_gets_its_own_text(name: str, speculator: str | None, engine: str) -> None:
     model = target(name)
     options: dict[str, Any] = {"speculator": speculator, "engine": engine}
@@ -75,14 +77,13 @@ def test_each_prompt_gets_its_own_text(name: str, speculator: str | None, engine
     assert many(model, texts(), **options) == alone(model, texts())
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", usual(["mamba", "jamba", "qwen3_next", "lfm2"], ["mamba", "qwen3_next"]))
 def test_recurrent_and_hybrid_models(name: str) -> None:
     model = build(name)
     assert many(model, texts(), speculator=noisy(model)) == alone(model, texts())
 
 
-@pytest.mark.parametrize("speculator", [None, "ngram"])
-@pytest.mark.parametrize("pad", [0, None, "the end"])
+@pytest.mark.parametrize(("pad", "speculator"), each_value([0, None, "the end"], [None, "ngram"]))
 def test_texts_that_end(speculator: str | None, pad: Any) -> None:
     model = target()
     end = frequent(model)
@@ -93,8 +94,7 @@ def test_texts_that_end(speculator: str | None, pad: Any) -> None:
     assert [one.tokens for one in found] == plain
 
 
-@pytest.mark.parametrize("speculator", [None, "ngram"])
-@pytest.mark.parametrize("end", [2, None])
+@pytest.mark.parametrize(("end", "speculator"), each_value([2, None], [None, "ngram"]))
 def test_stop_strings(speculator: str | None, end: int | None) -> None:
     """Without an end of text, plain generate writes on in a row until all are done: such rows are alone."""
     model = target()
@@ -245,8 +245,12 @@ def check_distribution(engine: str, rounds: int) -> None:
         assert square < 26.1  # 8 degrees of freedom, one in a thousand
 
 
-@pytest.mark.parametrize("engine", ["generate", "generate_batch"])
-@pytest.mark.parametrize("given", [{}, {"generation_config": GenerationConfig(temperature=9.0)}, {"top_k": None}])
+@pytest.mark.parametrize(
+    ("given", "engine"),
+    each_value(
+        [{}, {"generation_config": GenerationConfig(temperature=9.0)}, {"top_k": None}], ["generate", "generate_batch"]
+    ),
+)
 def test_options_that_are_left_out_are_those_of_generate(given: dict[str, Any], engine: str) -> None:
     """Of which ``top_k`` is 50."""
     model = copy.deepcopy(target())

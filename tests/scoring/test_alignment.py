@@ -9,6 +9,7 @@ import pytest
 import torch
 from architectures import CORE, build, names, prompts
 from lengths import force_lengths
+from pairs import each_value
 from test_exactness import MISREADS_PADDING
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -48,8 +49,7 @@ def texts(model: PreTrainedModel, batch: int, **options: Any) -> tuple[Any, Any]
     return plain, model.generate(**options, speculator=NgramSpeculator(corpus=flawed.tolist()))
 
 
-@pytest.mark.parametrize("batch", [3, 8])
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize(("name", "batch"), each_value(CORE, [3, 8]))
 def test_text_is_the_same(name: str, batch: int, shifts: list[Tensor]) -> None:
     plain, text = texts(build(name), batch)
     assert torch.equal(text, plain)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from architectures import CORE, build, diverse, names, prompts
+from architectures import CORE, USUAL, build, diverse, names, prompts
+from pairs import usual
 from transformers import PreTrainedModel
 
 WINDOWED = dict.fromkeys(
@@ -22,7 +23,7 @@ def greedy(model: PreTrainedModel, batch: int = 3) -> torch.Tensor:
     return model.generate(**inputs, max_new_tokens=24, do_sample=False)[:, inputs["input_ids"].shape[1] :]
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", usual(CORE, USUAL))
 def test_core(name: str) -> None:
     rng = torch.random.get_rng_state()
     model = build(name)

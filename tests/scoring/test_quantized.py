@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from pairs import each_value, pairwise
 from test_chaos import draft
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
@@ -163,8 +164,7 @@ BORROWERS = ("medusa", "dflash", "dspark")  # of the head
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("way", MODULES)
+@pytest.mark.parametrize(("way", "kind"), each_value(MODULES, DRAFTS))
 def test_quantized_drafts_guess(way: Callable[[Any], Any], kind: str) -> None:
     model, given = build("llama"), prompts(2, (9, 6))
     quantized = way(draft("llama", kind))
@@ -178,8 +178,7 @@ def test_quantized_drafts_guess(way: Callable[[Any], Any], kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", ["ngram", *DRAFTS])
-@pytest.mark.parametrize("way", MODULES)
+@pytest.mark.parametrize(("way", "kind"), each_value(MODULES, ["ngram", *DRAFTS]))
 def test_quantized_targets_write_what_plain_generate_writes_or_are_refused(
     way: Callable[[Any], Any], kind: str
 ) -> None:
@@ -212,8 +211,7 @@ def test_loaded_models_are_quantized_and_near_the_ones_that_were_saved(way: Call
     assert (alike > 0.7).all() and (alike < 0.9999).all()
 
 
-@pytest.mark.parametrize("batch", ["one", "ragged"])
-@pytest.mark.parametrize("way", LOADED)
+@pytest.mark.parametrize(("way", "batch"), each_value(LOADED, ["one", "ragged"]))
 def test_loaded_drafts_guess(way: Callable[[Any], Any], batch: str) -> None:
     model, given = wide(), prompts(*BATCHES[batch])
     quantized, plain = way(model), model.generate(**given, **GREEDY)
@@ -225,10 +223,9 @@ def test_loaded_drafts_guess(way: Callable[[Any], Any], batch: str) -> None:
         assert out.speculation.accepted > 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("batch", ["one", "ragged"])
-@pytest.mark.parametrize("kind", ["ngram", "vanilla"])
-@pytest.mark.parametrize("way", LOADED)
+@pytest.mark.parametrize(
+    ("way", "kind", "batch", "shape"), pairwise(LOADED, ["ngram", "vanilla"], ["one", "ragged"], SHAPES)
+)
 def test_loaded_targets_write_what_plain_generate_writes_or_are_refused(
     way: Callable[[Any], Any], kind: str, batch: str, shape: str
 ) -> None:

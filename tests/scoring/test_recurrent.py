@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from pairs import each_value, usual
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
@@ -114,9 +115,12 @@ def mistakes(name: str, config: SpeculationConfig, turn: int | None = None) -> I
 
 
 NAMES = (*LAZY, *STEPPED, *OWN, *sorted(ONE_ROW.keys() - OWN))
+# The others have layers of the same kinds.
+USUAL = """falcon_h1 kimi_linear lfm2 mamba2 qwen3_next qwen4_exp_text zaya jamba mamba zamba2 minimax rwkv xlstm
+    inkling_text""".split()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", usual(NAMES, USUAL))
 def test_same_text_as_plain_generate(name: str) -> None:
     """With n-grams, with a draft that is recurrent too, and with Medusa, MTP and EAGLE-3 drafts."""
     kind = PerTokenRunner if name in STEPPED else SnapshotRunner
@@ -130,7 +134,7 @@ def test_same_text_in_every_batch(name: str) -> None:
     assert list(mistakes(name, CHAIN)) == []
 
 
-@pytest.mark.parametrize("name", ["jamba", "lfm2", "zaya"])
+@pytest.mark.parametrize("name", usual(["jamba", "lfm2", "zaya"], ["jamba", "lfm2"]))
 def test_same_text_with_trees(name: str) -> None:
     assert list(mistakes(name, TREE, turn=NAMES.index(name))) == []
 
@@ -177,7 +181,13 @@ def test_lockstep(name: str) -> None:
     assert torch.equal(speculative(model, 3, Oracle(text), CHAIN, **options).sequences, text)
 
 
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba", "qwen4_exp_text", "inkling_text", "minimax"])
+@pytest.mark.parametrize(
+    "name",
+    usual(
+        ["falcon_h1", "qwen3_next", "jamba", "qwen4_exp_text", "inkling_text", "minimax"],
+        ["qwen3_next", "jamba", "inkling_text", "minimax"],
+    ),
+)
 def test_turns(name: str) -> None:
     """One row's cache is handed back with all the text, and may go on plain or with guesses."""
     model = target(name)
@@ -418,8 +428,7 @@ def state_of(model: PreTrainedModel) -> tuple[Any, ...]:
     return modules, model.config.to_dict(), model.generation_config.to_dict()
 
 
-@pytest.mark.parametrize("config", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["mamba", "qwen3_next"])
+@pytest.mark.parametrize(("name", "config"), each_value(["mamba", "qwen3_next"], [CHAIN, TREE]))
 def test_nothing_is_left_on_the_model(name: str, config: SpeculationConfig) -> None:
     model = build(name)
     before, state = plain(model, 3), state_of(model)
@@ -493,8 +502,7 @@ def states_in(cache: Any) -> list[Tensor]:
     return [state for states in held for state in states.values() if state is not None] + keys
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-@pytest.mark.parametrize("name", ["mamba2", "mamba", "qwen3_next"])
+@pytest.mark.parametrize(("name", "shape"), each_value(["mamba2", "mamba", "qwen3_next"], ["chain", "tree"]))
 def test_the_cache_of_rows_that_are_equally_long_is_handed_back(name: str, shape: str) -> None:
     """The rows reach the limit in different steps, with different numbers of tokens that are still to be read."""
     model = target(name)

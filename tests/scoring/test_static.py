@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import CORE, build, prompts
+from architectures import CORE, USUAL, build, prompts
 from groups import environment
+from pairs import each_value, usual
 from test_exactness import BATCHES, CHAIN, NEW_TOKENS, NO_TREES, TREE, flawed, noisy_copy
 from test_inputs import tiny
 from torch import Tensor, fx
@@ -94,7 +95,7 @@ def test_sizes_are_few() -> None:
 # -- the same text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in CORE if name not in NO_STATIC])
+@pytest.mark.parametrize("name", usual([name for name in CORE if name not in NO_STATIC], set(USUAL) - set(NO_STATIC)))
 def test_same_text_as_plain_generate(name: str) -> None:
     """Each way in one of the batches, the next architecture in the next one."""
     model, turn = build(name), CORE.index(name)
@@ -139,8 +140,9 @@ def test_masks_that_count_columns_are_refused(name: str) -> None:
             model.generate(**inputs, max_new_tokens=4, speculator="ngram")  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "attention"), each_value(["llama", "gemma3_text", "llama4_text", "gpt2"], ["eager", "sdpa"])
+)
 def test_windows_and_chunks_go_round(name: str, attention: str) -> None:
     """A long text: rings for windows of 8 go round many times, and those for the whole text double twice."""
     model = build(name, attn_implementation=attention)
@@ -199,8 +201,7 @@ def states(cache: Any, row: int, length: int) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3_text", "deepseek_v32"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "name"), each_value([1, 3], ["llama", "gemma2", "gemma3_text", "deepseek_v32"]))
 def test_a_static_cache_is_handed_back_with_the_text(name: str, batch: int) -> None:
     model = build(name)
     caches = [StaticCache(config=model.config, max_cache_len=60) for _ in range(2)]
@@ -379,7 +380,10 @@ def test_one_graph_for_each_shape(name: str, forwards: Forwards, monkeypatch: py
     assert len(forwards.shapes) > 2 * len(forwards.compiled) > 2  # it did grow
 
 
-@pytest.mark.parametrize(("new_tokens", "slots"), [(12, 32), pytest.param(60, 64, marks=pytest.mark.slow), (30, 64)])
+@pytest.mark.parametrize(
+    ("new_tokens", "slots"),
+    [(12, 32), pytest.param(60, 64, marks=pytest.mark.slow), pytest.param(30, 64, marks=pytest.mark.slow)],
+)
 def test_rings_are_no_longer_than_the_text_can_get(
     new_tokens: int, slots: int, forwards: Forwards, monkeypatch: pytest.MonkeyPatch
 ) -> None:

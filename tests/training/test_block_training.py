@@ -343,7 +343,7 @@ def trainer(draft: Any, target: Any, path: Any, rows: Any, **settings: Any) -> D
     ("kind", "settings"),
     [
         ("dflash", {"objective": "nll"}),
-        (
+        pytest.param(
             "jetspec",
             {
                 "objective": "kl",
@@ -352,8 +352,10 @@ def trainer(draft: Any, target: Any, path: Any, rows: Any, **settings: Any) -> D
                 "max_steps": 350,
                 "lr_scheduler_type": "linear",
             },
+            marks=pytest.mark.slow,
         ),
-        ("vanilla", {"objective": "ce + 0.2 tv", "num_anchors": 10}),
+        ("jetspec", {"objective": "nll"}),
+        pytest.param("vanilla", {"objective": "ce + 0.2 tv", "num_anchors": 10}, marks=pytest.mark.slow),
         ("rnn", {"objective": "nll + 0.2 tv", "activation_checkpointing": True}),
         ("peagle", {"objective": "ce", "normalizer": "token", "step_decay": 1.0, "unroll_steps": 5}),
     ],
@@ -372,7 +374,7 @@ def test_overfitting_one_batch_drives_acceptance_to_one(kind: str, settings: dic
     # KL learns the distribution of a random target, which is far from one-hot. Overlaps reach 0.99, but in 2 to 4 of
     # about 70 places another token is the draft's best: 0.965 of the longest. The causal mask is not the cause: with
     # `nll` the same draft reaches 1.0, and a block that sees all of itself 0.985 with KL. All drafts are accepted.
-    most = 0.94 if kind == "jetspec" else 0.97
+    most = 0.94 if settings["objective"] == "kl" else 0.97
     assert before["eval_expected_length"] < 2 < most * (1 + guesses) < after["eval_expected_length"]
     assert min(after[f"eval_acceptance_{k}"] for k in range(1, 1 + guesses)) > 0.9
     if kind in ("vanilla", "rnn"):

@@ -15,6 +15,7 @@ from groups import environment
 from hub import running
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import filter_repo_objects
+from pairs import usual
 from test_trainer import arguments, eagle1, eagle3, losses, medusa, mtp, sharp_target, text, vanilla
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -46,7 +47,7 @@ def trained(draft: Any, target: Any, folder: Path, **options: Any) -> DraftTrain
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [eagle3, mtp, medusa, vanilla])
+@pytest.mark.parametrize("make", usual([eagle3, mtp, medusa, vanilla], [eagle3, vanilla]))
 def test_a_saved_adapter_guesses_as_the_trained_one_and_as_the_merged_draft(make: Any, tmp_path: Path) -> None:
     target = sharp_target()
     make(target).save_pretrained(tmp_path / "base")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import each_value
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
 from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, demo, get_speculator, set_speculator
@@ -49,8 +50,7 @@ SPECULATORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("tree", [None, "dynamic"])
-@pytest.mark.parametrize("kind", SPECULATORS)
+@pytest.mark.parametrize(("kind", "tree"), each_value(SPECULATORS, [None, "dynamic"]))
 def test_text_follows_the_weights(kind: str, tree: Any) -> None:
     model, rows, speculator = policy(), inputs(), SPECULATORS[kind]()
     call = {"max_new_tokens": 20, "do_sample": False}

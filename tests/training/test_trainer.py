@@ -13,7 +13,7 @@ import torch
 from architectures import LLAMA4, build
 from golden import tiny_target
 from groups import run_two
-from pairs import each_value
+from pairs import each_value, usual
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import hf_spec
@@ -106,7 +106,7 @@ def losses(trainer: DraftTrainer) -> list[float]:
     return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
 
-@pytest.mark.parametrize("make", [eagle3, eagle1, mtp, medusa, vanilla])
+@pytest.mark.parametrize("make", usual([eagle3, eagle1, mtp, medusa, vanilla], [eagle3, mtp, medusa, vanilla]))
 def test_overfitting_makes_every_step_right(make: Any, tmp_path: Path) -> None:
     target = sharp_target()
     args = arguments(
@@ -125,8 +125,7 @@ def test_overfitting_makes_every_step_right(make: Any, tmp_path: Path) -> None:
     assert found["eval_expected_length"] == 1 + STEPS
 
 
-@pytest.mark.parametrize("make", [wide_eagle3, mtp, medusa, medusa_sharing])
-@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(("freeze", "make"), each_value([False, True], [wide_eagle3, mtp, medusa, medusa_sharing]))
 def test_all_that_is_trained_changes_and_nothing_else(freeze: bool, make: Any, tmp_path: Path) -> None:
     target = sharp_target()
     draft = make(target)
@@ -210,8 +209,7 @@ def test_saving_memory_keeps_the_loss(make: Any, option: dict[str, Any], tmp_pat
     assert found[1] == pytest.approx(found[0], rel=3e-2 if "bf16" in option else 1e-4)
 
 
-@pytest.mark.parametrize("make", [eagle3, medusa, mtp])
-@pytest.mark.parametrize("objective", ["ce", "tv", "lk", "reverse_kl"])
+@pytest.mark.parametrize(("objective", "make"), each_value(["ce", "tv", "lk", "reverse_kl"], [eagle3, medusa, mtp]))
 def test_every_objective_trains_every_kind(make: Any, objective: str, tmp_path: Path) -> None:
     target = sharp_target()
     args = arguments(tmp_path, objective=objective, normalizer="sequence", max_steps=12, learning_rate=3e-3)

@@ -17,7 +17,7 @@ import torch
 from architectures import build
 from golden import tiny_target
 from groups import run_two
-from pairs import each_value
+from pairs import each_value, usual
 from test_muon import dspark
 from test_trainer import arguments, eagle3, losses, medusa, medusa_sharing, mtp, sharp_target, text, vanilla
 from torch.utils.data import Dataset
@@ -32,7 +32,7 @@ from hf_spec.training.recipe import read_recipe, train
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("make", [eagle3, mtp, medusa, vanilla])
+@pytest.mark.parametrize("make", usual([eagle3, mtp, medusa, vanilla], [eagle3, vanilla]))
 def test_a_draft_that_is_made_when_training_begins(make: Any, tmp_path: Path) -> None:
     target, args, data = sharp_target(), arguments(tmp_path, data_seed=0), text()
     given = DraftTrainer(make(target), target, args, train_dataset=data)
@@ -160,7 +160,7 @@ def test_noise_needs_embeddings_of_ones_own(tmp_path: Path) -> None:
         DraftTrainer(medusa_sharing(target), target, args, train_dataset=text())
 
 
-@pytest.mark.parametrize("make", [eagle3, mtp, medusa, vanilla])
+@pytest.mark.parametrize("make", usual([eagle3, mtp, medusa, vanilla], [eagle3, vanilla]))
 def test_training_in_bfloat16_measures_what_the_saved_draft_does(make: Any, tmp_path: Path) -> None:
     """Autocast is around the forward of training only; in batches it made keys of another dtype than the cache's."""
     target, data = sharp_target(), {"train_dataset": text(), "eval_dataset": text(seed=4)}
@@ -182,7 +182,7 @@ def test_training_in_bfloat16_measures_what_the_saved_draft_does(make: Any, tmp_
     assert len(names) > 2 and [measured[name] for name in names] == [alone[name] for name in names]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("depth", usual([1, 2, 3, 4, 6, 7], [1, 2, 4, 7]))
 def test_drafts_of_targets_of_any_depth_are_trained_and_guess(depth: int, tmp_path: Path) -> None:
     target = tiny_target(num_hidden_layers=depth)
     draft = eagle3(target)

@@ -154,7 +154,9 @@ PROCESSORS = {"temperature": 0.7, "top_k": 9, "repetition_penalty": 1.2}
 
 
 @pytest.mark.parametrize(
-    ("batch", "shape", "options"), [(1, "chain", {}), (3, "dynamic", PROCESSORS)], ids=["one row", "three rows"]
+    ("batch", "shape", "options"),
+    [pytest.param(1, "chain", {}, marks=pytest.mark.slow), (3, "dynamic", PROCESSORS)],
+    ids=["one row", "three rows"],
 )
 def test_the_same_seed_gives_the_same_text(
     batch: int, shape: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -263,8 +265,8 @@ def texts(reusing: Reusing, kind: str, shape: str, sample: bool) -> list[Tensor]
     ("kind", "shape", "sample"),
     [
         pytest.param("mtp", "chain", False, marks=pytest.mark.slow),
-        pytest.param("eagle3", "chain", True, marks=pytest.mark.slow),
-        ("eagle3", "dynamic", True),
+        ("eagle3", "chain", True),
+        pytest.param("eagle3", "dynamic", True, marks=pytest.mark.slow),
     ],
 )
 def test_what_graphs_gave_is_read_in_time(kind: str, shape: str, sample: bool, reusing: Reusing) -> None:

@@ -40,7 +40,7 @@ Pick = Callable[[Tensor, int, torch.Generator], Tensor]
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CHAINS = ("chain_v3_l3", "chain_v4_l2_edge")
 TREES = ("tree_v3_k2_l3", "tree_v4_k2_l2")
-ROUNDS = 120_000
+ROUNDS = 40_000
 TOO_FAR = 4.0  # standard deviations
 
 
