@@ -50,10 +50,10 @@ class DraftModel(PreTrainedModel, Speculator):
     A draft without its own ``embed_tokens`` or ``lm_head`` (``config.shared_with_target``) uses those of the target
     that ``bind`` is given. They are never registered, moved, trained or saved with the draft.
 
-    A kind of draft is a subclass in a folder of its own. It declares its config, its ``forward`` and the drafter that
-    calls that (``drafter_class``), the files that it reads (``formats``), and the layouts of other projects in which
-    it is written (``layouts``). It also declares which engines serve it (``engines``, ``vllm_method``), and how it is
-    unrolled in training (``unroll``).
+    A kind of draft is a subclass in a folder of its own. It declares its config, its ``forward``, and the drafter that
+    calls that (``drafter_class``). It names the files that it reads (``formats``), and the layouts of other projects
+    in which it is written (``layouts``). It also declares which engines serve it (``engines``, ``vllm_method``), and
+    how it is unrolled in training (``unroll``).
     """
 
     config_class: Any
