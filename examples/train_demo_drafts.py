@@ -109,12 +109,22 @@ def rows_of(target: PreTrainedModel, work: Path, part: tuple[str, int, float | N
     return [{"input_ids": tokens[i], "loss_mask": [1] * LENGTH, "document_ids": numbers[i]} for i in cut]
 
 
+def shorter(options: argparse.Namespace, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the training arguments that the command line sets in place of the recipe's."""
+    given = {"num_train_epochs": options.epochs}
+    if "num_anchors" in recipe:
+        given["num_anchors"] = options.anchors
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True, help="receives draft-KIND/")
     parser.add_argument("--kind", choices=list(KINDS), required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=float, help="instead of the recipe's, to compare kinds in less time")
+    parser.add_argument("--anchors", type=int, help="blocks of an example, instead of the recipe's")
     options = parser.parse_args()
 
     random.seed(options.seed)
@@ -131,6 +141,7 @@ def main() -> None:
 
     name = f"draft-{options.kind}"
     make, shape, recipe = KINDS[options.kind]
+    recipe = recipe | shorter(options, recipe)
     config = make.for_target(target.config, **shape)
     config.speculators_config["verifier"]["name_or_path"] = None  # the family is where the package is
     args = DraftTrainingArguments(
