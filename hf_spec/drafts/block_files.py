@@ -13,13 +13,17 @@ from ..configuration import GEMMA, default_speculators_config
 from ..settings import is_int
 from .blocks import SCALES, BlockSpeculatorConfig
 from .files import (
+    SPECULATORS,
     Checkpoint,
     Files,
     Format,
     applying,
+    as_wide,
     completed,
     flat_layers,
+    in_speculators,
     is_speculators,
+    names_target,
     needed,
     speculators_format,
 )
@@ -219,4 +223,31 @@ def engines(
         found["vLLM"].append(f"is not told the layers to read; {NAME_LAYERS}")
     for engine in ("SGLang", "llama.cpp"):
         found[engine].append(f"does not read this config; convert to {layout}")
-    return found
+    return found | {"speculators": in_speculators(config, SPECULATORS.name, applying(_beyond_speculators(config)))}
+
+
+def _beyond_speculators(config: BlockSpeculatorConfig) -> list[tuple[bool, str]]:
+    window = getattr(config.layers, "sliding_window", None)
+    slides, lent = "sliding_attention" in config.layer_kinds, config.shared_with_target or ()
+    whole = config.draft_vocab_size in (None, config.layers.vocab_size)  # the head of a part of it is kept
+    own = [name for name in ("embed_tokens", *["lm_head"] * whole) if name not in lent]
+    return [
+        (config.layers.model_type == GEMMA, "has no layers of Gemma 4"),
+        (
+            config.block_causal and "full_attention" in config.layer_kinds,
+            "lets the slots of full layers see later ones",
+        ),
+        (
+            slides and not window and not config.sliding_window_non_causal,
+            "takes sliding layers without a window for full ones",
+        ),
+        (bool(slides and window and config.sliding_window_per_slot), "ends windows at the root"),
+        (bool(config.scales), f"does not know {', '.join(config.scales)}"),
+        (getattr(config, "scored_as_target", False), "does not look the vocabulary and scales of the target up"),
+        (
+            bool(own) and names_target(config),
+            f"replaces {' and '.join(own)} by the target's, which must be the same",
+        ),
+        (config.aux_hidden_state_layer_ids is None, f"is not told the layers to read; {NAME_LAYERS}"),
+        *as_wide(config),
+    ]

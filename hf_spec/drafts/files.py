@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -245,15 +245,28 @@ def complete_vocabulary(total: int, tensors: dict[str, Tensor]) -> int:
     return size
 
 
-def in_speculators(config: SpeculatorConfig, layout: str) -> list[str]:
-    """List why the speculators library, version 0.9.0, cannot read a draft of a kind that it knows."""
+def in_speculators(config: SpeculatorConfig, layout: str, beyond: Iterable[str] = ()) -> list[str]:
+    """List why the speculators library, version 0.9.0, cannot read a draft of a kind that it knows.
+
+    ``beyond`` are the reasons of its kind.
+    """
     if layout != SPECULATORS.name:
         return ["does not read this layout; convert to speculators"]
-    if missing := " and ".join(config.shared_with_target or ()):
-        return [
-            f"takes what lies in memory for the missing {missing}; convert with --self-contained TARGET writes them in"
-        ]
-    return []
+    missing = " and ".join(config.shared_with_target or ())
+    if missing and not names_target(config):
+        cure = "name the target with --verifier, or write them in with --self-contained"
+        return [f"takes what lies in memory for the missing {missing}; {cure}", *beyond]
+    return list(beyond)
+
+
+def names_target(config: SpeculatorConfig) -> bool:
+    """Tell whether the config names the target, from which speculators reads what a file lacks."""
+    return bool((config.speculators_config or {})["verifier"].get("name_or_path"))
+
+
+def as_wide(config: Any) -> list[tuple[bool, str]]:
+    """Return whether the draft is not as wide as its target, and what speculators has to say about that."""
+    return [(config.feature_size != config.layers.hidden_size, "reads only drafts that are as wide as their targets")]
 
 
 def applying(obstacles: list[tuple[bool, str]]) -> list[str]:

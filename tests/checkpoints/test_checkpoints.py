@@ -602,12 +602,13 @@ def test_a_draft_that_borrows_is_written_whole_for_readers_that_lend_nothing(tmp
     shared = AutoDraftModel.from_pretrained(source).config.shared_with_target
     assert shared == ["embed_tokens"]
     convert(source, tmp_path / "borrows")
-    missing = (
-        "takes what lies in memory for the missing embed_tokens; convert with --self-contained TARGET writes them in"
-    )
-    assert inspect(tmp_path / "borrows").engines["speculators"] == [missing]
+    memory, name = inspect(tmp_path / "borrows").engines["speculators"]
+    assert memory.startswith("takes what lies in memory for the missing embed_tokens; name the target")
+    assert name == "reads only drafts that name their target; convert with --verifier"
     convert(tmp_path / "borrows", tmp_path / "whole", self_contained=True, target=target)
-    assert inspect(tmp_path / "whole").engines["speculators"] == []
+    assert inspect(tmp_path / "whole").engines["speculators"] == [name]
+    convert(tmp_path / "borrows", tmp_path / "named", verifier="some-org/some-target")
+    assert inspect(tmp_path / "named").engines["speculators"] == []
     whole = AutoModel.from_pretrained(tmp_path / "whole")
     assert torch.equal(whole.embed_tokens.weight, target.get_input_embeddings().weight)
     assert torch.equal(logits(whole, case), logits(AutoDraftModel.from_pretrained(source, target=target), case))

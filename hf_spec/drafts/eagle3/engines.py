@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ...configuration import GEMMA
-from ..files import Checkpoint, applying, in_speculators
+from ..files import Checkpoint, applying, as_wide, in_speculators, names_target
 from .configuration import Eagle3SpeculatorConfig
 
 # A key that only hf_spec writes into a flat config: there norm_output has the meaning of the serving engines.
@@ -25,8 +25,17 @@ def in_the_way(config: Eagle3SpeculatorConfig, checkpoint: Checkpoint, layout: s
         "vLLM": applying(_vllm(checkpoint, layout, config)),
         "SGLang": applying(_sglang(checkpoint, layout, config)),
         "llama.cpp": applying(_llama_cpp(checkpoint, config)),
-        "speculators": ["has no layers of Gemma 4"] if is_gemma(config) else in_speculators(config, layout),
+        "speculators": ["has no layers of Gemma 4"] if is_gemma(config) else _speculators(layout, config),
     }
+
+
+def _speculators(layout: str, config: Eagle3SpeculatorConfig) -> list[str]:
+    beyond = [
+        (not config.norm_before_lm_head, "always norms before the head"),
+        (not names_target(config), "reads only drafts that name their target; convert with --verifier"),
+        *as_wide(config),
+    ]
+    return in_speculators(config, layout, applying(beyond))
 
 
 def unserved(config: Eagle3SpeculatorConfig) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from ...config_keys import Known, keys_of_layers, known
 from ...configuration import default_speculators_config
-from ..files import Files, Format, config_of, in_speculators, shared_with_target, speculators_format
+from ..files import Files, Format, applying, config_of, in_speculators, shared_with_target, speculators_format
 from .configuration import MTP_FLAGS, MTPSpeculatorConfig
 
 # Prefixes of tensor names: in the target's checkpoint -> in our files, which use those of speculators.
@@ -131,7 +131,16 @@ def why_not_native(config: MTPSpeculatorConfig) -> str | None:
 
 def in_the_way(config: MTPSpeculatorConfig, layout: str) -> dict[str, list[str]]:
     """List by engine why it cannot serve files in ``layout``; empty if it reads them as meant."""
-    return ({"vLLM": []} if layout == "mtp" else unserved(config)) | {"speculators": in_speculators(config, layout)}
+    kind, known = config.layers.model_type, ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    beyond = applying(
+        [
+            (kind not in known, f"has layers of {', '.join(known)} only, not of {kind}"),
+            (config.hidden_first, "projects the embedding before the hidden state"),
+            (not config.feedback_after_norm, "feeds the output back after the last norm"),
+        ]
+    )
+    found = {"vLLM": []} if layout == "mtp" else unserved(config)
+    return found | {"speculators": in_speculators(config, layout, beyond)}
 
 
 def unserved(config: MTPSpeculatorConfig) -> dict[str, list[str]]:

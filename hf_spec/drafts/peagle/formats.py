@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import Checkpoint, applying, speculators_format
+from ..files import SPECULATORS, Checkpoint, applying, as_wide, in_speculators, names_target, speculators_format
 from ..fusing_files import Read, read_speculators
 from .configuration import PEagleSpeculatorConfig
 
@@ -33,7 +33,17 @@ def engines(config: PEagleSpeculatorConfig, checkpoint: Checkpoint | None) -> di
             ),
         ]
     )
-    return {"vLLM": vllm} | {engine: ["does not predict in parallel with EAGLE-3's layers"] for engine in OTHERS}
+    speculators = applying(
+        [
+            (not config.norm_before_lm_head, "always norms before the head"),
+            (not names_target(config), "reads only drafts that name their target; convert with --verifier"),
+            *as_wide(config),
+        ]
+    )
+    found = {"vLLM": vllm}
+    if checkpoint is not None:
+        found["speculators"] = in_speculators(config, SPECULATORS.name, speculators)
+    return found | {engine: ["does not predict in parallel with EAGLE-3's layers"] for engine in OTHERS}
 
 
 OTHERS = ("SGLang", "llama.cpp")
