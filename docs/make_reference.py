@@ -43,7 +43,7 @@ SECTIONS = {
     "Drafts": """AutoDraftModel DraftModel Eagle3DraftModel EagleDraftModel PEagleDraftModel DFlashDraftModel
         DSparkDraftModel MedusaDraftModel MTPDraftModel TargetMtp EarlyExitSpeculator PlainSpeculator VanillaSpeculator
         TranslatedSpeculator NgramSpeculator HybridSpeculator known_drafts KnownDraft""",
-    "Files of drafts": """inspect convert SpeculatorConfig Eagle3SpeculatorConfig EagleSpeculatorConfig
+    "Files of drafts": """inspect convert Format SpeculatorConfig Eagle3SpeculatorConfig EagleSpeculatorConfig
         PEagleSpeculatorConfig DFlashSpeculatorConfig DSparkSpeculatorConfig MedusaSpeculatorConfig
         MTPSpeculatorConfig drafts.features.FeatureSpeculatorConfig drafts.fusing.FusingSpeculatorConfig
         drafts.blocks.BlockSpeculatorConfig""",

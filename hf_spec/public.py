@@ -21,6 +21,7 @@ from .drafts.eagle.modeling import EagleDraftModel
 from .drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from .drafts.eagle3.modeling import Eagle3DraftModel
 from .drafts.early_exit.speculator import EarlyExitSpeculator
+from .drafts.files import Format
 from .drafts.medusa.configuration import MedusaSpeculatorConfig
 from .drafts.medusa.modeling import MedusaDraftModel
 from .drafts.modeling import DraftModel
@@ -61,6 +62,7 @@ __all__ = [
     "EagleDraftModel",
     "EagleSpeculatorConfig",
     "EarlyExitSpeculator",
+    "Format",
     "HybridSpeculator",
     "Invariance",
     "KnownDraft",

@@ -11,7 +11,7 @@ from ..drafts.files import Checkpoint, Format
 from ..untrusted import printable
 from .auto import load
 from .files import read_checkpoint
-from .kinds import find_format, kind_of, translate
+from .kinds import find_format, is_added, kind_of, translate
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
     checkpoint = read_checkpoint(path, **hub)
     found = find_format(checkpoint)
     config, tensors = translate(checkpoint)
+    engines = kind_of(config).engines(config, checkpoint, found.name)
+    if is_added(found):
+        engines = {name: ["does not read this format; convert to speculators and inspect that"] for name in engines}
     problem = None
     try:
         load(checkpoint)
@@ -63,7 +66,7 @@ def inspect(path: str | os.PathLike[str], **hub: Any) -> Report:
         config=config,
         parameters=sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point()),
         dtypes=tuple(sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()})),
-        engines=kind_of(config).engines(config, checkpoint, found.name),
+        engines=engines,
         problem=problem,
     )
 

@@ -1,10 +1,13 @@
-"""All kinds of drafts with weights, and the formats that each can read. The only place that lists them."""
+"""All kinds of drafts with weights, and the formats that each can read. The only place that lists them.
+
+Other packages add formats by entry points, see ``entry_points.py``.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -25,6 +28,7 @@ from ..drafts.modeling import DraftModel
 from ..drafts.mtp.modeling import MTPDraftModel
 from ..drafts.peagle.modeling import PEagleDraftModel
 from ..untrusted import printable
+from .entry_points import Added, EntryPointError, added_formats
 from .neighbours import refuse_neighbours
 
 # Errors that configs and tensors of no draft may cause while they are translated.
@@ -55,8 +59,21 @@ def config_classes() -> dict[str, Any]:
 
 
 def formats() -> list[Format]:
-    """List the formats of all kinds, ours last."""
-    return [*(one for kind in DRAFT_MODELS for one in kind.formats), SPECULATORS]
+    """List the formats of all kinds, then those of other packages, and ours last."""
+    return [*_formats_of_kinds(), *_added().formats, SPECULATORS]
+
+
+def _formats_of_kinds() -> list[Format]:
+    return [one for kind in DRAFT_MODELS for one in kind.formats]
+
+
+def _added() -> Added:
+    return added_formats(frozenset(one.name for one in (*_formats_of_kinds(), SPECULATORS)))
+
+
+def is_added(one: Format) -> bool:
+    """Tell whether another package added this format."""
+    return one in _added().formats
 
 
 def layouts() -> tuple[str, ...]:
@@ -65,13 +82,26 @@ def layouts() -> tuple[str, ...]:
 
 
 def find_format(checkpoint: Checkpoint) -> Format:
-    """Find the format of ``checkpoint``. Errors: a ValueError if it is unknown, or refused by name."""
+    """Find the format of ``checkpoint``. Errors: a ValueError if it is unknown, or refused by name.
+
+    Formats of other packages are asked last, so that they change nothing for files that hf_spec knows.
+    """
     refuse_neighbours(checkpoint)
     config, names = checkpoint.config, checkpoint.tensors
     ours = is_speculators(config)  # our tensors may have the same names as those of other formats
+    problems = [*_added().problems]
     for one in formats():
-        if (one.name == SPECULATORS.name) == ours and one.recognises(config, names):
-            return one
+        try:
+            if (one.name == SPECULATORS.name) == ours and one.recognises(config, names):
+                return one
+        except EntryPointError as error:
+            problems.append(str(error))
+    _refuse_unknown(checkpoint, problems)
+
+
+def _refuse_unknown(checkpoint: Checkpoint, problems: list[str]) -> NoReturn:
+    """Raise a ValueError that says what a checkpoint of no known format may be."""
+    config, names = checkpoint.config, checkpoint.tensors
     if config.get("model_type") in GEMMA_ASSISTANTS:
         raise ValueError(
             f"{checkpoint.path} is an assistant of Gemma 4, which transformers itself loads: pass the path, or what "
@@ -88,9 +118,11 @@ def find_format(checkpoint: Checkpoint) -> Format:
             f"knows by its tensors ({printable(', '.join(sorted(names)[:2]))}...). A language model drafts as it is "
             "for larger ones of its tokenizer: pass it as speculator; there is nothing to convert"
         )
+    others = "".join(f", {one.name} of {one.owner}" for one in _added().formats)
     raise ValueError(
         f"{checkpoint.path} is no draft that hf_spec knows (speculators, EAGLE-1/2/3, SpecForge, ModelOpt, Medusa, "
-        f"MTP layers of Qwen and MiMo, DFlash, DFlash2, DSpark, P-EAGLE): its tensors are {sorted(names)[:4]}..."
+        f"MTP layers of Qwen and MiMo, DFlash, DFlash2, DSpark, P-EAGLE{others}): its tensors are "
+        f"{sorted(names)[:4]}...{''.join(f' Note that {one}.' for one in problems)}"
     )
 
 
@@ -103,7 +135,10 @@ def translate(checkpoint: Checkpoint) -> tuple[SpeculatorConfig, dict[str, Tenso
     try:
         _check_values(checkpoint)
         warn_of_unknown(checkpoint.path, found.unknown(checkpoint.config, checkpoint.tensors))
-        return found.read(copy.deepcopy(checkpoint.config), dict(checkpoint.tensors))
+        config, tensors = found.read(copy.deepcopy(checkpoint.config), dict(checkpoint.tensors))
+        if type(config) not in config_classes().values():
+            raise TypeError(f"it gave a {type(config).__name__}, which is the config of no kind of draft")
+        return config, tensors
     except KeyError as error:
         raise ValueError(
             f"{checkpoint.path}, read as {found.name}: there is no {printable(error)}; complete the config or copy "
