@@ -33,6 +33,7 @@ def convert(
     verifier: str | None = None,
     self_contained: bool = False,
     vocabulary: Sequence[int] | None = None,
+    with_code: bool = False,
     **kwargs: Any,
 ) -> None:
     """Write the draft at ``src``, of any known format, to the directory ``dst`` in another layout.
@@ -45,6 +46,7 @@ def convert(
     ``verifier`` names the target in speculators files, where vLLM wants a Hub id. ``self_contained`` writes the
     embeddings and the output layer of ``target`` into a draft that shares them, for engines that cannot share them.
     ``vocabulary`` lists the tokens of the target that the draft may propose from now on (FR-Spec, arXiv 2502.14856).
+    ``with_code`` writes the code, too, as ``save_pretrained(with_code=True)`` does, in the speculators layout alone.
     ``kwargs`` are those of ``AutoDraftModel.from_pretrained``, including ``target``.
 
     Errors: those of loading. A ValueError if the layout cannot express the draft, it cannot be trimmed, or
@@ -54,6 +56,7 @@ def convert(
     if "whole" in kwargs:
         raise TypeError("convert: whole is now called self_contained")
     _check_verifier(verifier)
+    _check_code(with_code, to)
     draft = AutoDraftModel.from_pretrained(src, **kwargs)
     if verifier is not None:
         draft.config.speculators_config["verifier"]["name_or_path"] = verifier
@@ -65,7 +68,7 @@ def convert(
         draft.keep_borrowed()
     if vocabulary is not None:
         draft = trimmed(draft, vocabulary)
-    export(draft, dst, to)
+    export(draft, dst, to, with_code)
 
 
 def _check_verifier(name: str | None) -> None:
@@ -78,8 +81,17 @@ def _check_verifier(name: str | None) -> None:
         ) from error
 
 
-def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculators") -> None:
+def _check_code(with_code: bool, to: str) -> None:
+    if with_code and to != SPECULATORS.name:
+        raise ValueError(
+            f"with_code goes with to={SPECULATORS.name!r}, the layout that the code reads; {to!r} is for other "
+            "programs, which read no code"
+        )
+
+
+def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculators", with_code: bool = False) -> None:
     """Write a loaded draft in another layout, as ``convert`` does."""
+    _check_code(with_code, to)
     if to not in layouts():
         raise ValueError(f"to is {to!r}; it must be one of {layouts()}")
     path = Path(dst)
@@ -91,7 +103,7 @@ def export(draft: DraftModel, dst: str | os.PathLike[str], to: str = "speculator
         logger.warning_once(f"the speculators library {'; '.join(found)}")
     with written_at_once(path) as partial:
         if files is None:
-            draft.save_pretrained(partial)
+            draft.save_pretrained(partial, with_code=with_code)
         else:
             _write(files, partial)
 

@@ -48,6 +48,8 @@ def add_convert(commands: Any) -> None:
     add(
         "--self-contained", metavar="TARGET", help="write the embeddings and the output layer of TARGET into the draft"
     )
+    add("--with-code", action="store_true", help="write the code, too, with which transformers alone reads the "
+        "draft and decodes, with trust_remote_code=True")  # fmt: skip
     add("--whole", type=refuse_old_name("--self-contained"), help=argparse.SUPPRESS)
 
 
@@ -69,7 +71,7 @@ def _convert(args: argparse.Namespace) -> None:
         with looking_for(args.self_contained, "the target"):
             target = AutoModelForCausalLM.from_pretrained(args.self_contained, dtype="auto")
         given |= {"self_contained": True, "target": target}
-    convert(args.draft, args.out, args.to, verifier=args.verifier, **given)
+    convert(args.draft, args.out, args.to, verifier=args.verifier, with_code=args.with_code, **given)
     if args.to == "native":  # cannot be loaded without the target
         print(f"{args.out} holds mtp.safetensors: put it next to the target's files and name it in their index")
     else:

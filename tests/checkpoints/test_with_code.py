@@ -19,6 +19,7 @@ from hf_spec import AutoDraftModel, DraftModel, SpeculationConfig, demo
 from hf_spec.bundle import FILE, GENERATE, code_files
 from hf_spec.bundling import DECODING, IMPORT, absolute, needed
 from hf_spec.checkpoints.kinds import DRAFT_MODELS
+from hf_spec.cli import main
 from hf_spec.scoring.hooks import wraps
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -184,6 +185,30 @@ def test_what_cannot_be_brought_along_is_refused_before_anything_is_written(targ
     with pytest.raises(ValueError, match=r"use push_to_hub\(with_code=True\)"):
         draft.save_pretrained(tmp_path / "own", with_code=True, push_to_hub=True)
     assert not (tmp_path / "own").exists()
+
+
+def test_the_command_converts_with_the_code_of_save_pretrained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(demo.path("draft-eagle3"))
+    main(["convert", source, str(tmp_path / "flat"), "--to", "sglang"])
+    main(["convert", str(tmp_path / "flat"), str(tmp_path / "coded"), "--with-code"])
+    assert "reads it" in capsys.readouterr().out
+    AutoDraftModel.from_pretrained(tmp_path / "flat").save_pretrained(tmp_path / "saved", with_code=True)
+    written = [
+        {
+            str(one.relative_to(tmp_path / name)): one.read_bytes()
+            for one in (tmp_path / name).rglob("*")
+            if one.is_file()
+        }
+        for name in ("coded", "saved")
+    ]
+    assert written[0] == written[1] and {FILE, "custom_generate/generate.py"} < written[0].keys()
+    main(["convert", source, str(tmp_path / "plain")])
+    assert not [*(tmp_path / "plain").rglob("*.py")]
+    with pytest.raises(SystemExit):
+        main(["convert", source, str(tmp_path / "no"), "--to", "sglang", "--with-code"])
+    assert "with_code goes with to='speculators'" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_pushing_uploads_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
