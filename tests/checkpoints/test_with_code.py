@@ -208,7 +208,7 @@ def test_the_command_converts_with_the_code_of_save_pretrained(
     assert not [*(tmp_path / "plain").rglob("*.py")]
     with pytest.raises(SystemExit):
         main(["convert", source, str(tmp_path / "no"), "--to", "sglang", "--with-code"])
-    assert "with_code goes with to='speculators'" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    assert "--with-code goes with --to speculators" in capsys.readouterr().err and not (tmp_path / "no").exists()
 
 
 def test_pushing_uploads_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
