@@ -19,8 +19,9 @@ import torch
 from nbclient import NotebookClient
 from test_exactness import noisy_copy
 from test_translated import draft
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import hf_spec
 from hf_spec import demo
 from hf_spec.display import ACCEPTED_STYLE
 
@@ -283,7 +284,7 @@ def test_default_settings_are_measured_beside_plain_generate(
 
 
 def engine_speed(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
-    """Measure two sequences of the demo target with a few methods."""
+    """Measure two sequences of the demo target with a few methods, unless ``more`` names others."""
     threads = torch.get_num_threads()
     options = ["--out", str(folder), "--model", "demo", "--dtype", "float32", "--cores", "1", "--prompts", "short"]
     options += ["--batch", "2", "--new-tokens", "4", "--backend", "eager", *more]
@@ -328,8 +329,23 @@ TWO = ("hf_spec, eagle3", "hf_spec, eagle3, tree")
 
 @pytest.mark.slow
 def test_every_method_of_transformers_and_ours_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine_speed(tmp_path, monkeypatch, "--turns", "1", "--batch", "1")
-    (file,) = tmp_path.glob("*.json")
+    """Over a target of two layers: what takes time here is tracing, which grows with the layers."""
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    target = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2)).eval()
+    drafts = {"vanilla": LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1))}
+    layers = {"num_hidden_layers": 1}
+    eagle3 = hf_spec.Eagle3SpeculatorConfig.for_target(
+        target.config, layers, eagle_aux_hidden_state_layer_ids=[0, 1, 2]
+    )
+    drafts["eagle3"] = hf_spec.Eagle3DraftModel(eagle3)
+    dspark = hf_spec.DSparkSpeculatorConfig.for_target(target.config, layers, mask_token_id=3)
+    drafts["dspark"] = hf_spec.DSparkDraftModel(dspark)
+    for name, model in {"target": target, **drafts}.items():
+        model.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(demo.path()).save_pretrained(tmp_path / name)
+    given = ["--draft", *(f"{name}={tmp_path / name}" for name in drafts), "--model", str(tmp_path / "target")]
+    engine_speed(tmp_path / "out", monkeypatch, "--turns", "1", "--batch", "1", *given)
+    (file,) = (tmp_path / "out").glob("*.json")
     content = json.loads(file.read_text(encoding="utf-8"))
     assert content["errors"] == {}
     assert len(content["turns"][0]) == 2 * 10 + 7

