@@ -1,6 +1,7 @@
 """Measure plain and speculative decoding, eager and compiled, side by side in one run.
 
     python examples/compiled_speed.py                                    # the demo target, float32, one core
+    python examples/compiled_speed.py --json compiled.json               # keeps the figures, with machine and versions
     python examples/compiled_speed.py --device cuda --dtype bfloat16 --shape 1b 8b --batch 1 8 32
 
 All methods decode the same prompts and take turns. Two rounds warm up and compile. The table shows the fastest of the
@@ -14,17 +15,24 @@ near-ties may change, compiled or not. With the draft model, assisted generation
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
+
 from hf_spec import SpeculationConfig, demo
 from hf_spec.bench.gpu.decoding import PROMPTS
 from hf_spec.demo.inflation import Narrowed, inflate
+from hf_spec.whole_files import write_files
 
 SHAPES = {
     "demo": None,  # or hidden size, intermediate size, layers
@@ -65,8 +73,8 @@ def measure(methods: dict[str, Callable[[], Any]], rounds: int, of_all: Callable
     return {name: (of_all(seconds[name]), returned[name]) for name in methods}
 
 
-def table(shape: str, batch: int, args: argparse.Namespace) -> None:
-    """Print one table."""
+def compare(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one table."""
     dtype = getattr(torch, args.dtype)
     target, draft = models(shape, args.device, dtype, args.draft)
     tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")
@@ -94,15 +102,30 @@ def table(shape: str, batch: int, args: argparse.Namespace) -> None:
         ways["assisted, eager"] = {"assistant_model": draft}
     methods = {name: lambda way=way: target.generate(**inputs, **options, **way) for name, way in ways.items()}
     found = measure(methods, args.rounds, statistics.mean if args.sample else min)
-    plain, plain_compiled = found["plain, eager"], found["plain, compiled"]
-    print(f"\n{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {args.device}")
-    print("| | tokens/s | x plain eager | x plain compiled | tokens per step | same text |\n|---|---|---|---|---|---|")
+    plain = found["plain, eager"][1].sequences
+    rows = {}
     for name, (seconds, out) in found.items():
         stats = getattr(out, "speculation", None)
-        accepted = f"{stats.mean_accepted_length:.2f}" if stats else "1"
-        same = "sampled" if args.sample else "yes" if torch.equal(out.sequences, plain[1].sequences) else "no"
-        ratios = f"{plain[0] / seconds:.2f} | {plain_compiled[0] / seconds:.2f}"
-        print(f"| {name} | {batch * args.tokens / seconds:.0f} | {ratios} | {accepted} | {same} |")
+        same = "sampled" if args.sample else "yes" if torch.equal(out.sequences, plain) else "no"
+        length = stats.mean_accepted_length if stats else None
+        rows[name] = {"seconds": seconds, "accepted_length": length, "same_text": same}
+    title = f"{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {args.device}"
+    return {"title": title, "tokens": batch * args.tokens, "rows": rows}
+
+
+def written(found: dict[str, Any]) -> str:
+    """Write one table."""
+    rows = found["rows"]
+    plain, plain_compiled = (rows[name]["seconds"] for name in ("plain, eager", "plain, compiled"))
+    lines = [found["title"], ""]
+    lines += ["| | tokens/s | x plain eager | x plain compiled | tokens per step | same text |", f"|{'---|' * 6}"]
+    for name, one in rows.items():
+        accepted = "1" if one["accepted_length"] is None else f"{one['accepted_length']:.2f}"
+        ratios = f"{plain / one['seconds']:.2f} | {plain_compiled / one['seconds']:.2f}"
+        lines.append(
+            f"| {name} | {found['tokens'] / one['seconds']:.0f} | {ratios} | {accepted} | {one['same_text']} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -123,13 +146,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="cores of a CPU")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--mode", help="of torch.compile: default on a CPU, reduce-overhead elsewhere")
+    parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures")
     args = parser.parse_args()
     if args.backend == "inductor":
         args.mode = args.mode or ("default" if args.device == "cpu" else "reduce-overhead")
     torch.set_num_threads(args.threads)
+    kept: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "tables": []}
     for shape in args.shape:
         for batch in args.batch:
-            table(shape, batch, args)
+            kept["tables"].append(compare(shape, batch, args))
+            print(f"\n{written(kept['tables'][-1])}", flush=True)
+            if args.json:
+                write_files({args.json.name: json.dumps(kept, indent=1) + "\n"}, args.json.parent)
 
 
 if __name__ == "__main__":

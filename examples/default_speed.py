@@ -100,6 +100,13 @@ def header(names: Sequence[str]) -> str:
     return "| | " + " | ".join(names) + " |\n|---|" + "---|" * len(names)
 
 
+def table(content: dict[str, Any]) -> str:
+    """Write the table of a raw file."""
+    kept = content["seconds"]
+    rows = [row(label, times) for label, times in kept.items()]
+    return "\n".join([header(list(next(iter(kept.values())))[1:]), *rows])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -118,9 +125,7 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help="measure nothing: write the table of a file of --json")
     args = parser.parse_args()
     if args.read:
-        kept = json.loads(args.read.read_text(encoding="utf-8"))["seconds"]
-        print(header(list(next(iter(kept.values())))[1:]))
-        print("\n".join(row(label, times) for label, times in kept.items()))
+        print(table(json.loads(args.read.read_text(encoding="utf-8"))))
         return
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(demo.path(), padding_side="left")

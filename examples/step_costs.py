@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,6 +22,9 @@ from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
 
@@ -172,7 +176,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     found = {name: measure(args, getattr(torch, name)) for name in args.dtypes}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        made_from = machine() | {"argv": sys.argv[1:]}
+        args.json.write_text(json.dumps({"made_from": made_from} | found, indent=1) + "\n", encoding="utf-8")
     if args.png:
         draw(found, args.png)
 

@@ -1,0 +1,152 @@
+"""Write the tables of README and docs that come from raw files: figures, machine and versions.
+
+    python examples/tables.py             # all tables whose raw file is there
+    python examples/tables.py --check     # name the pages that differ from their raw files, and change nothing
+
+    python examples/tables.py --commands  # list the commands that measure them, to be run in this folder
+
+A page marks such a table with two comments. The first names its entry in TABLES below, the second is its end. README's
+table and docs/benchmarks.md come from real_model/page.py instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+sys.path[:0] = [str(HERE), str(HERE / "engines")]
+import compare  # noqa: E402  # the folders are no packages
+import compiled_speed  # noqa: E402
+import default_speed  # noqa: E402
+
+MARKED = re.compile(r"(<!-- table: ([\w-]+), by examples/tables.py -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+NODES = {"nodes": "by nodes", "0": "plain", "1": "1 node"}
+CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A raw file in ``folder``, how its content becomes Markdown, and the command that measures it again."""
+
+    write: Callable[[dict[str, Any]], str]
+    command: str
+    file: Path
+
+
+def made_from(content: dict[str, Any]) -> str:
+    """Say on which machine, at which commit and with which versions a raw file was measured."""
+    made = content["made_from"]
+    versions = ", ".join(f"{name} {made[name]}" for name in ("torch", "transformers", "hf_spec"))
+    return f"{made['processor']} ({made['capability']}), commit {made['commit'][:12]}, {versions}.\n"
+
+
+def step_costs(content: dict[str, Any]) -> str:
+    """Write one table for each curve."""
+    dtypes = [name for name in content if name != "made_from"]
+    lines = [made_from(content)]
+    for curve, title in CURVES.items():
+        rows = [(dtype, nodes, points) for dtype in dtypes for nodes, points in content[dtype].get(curve, {}).items()]
+        if not rows:
+            continue
+        values = list(rows[0][2])
+        lines.append(f"| {title} | {' | '.join(f'{int(one):,}' for one in values)} |\n|---|{'---|' * len(values)}")
+        for dtype, nodes, points in rows:
+            label = dtype if curve == "nodes" else f"{dtype}, {NODES.get(nodes, f'{nodes} nodes')}"
+            lines.append(f"| {label} | {' | '.join(f'{points[one]:.2f}' for one in values)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def defaults(content: dict[str, Any]) -> str:
+    """Write the table of default_speed.py."""
+    return f"{made_from(content)}\n{default_speed.table(content)}\n"
+
+
+def compiled(content: dict[str, Any]) -> str:
+    """Write the tables of compiled_speed.py."""
+    return f"{made_from(content)}\n" + "\n".join(map(compiled_speed.written, content["tables"])) + "\n"
+
+
+def default_file(name: str, *options: str) -> Table:
+    """Return a table of default_speed.py with ``options``."""
+    file = RESULTS / f"{name}.json"
+    return Table(defaults, " ".join(["default_speed.py --json", f"results/{file.name}", *options]), file)
+
+
+def compiled_file(draft: str, *options: str) -> Table:
+    """Return a table of compiled_speed.py with a draft of the family."""
+    file = RESULTS / f"compiled-{draft}.json"
+    given = ["compiled_speed.py --json", f"results/{file.name}", "--draft", draft, *options]
+    return Table(compiled, " ".join(given), file)
+
+
+TABLES = {
+    "engines": Table(
+        compare.table,
+        "engines/compare.py --work engines/results --vllm VLLM/bin/python --serve",
+        HERE / "engines" / "results" / "engines.json",
+    ),
+    "step-costs": Table(
+        step_costs,
+        "step_costs.py --steps 6 --most 4096 --json results/step-costs.json --png ../docs/step-costs.png",
+        RESULTS / "step-costs.json",
+    ),
+    "defaults": default_file("defaults", "--rounds 3"),
+    "defaults-processors": default_file("defaults-processors", "--rounds 3 --processors"),
+    "defaults-300m": default_file(
+        "defaults-300m",
+        "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 48 --assisted 5 --drafts vanilla eagle3 mtp ngram",
+    ),
+    "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64"),
+    "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64"),
+}
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages that may have marked tables."""
+    yield from [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def renewed(text: str) -> str:
+    """Return a page's text with the tables of the raw files that are there. Errors: a KeyError for an unknown name."""
+
+    def written(match: re.Match[str]) -> str:
+        table = TABLES[match[2]]
+        if not table.file.exists():
+            return match[0]
+        content = json.loads(table.file.read_text(encoding="utf-8"))
+        return f"{match[1]}\n{table.write(content).strip()}\n\n{match[4]}"
+
+    return MARKED.sub(written, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="name the pages that differ, and change nothing")
+    parser.add_argument("--commands", action="store_true", help="list the commands that measure the tables again")
+    args = parser.parse_args()
+    if args.commands:
+        print("\n".join(f"python {one.command}" for one in TABLES.values()))
+        return 0
+    differing = []
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        if (after := renewed(before)) != before:
+            differing.append(page)
+            if not args.check:
+                page.write_text(after, encoding="utf-8")
+    print("\n".join(f"{page.relative_to(ROOT)} {'differs' if args.check else 'is written'}" for page in differing))
+    return int(args.check and bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
