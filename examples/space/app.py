@@ -251,7 +251,8 @@ def build(models: Models, most: int = 128) -> Any:
         gradio.HTML(EXPLANATION)
         given = [prompt, draft, length, temperature]
         gradio.on([button.click, prompt.submit], run, given, columns, api_name="compare", concurrency_limit=1)
-        gradio.Examples([[story] for story in STORIES] if models.is_demo else [], [prompt])
+        if models.is_demo:
+            gradio.Examples([[story] for story in STORIES], [prompt])
     return page
 
 
