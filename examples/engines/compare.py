@@ -106,7 +106,9 @@ def ours(target: Any, draft: Any, prompts: list[list[int]], length: int, new_tok
         counts += accepted_by_step(out.speculation.per_row[0].drafted, new_tokens)
         proposed = out.speculation.counts.proposed_at
         drafts += proposed[0] if proposed else 0
-    steps = drafts if draft == "ngram" else len(counts)  # n-grams have no draft tokens in many steps
+    steps = (
+        drafts if isinstance(draft, hf_spec.NgramSpeculator) else len(counts)
+    )  # n-grams have no draft tokens in many steps
     return {"tokens": rows, "plain": plain, "accepted_length": 1 + sum(counts) / max(1, steps)}
 
 
@@ -207,7 +209,7 @@ def compare(args: argparse.Namespace, kind: str, target: Any, prompts: list[list
     """Return what ours and vLLM do with a kind of draft; ``kept`` is what an earlier run found."""
     length = {"num_speculative_tokens": args.length}
     if kind == "ngram":
-        draft: Any = "ngram"
+        draft: Any = hf_spec.NgramSpeculator(min_ngram=2)  # as vLLM: no draft tokens after shorter matches
         speculative: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     elif kind == "vanilla":
         draft = noisy(target)
