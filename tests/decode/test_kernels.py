@@ -17,13 +17,14 @@ IDS = torch.tensor([[1, 581, 614, 263, 453, 16, 442, 297, 263, 493]])
 CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
 
 
+CALLS: list[int] = []  # the package allows a layer no attributes of its own
+
+
 class CountedNorm(nn.Module):
     """An RMS norm that counts its calls. The package puts its forward into the model's own norms."""
 
-    calls = 0
-
     def forward(self, hidden_states: Tensor) -> Tensor:
-        CountedNorm.calls += 1
+        CALLS.append(1)
         wide = hidden_states.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return self.weight * wide.to(hidden_states.dtype)
@@ -51,9 +52,9 @@ def target() -> Any:
 def test_the_text_is_plain_generates(name: str, tree: str | None, target: Any) -> None:
     draft = name if name == "ngram" else AutoModel.from_pretrained(demo.path(name), dtype=torch.float32)
     own = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32).eval()
-    before = CountedNorm.calls
+    CALLS.clear()
     out = target.generate(IDS, speculator=draft, speculation_config=SpeculationConfig(tree=tree), **CALL)
-    assert CountedNorm.calls > before  # the replaced layers ran
+    assert CALLS  # the replaced layers ran
     assert torch.equal(out, target.generate(IDS, speculator=False, **CALL))
     assert torch.equal(out, own.generate(IDS, **CALL))
 
