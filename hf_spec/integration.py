@@ -34,6 +34,7 @@ from .decode.refusals import Refusal
 from .defaults import default_speculator
 from .drafts.base import Speculator
 from .drafts.early_exit.speculator import EarlyExitSpeculator
+from .invariance.mode import renew_invariance
 from .scoring.adapters import base_model
 from .scoring.attention import unhook_attention
 from .scoring.masks import unhook_masks
@@ -166,6 +167,7 @@ def _speculative(plain: Any) -> Any:
         num_speculative_tokens: int | str | None = None,
         **kwargs: Any,
     ) -> Any:
+        renew_invariance(self)
         given = kwargs | dict(zip(names, args, strict=False))
         hook, has_settings = given.get("custom_generate"), (speculation_config, num_speculative_tokens) != (None, None)
         falls_back = False  # to plain generation, where a default cannot serve a call that asks for nothing of ours

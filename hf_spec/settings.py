@@ -81,6 +81,9 @@ class SpeculationConfig:
             probable than its best one by at most ``accept_tolerance``. Then emit the target's own next token. If
             ``None``, the two are ``verifier_accept_k`` and ``accept_tolerance`` of the draft's
             ``speculators_config``, else 1 and 0.0.
+        row_seeds: with ``verification="exact"``, a seed for each row of the batch. Row i then has the text that plain
+            ``generate`` writes for it alone after ``torch.manual_seed(row_seeds[i])``. By default all rows draw from
+            torch's generator, so that a row's tokens depend on how many rows there are.
         self_check: compare one small ragged block with plain forwards the first time a target is used.
     """
 
@@ -97,6 +100,7 @@ class SpeculationConfig:
     accept_k: int | None = None
     accept_tolerance: float | None = None
     self_check: bool = True
+    row_seeds: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         count = self.num_speculative_tokens
@@ -118,6 +122,7 @@ class SpeculationConfig:
         if self.verification not in get_args(VerificationRule):
             raise ValueError(f"verification must be one of {get_args(VerificationRule)}, got {self.verification!r}")
         self._check_acceptance()
+        self._check_seeds()
         self._check_tree()
 
     def _check_acceptance(self) -> None:
@@ -128,6 +133,16 @@ class SpeculationConfig:
                 f"acceptance={self.acceptance!r} is a verification of its own: leave verification at 'auto', or use "
                 "acceptance='lossless'"
             )
+
+    def _check_seeds(self) -> None:
+        if self.row_seeds is None:
+            return
+        if self.verification != "exact":
+            raise ValueError(
+                "row_seeds need verification='exact', by which the target draws each token; pass that, too"
+            )
+        if not all(is_int(seed) and 0 <= seed < 1 << 64 for seed in self.row_seeds):
+            raise ValueError(f"row_seeds must be whole numbers of at most 64 bits, got {self.row_seeds!r}")
 
     def _check_tree(self) -> None:
         if self.tree is None or (isinstance(self.tree, str) and self.tree in get_args(TreeKind)):

@@ -38,7 +38,8 @@ PROMPTS = (
 @contextmanager
 def serving(speculator: Any = DRAFT, config: Any = None, target: str = TARGET, **options: Any) -> Iterator[Client]:
     """Run a server in a thread and yield a client of it."""
-    server = Server(target, speculator, config, device="cpu", dtype="float32", port=0, non_blocking=True, **options)
+    options = {"device": "cpu", "dtype": "float32", "port": 0, "non_blocking": True} | options
+    server = Server(target, speculator, config, **options)
     try:
         until(lambda: server.server.started)
         yield Client(server)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -35,8 +35,9 @@ from transformers.generation.continuous_batching.requests import (
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ..device_tensors import to_device
+from ..invariance.columns import Text, mask_of_packed
+from ..invariance.mode import Invariance, invariance_of
 from ..metrics import SpeculationStats
-from ..proposal import Proposal
 from ..versions import FullAttentionCacheAllocator, SlidingAttentionCacheAllocator, stream_context
 from .drafting import RequestProposal, join_proposals
 from .speculation import Emitted, Scored, Speculation
@@ -55,12 +56,13 @@ class SpeculativeManager(ContinuousBatchingManager):
     """transformers' manager of continuous batching with speculative decoding, which ``speculation`` does.
 
     ``made_for`` is the generation config of the call that made it. ``is_default_size``: that call did not set the size
-    of the cache.
+    of the cache. ``invariance`` is the mode of ``hf_spec.invariant`` that the model was in.
     """
 
     speculation: Speculation
     made_for: dict[str, Any]
     is_default_size: bool
+    invariance: Invariance | None
 
     @classmethod
     def take_over(
@@ -73,6 +75,7 @@ class SpeculativeManager(ContinuousBatchingManager):
         """Turn a manager that transformers made with ``settings`` and did not start into a speculative one."""
         ours = _as_subclass(cls, manager)
         ours.speculation, ours.made_for, ours.is_default_size = speculation, settings.to_dict(), is_default_size
+        ours.invariance = invariance_of(manager.model)
         ours.output_router = _as_subclass(_Router, manager.output_router)
         ours.output_router.speculation = speculation
         return ours
@@ -81,12 +84,17 @@ class SpeculativeManager(ContinuousBatchingManager):
         made = super()._create_batch_processor()
         if not isinstance(made, _Processor):
             made = _as_subclass(_Processor, made)
-            made.speculation = self.speculation
+            made.speculation, made.invariance = self.speculation, self.invariance
             made.scheduler = _as_subclass(_SUBCLASSES[type(made.scheduler)], made.scheduler)
             if (sliding := made.cache.cache_allocators.get("sliding_attention")) is not None:
                 _Ring.take_over(cast(SlidingAttentionCacheAllocator, sliding), self.speculation.max_draft_tokens)
         self.speculation.keep({})
         return made
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Keep the attention of ``hf_spec.invariant``; else do as transformers does."""
+        if self.invariance is None:
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stop as transformers does, and release what unfinished requests have left in drafts and errors."""
@@ -183,6 +191,7 @@ class _Processor(ContinuousBatchProcessor):
     """A batch processor that verifies the draft tokens of all requests in a batch and drafts new ones."""
 
     speculation: Speculation
+    invariance: Invariance | None  # the mode of the model when the processor was made
     _scored: list[Scored]
     _emitted: list[Emitted] | None  # None if a draft token has made scores NaN or infinite
 
@@ -253,6 +262,8 @@ class _Processor(ContinuousBatchProcessor):
     def _forward(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return logits (rows, nodes, vocabulary), the shorter rows padded with their last node, and the features
         of all packed tokens, (1, tokens, widths)."""
+        if invariance_of(model) is not self.invariance:
+            raise RuntimeError("hf_spec.invariant began or ended while the engine ran; stop the engine before that")
         io, features, places = self._io, self.speculation.features, self._places
         kwargs: Any = io.get_model_kwargs()
         self._mask_trees(kwargs)
@@ -277,18 +288,42 @@ class _Processor(ContinuousBatchProcessor):
         for allocator in self.cache.cache_allocators.values() if trees else ():
             masks = kwargs["attention_mask"]
             mask = masks[allocator.layer_type] if isinstance(masks, dict) else masks  # (1, 1, tokens, keys)
-            query = key = 0  # where the request's block begins in the packed mask
-            for future in self._io.requests_in_batch:
-                state, count = future.state, future.query_length
-                past = state.position_offset - count
-                keys = allocator.get_seqlen_k(past, count)
+            for state, past, nodes, keys in self._blocks(allocator):
                 if (tree := trees.get(state.request_id)) is not None:
-                    proposal = join_proposals([tree], mask.device)
-                    window = allocator.window if isinstance(allocator, _Ring) else None
-                    block = mask[0, 0, query : query + count, key : key + keys]
-                    block.fill_(torch.finfo(mask.dtype).min).masked_fill_(_seen(proposal, keys - count, window), 0)
-                    kwargs["position_ids"][0, query : query + count] = past + proposal.depth[0]
-                query, key = query + count, key + keys
+                    proposal = join_proposals([tree], self.model_device)
+                    kwargs["position_ids"][0, nodes] = past + proposal.depth[0]
+                    if self.invariance is None:
+                        history = _length(keys) - _length(nodes)
+                        seen = _seen(proposal.ancestors[0], proposal.depth[0], history, _window(allocator))
+                        mask[0, 0, nodes, keys].fill_(torch.finfo(mask.dtype).min).masked_fill_(seen, 0)
+        if self.invariance is not None:
+            kwargs["attention_mask"] = self._invariant_masks(trees)
+
+    def _blocks(self, allocator: Any) -> Iterator[tuple[RequestState, int, slice, slice]]:
+        """Yield each request, the length of its text before this batch, and its nodes and keys among all."""
+        node = key = 0
+        for future in self._io.requests_in_batch:
+            state, count = future.state, future.query_length
+            past = state.position_offset - count
+            keys = allocator.get_seqlen_k(past, count)
+            yield state, past, slice(node, node + count), slice(key, key + keys)
+            node, key = node + count, key + keys
+
+    def _invariant_masks(self, trees: dict[str, RequestProposal]) -> Tensor | dict[str, Tensor]:
+        """Return masks for the mode of ``hf_spec.invariant``, in which transformers makes none."""
+        found: dict[str, Tensor] = {}
+        for allocator in self.cache.cache_allocators.values():
+            window, texts = _window(allocator), []
+            for state, past, nodes, keys in self._blocks(allocator):
+                count = _length(nodes)
+                history, ancestors, depth, split = _length(keys) - count, None, torch.arange(count), None
+                if (tree := trees.get(state.request_id)) is not None:
+                    proposal = join_proposals([tree], self.model_device)
+                    ancestors, depth, split = proposal.ancestors[0], proposal.depth[0], past
+                place = past + torch.cat([torch.arange(-history, 0), depth])
+                texts.append(Text(0, _seen(ancestors, depth, history, window), place, split, nodes, keys))
+            found[allocator.layer_type] = mask_of_packed(texts)
+        return found if len(found) > 1 else next(iter(found.values()))
 
     def _move_accepted_keys(self, emitted: list[Emitted]) -> None:
         """Move the keys and values of accepted paths to where those of emitted tokens belong."""
@@ -386,15 +421,29 @@ class _Processor(ContinuousBatchProcessor):
 ROOT = RequestProposal([0], [-1], is_chain=True)  # for a request without draft tokens; its token id is not used
 
 
-def _seen(proposal: Proposal, history: int, window: int | None) -> Tensor:
-    """Return which of ``history`` earlier keys and of the nodes' keys each node of a tree sees: (nodes, keys) bool."""
-    nodes, depth = proposal.ancestors[0], proposal.depth[0]
-    before = torch.ones((len(depth), history), dtype=torch.bool, device=depth.device)
+def _seen(ancestors: Tensor | None, depth: Tensor, history: int, window: int | None) -> Tensor:
+    """Return which of ``history`` earlier keys and of the nodes' keys each node sees: (nodes, keys) bool.
+
+    ``ancestors`` (nodes, nodes) and ``depth`` (nodes,) of a tree; without ``ancestors`` the nodes are a chain.
+    """
+    count = len(depth)
+    before = torch.ones((count, history), dtype=torch.bool, device=depth.device)
+    nodes = (
+        torch.ones((count, count), dtype=torch.bool, device=depth.device).tril() if ancestors is None else ancestors
+    )
     seen = torch.cat([before, nodes], dim=1)
     if window is not None:
         places = torch.cat([torch.arange(-history, 0, device=depth.device), depth])
         seen &= depth[:, None] - places < window
     return seen
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _window(allocator: Any) -> int | None:
+    return allocator.window if isinstance(allocator, _Ring) else None
 
 
 def _remaining(state: RequestState) -> int:

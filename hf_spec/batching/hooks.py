@@ -19,7 +19,7 @@ from ..defaults import default_speculator
 from ..drafts.base import Speculator
 from ..settings import SpeculationConfig, check_settings
 from .engine import SpeculativeManager
-from .refusals import refuse_dropped
+from .refusals import refuse_dropped, refuse_plain
 from .start import forget_manager, kept_manager, make_manager, note_engine
 
 KEYWORDS = ("speculator", "speculation_config", "num_speculative_tokens")
@@ -132,6 +132,7 @@ def with_speculator(plain: Any) -> Any:
         if manager is None:
             if isinstance(kept_manager(self), SpeculativeManager):
                 forget_manager(self)
+            refuse_plain(self)
             manager = plain(self, *given)
         note_engine(self, manager)
         return manager

@@ -54,6 +54,8 @@ def refuse_batch(
             "the draft reads the target's keys and values, which the engine keeps in pages; pass the prompts, padded "
             "on the left, to generate(..., speculator=...)"
         )
+    if config.row_seeds is not None:
+        raise _refusal("row_seeds: all requests draw from one generator; use generate(..., speculator=...)")
     if (reason := why_not_batched(model)) is not None:
         raise _refusal(f"{reason}; pass the prompts, padded on the left, to generate(..., speculator=...)")
     implementation = model.config.get_text_config(decoder=True)._attn_implementation
@@ -97,8 +99,6 @@ def why_not_batched(model: Any) -> str | None:
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder or not hasattr(model, "init_continuous_batching"):
         return f"{name} is no decoder-only language model"
-    if is_invariant(model):
-        return f"{name} is in the mode of hf_spec.invariant, whose attention reads no paged cache"
     try:
         group_layers_by_attn_type(config.get_text_config(decoder=True))
     except ValueError as error:
@@ -109,6 +109,15 @@ def why_not_batched(model: Any) -> str | None:
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return f"{name} does not use transformers' attention interface alone, which the paged cache needs"
     return None
+
+
+def refuse_plain(model: Any) -> None:
+    """Raise a Refusal if ``model`` is in the mode of ``hf_spec.invariant``: transformers' engine ends it."""
+    if is_invariant(model):
+        raise Refusal(
+            f"Cannot batch requests: {type(model).__name__} is in the mode of hf_spec.invariant, and transformers' "
+            "own engine has another attention; pass speculator='plain', whose steps are plain, or a draft."
+        )
 
 
 def switch_off(config: ContinuousBatchingConfig, asked: ContinuousBatchingConfig | None, reads_features: bool) -> None:

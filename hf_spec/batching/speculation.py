@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..decode.draft_length import Situation, draft_length_policy
 from ..drafts.base import AcceptedTokens, DraftContext, Drafter, Speculator, ask
+from ..invariance.mode import is_invariant
 from ..metrics import Counts, Part, SpeculationStats
 from ..parallel import ModelParallelGroup
 from ..policy.base import MAX_LENGTH, StepObservation
@@ -151,7 +152,7 @@ class Speculation:
             return None
         if finished:
             row.stats.finish()
-            row.stats.draft_lengths = str(self.policy)
+            row.stats.draft_lengths, row.stats.invariant = str(self.policy), is_invariant(self.model)
         return row.stats
 
     @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..decode.refusals import Refusal, refusing
 from ..drafts.base import Speculator
+from ..invariance.mode import invariance_of, renew_invariance, with_other_attention
 from ..settings import SpeculationConfig
 from .engine import SpeculativeManager
 from .refusals import refuse_batch, switch_off
@@ -56,7 +58,13 @@ def make_manager(
     ):
         forget_manager(model)
         kept = None
-    manager = plain(model, generation_config, given, workload_hints)
+    renew_invariance(model)
+    invariance = invariance_of(model)
+    if invariance is not None:
+        given.auto_switch_to_flash = False
+    # transformers knows two kinds of attention for its engine, and ours is neither.
+    with contextlib.nullcontext() if invariance is None else with_other_attention(model, "sdpa"):
+        manager = plain(model, generation_config, given, workload_hints)
     if kept is not None:
         return manager
     speculation = Speculation(model, speculator, found, config, bool(settings.do_sample))
@@ -81,6 +89,8 @@ def _decodes_alike(
     Each call makes a new speculator, so those of two calls are compared by what they hold.
     """
     if not isinstance(manager, SpeculativeManager) or manager.made_for != settings.to_dict():
+        return False
+    if manager.invariance is not invariance_of(manager.model):
         return False
     own, asked = manager.speculation.speculator, manager.speculation.asked
     one, other = (

@@ -20,7 +20,17 @@ from ..serving.policy import (
     is_host,
     is_key,
 )
-from .common import TREE_HELP, add_no_pack, add_proposal_options, add_speculator, asked_for, at_least, command, tree_of
+from .common import (
+    TREE_HELP,
+    add_invariant,
+    add_no_pack,
+    add_proposal_options,
+    add_speculator,
+    asked_for,
+    at_least,
+    command,
+    tree_of,
+)
 from .history_file import add_history_file, check_history_file, keeping_history
 
 if TYPE_CHECKING:
@@ -57,6 +67,7 @@ def add_serve(commands: Any) -> None:
     add_proposal_options(add)
     add_history_file(add)
     add_no_pack(add)
+    add_invariant(add)
     _add_policy(add)
 
 
@@ -91,12 +102,16 @@ def _serve(args: argparse.Namespace) -> None:
     if target is None:
         raise ValueError("serve needs a target: hf-spec serve TARGET; a directory or Hub id")
     check_address(options["host"], options["port"])
+    if args.invariant and options["compile"]:
+        raise ValueError("--invariant is for eager forwards, and --compile compiles them: pass one of them")
 
     # In continuous batching trees are used only on request, also by drafts whose default is a tree.
     tree = args.tree or ("chain" if options["continuous_batching"] else None)
 
     def config(speculator: Speculator) -> SpeculationConfig:
-        return asked_for(speculator, args, tree)
+        asked = asked_for(speculator, args, tree)
+        # By every other rule a sampled text depends on the draft tokens, which may come from texts of others.
+        return asked.merge(verification="exact") if args.invariant else asked
 
     from transformers import AutoTokenizer
 

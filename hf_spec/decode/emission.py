@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class Emitter:
     ) -> None:
         self.processors, self.sequences, self.record, self.sample = processors, sequences, record, sample
         self.verifier = Verifier(config, sample)
+        self._generators = _generators(config.row_seeds, sequences)
         stops, several = sequences.stops, len(sequences.rows) > 1
         rule = self.verifier.rule
         token_by_token = rule.sampled is None and rule.lossy is None
@@ -111,9 +114,22 @@ class Emitter:
         return self.processors(ids, scores)
 
     def _plain_pick(self, scores: Tensor) -> Tensor:
+        if self.sample and self._generators is not None:
+            rows = zip(scores.split(1), self._generators, strict=True)
+            return torch.cat([torch.multinomial(row.softmax(-1), 1, generator=own) for row, own in rows])[:, 0]
         if self.sample:
             return torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
         return scores.argmax(-1)
+
+
+def _generators(seeds: Sequence[int] | None, sequences: Sequences) -> list[torch.Generator] | None:
+    """Make a generator for each row. Errors: a ValueError if there are more or fewer seeds than rows."""
+    if seeds is None:
+        return None
+    if len(seeds) != len(sequences.rows):
+        raise ValueError(f"row_seeds has {len(seeds)} seeds for {len(sequences.rows)} rows; pass one for each row")
+    device = sequences.ids.device
+    return [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
 
 def _are_finite(proposal: Proposal, logits: Tensor) -> Tensor:

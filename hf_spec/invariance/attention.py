@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_utils import AttentionInterface
 
 from .columns import COLUMNS, NAME, Block, Columns, RowColumns, register_mask
 
 PLACES = 128  # of a block of keys, at most
 VECTOR = 16  # numbers that a processor adds at once, at most
-REFUSED = ("softcap", "position_bias", "cache")  # arguments of attention that the kernel knows nothing of
+REFUSED = ("position_bias", "cache")  # arguments of attention that the kernel knows nothing of
 
 
 def block_size(width: int) -> int:
@@ -34,19 +35,33 @@ def block_size(width: int) -> int:
 
 
 def attend_block(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend to one block of keys: outputs (nodes, key heads, group, width), and the logarithms of their sums.
 
     ``query`` (nodes, key heads, group, width); ``key`` and ``value`` (nodes or 1, key heads, places, width); ``mask``
-    (nodes, 1, 1, places) is added.
+    (nodes, 1, 1, places) is added. Scores are bent to stay between -``cap`` and ``cap``.
     """
+    if cap is not None:
+        return _capped(query, key, value, mask, scale, cap)
     nodes, heads, group, _ = query.shape
     key, value = key.expand(nodes, -1, -1, -1), value.expand(nodes, -1, -1, -1)
     mask = mask.expand(nodes, heads, group, -1)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     result: tuple[Tensor, Tensor] = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
     return result
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float
+) -> tuple[Tensor, Tensor]:
+    """Do as ``attend_block`` for the kernel, which knows no caps: by products of each node, in float32."""
+    scores = torch.matmul(query.float(), key.float().mT) * scale  # (nodes, key heads, group, places)
+    scores = torch.tanh(scores / cap) * cap + mask.float()
+    weights = scores.softmax(-1)
+    # The largest weight is 1 / sum. The order in which a sum of its own adds up would depend on the other nodes.
+    sums = scores.amax(-1) - weights.amax(-1).log()
+    return torch.matmul(weights, value.float()).to(query.dtype), sums
 
 
 def attention(
@@ -58,13 +73,14 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention functions do: return (batch, nodes, heads, width).
 
-    ``s_aux`` (heads,) are the logits of attention sinks.
+    ``s_aux`` (heads,) are the logits of attention sinks; ``softcap`` caps scores.
 
-    Errors: a ValueError for what is not computed here: caps of scores, biases, and masks of another kind.
+    Errors: a ValueError for what is not computed here: biases, and masks of another kind.
     """
     columns = getattr(attention_mask, COLUMNS, None)
     unknown = [name for name in REFUSED if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
@@ -78,19 +94,32 @@ def attention(
     query = query.view(batch, key_heads, heads // key_heads, nodes, width).permute(0, 3, 1, 2, 4)
     query, key, value = (_widened(states, most) for states in (query.contiguous(), key, value))
     sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
-    rows = columns.rows(block_size(most), query.dtype)
-    found = [_of_row(query[b], key[b], value[b], row, scaling, sinks) for b, row in enumerate(rows)]
-    seen = torch.stack(found)  # (batch, nodes, key heads, group, width)
+    texts = columns.of_texts(block_size(most), query.dtype)
+    found = [
+        _of_text(
+            query[at.row, at.nodes], key[at.row, :, at.keys], value[at.row, :, at.keys], own, scaling, sinks, softcap
+        )
+        for at, own in texts
+    ]
+    seen = torch.cat(found).view_as(query)  # (batch, nodes, key heads, group, width)
     return seen[..., :out_width].reshape(batch, nodes, heads, out_width), None
 
 
 def _widened(states: Tensor, width: int) -> Tensor:
     missing = width - states.shape[-1]
-    return torch.nn.functional.pad(states, (0, missing)) if missing else states
+    return pad(states, (0, missing)) if missing else states
 
 
-def _of_row(query: Tensor, key: Tensor, value: Tensor, row: RowColumns, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attend in one row: ``query`` (nodes, key heads, group, width), keys and values (key heads, columns, width)."""
+def _of_text(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    row: RowColumns,
+    scale: float,
+    sinks: Tensor | None,
+    cap: float | None,
+) -> Tensor:
+    """Attend in one text: ``query`` (nodes, key heads, group, width), keys and values (key heads, columns, width)."""
     size = block_size(query.shape[-1])
     parts = []
     if row.shared_blocks:
@@ -99,7 +128,7 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor, row: RowColumns, scale: f
         for block in row.shared_blocks:
             place = (block.number - begin) * size
             one, other = (_cut(states, place, size)[None] for states in (keys, values))
-            parts.append((block, *attend_block(query[block.first : block.end], one, other, block.mask, scale)))
+            parts.append((block, *attend_block(query[block.first : block.end], one, other, block.mask, scale, cap)))
     if row.own_blocks:
         begin = row.own_blocks[0].number
         for block in row.own_blocks:
@@ -109,7 +138,7 @@ def _of_row(query: Tensor, key: Tensor, value: Tensor, row: RowColumns, scale: f
                 states.index_select(1, column.flatten()).unflatten(1, column.shape).transpose(0, 1)
                 for states in (key, value)
             )
-            parts.append((block, *attend_block(query[block.first : block.end], one, other, block.mask, scale)))
+            parts.append((block, *attend_block(query[block.first : block.end], one, other, block.mask, scale, cap)))
     if len(parts) == 1 and sinks is None and len(parts[0][1]) == len(query):
         return parts[0][1]
     return _together(query, parts, sinks)
@@ -123,7 +152,7 @@ def _cut(states: Tensor, place: int, size: int) -> Tensor:
     """Return one block of ``states`` (key heads, places, width), filled up by zeros where there are not enough."""
     part = states[:, place : place + size]
     if part.shape[1] < size:
-        return torch.nn.functional.pad(part, (0, 0, 0, size - part.shape[1]))
+        return pad(part, (0, 0, 0, size - part.shape[1]))
     return part if part.stride(1) == part.shape[2] else part.contiguous()
 
 
@@ -141,40 +170,42 @@ def _together(query: Tensor, parts: list[tuple[Block, Tensor, Tensor]], sinks: T
     for block, _, sums in parts:
         logs[block.first : block.end, ..., block.number + 1] = sums
     weights = logs.softmax(-1).nan_to_num(0.0)
-    seen = torch.zeros(query.shape, dtype=torch.float32)
+    seen = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     for block, output, _ in parts:
         nodes = slice(block.first, block.end)
         seen[nodes] += output.float() * weights[nodes, ..., block.number + 1, None]
     return seen.to(query.dtype)
 
 
+Shape = tuple[int, int, int, torch.dtype, float | None]  # key heads, queries of each, width, dtype, cap of scores
 NODES = (1, 2, 3, 6, 16, 33)  # numbers of nodes for which a trial compares bits
 
 
-def agrees(key_heads: int, group: int, width: int, dtype: torch.dtype) -> bool:
+def agrees(shape: Shape, device: torch.device) -> bool:
     """Try whether a node's bits depend on other nodes, on where its keys lie, or on keys that it does not see."""
+    key_heads, group, width, dtype, cap = shape
     size, most, generator = block_size(width), NODES[-1], torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator).to(device, dtype)
 
     query, keys, values = (
         drawn(most, key_heads, group, width),
         drawn(key_heads, 300, width),
         drawn(key_heads, 300, width),
     )
-    mask = torch.zeros(most, 1, 1, size, dtype=dtype)
-    mask.masked_fill_(torch.rand(mask.shape, generator=generator) < 0.4, torch.finfo(dtype).min)
+    hidden = torch.rand((most, 1, 1, size), generator=generator).to(device) < 0.4
+    mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
     inside = keys[None, :, 37 : 37 + size], values[None, :, 37 : 37 + size]
     key, value = (states.clone() for states in inside)
-    known = [attend_block(query[i : i + 1].clone(), key, value, mask[i : i + 1], 0.3) for i in range(most)]
+    known = [attend_block(query[i : i + 1].clone(), key, value, mask[i : i + 1], 0.3, cap) for i in range(most)]
     wanted = [torch.cat(parts) for parts in zip(*known, strict=True)]
     for count in NODES:
         own = key.repeat(count, 1, 1, 1), value.repeat(count, 1, 1, 1)
         for first in (0, most - count):
             nodes = slice(first, first + count)
             for one_key, one_value in (inside, own):
-                found = attend_block(query[nodes], one_key, one_value, mask[nodes], 0.3)
+                found = attend_block(query[nodes], one_key, one_value, mask[nodes], 0.3, cap)
                 if not all(torch.equal(one, other[nodes]) for one, other in zip(found, wanted, strict=True)):
                     return False
     return True

@@ -7,7 +7,8 @@ places, so that it adds up the same numbers in the same order wherever they lie.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,32 +48,33 @@ class RowColumns:
     own_blocks: list[Block]
 
 
-class Columns:
-    """The columns that the nodes of a forward see in a layer's keys, for all layers that get the same mask.
+def _all() -> slice:
+    return slice(None)
 
-    ``visible`` (batch, nodes, columns) bool, and ``place`` (batch, columns) of each column in the text of its row.
-    Up to place ``split`` all nodes of a row see the same keys; beyond it, the branches of a tree do not.
+
+@dataclass(frozen=True)
+class Text:
+    """What the nodes of one text see: each row of a batch has one, and packed rows have several.
+
+    Its own are ``nodes`` and ``keys`` of a ``row`` of the batch. ``visible`` (nodes, keys) bool; ``place`` (keys,) of
+    each key in the text. Up to place ``split`` all nodes see the same keys; beyond it, branches of a tree do not.
     """
 
-    def __init__(self, visible: Tensor, place: Tensor, split: int | None) -> None:
-        self._visible, self._place, self._split = visible, place, split
-        self._rows: dict[tuple[int, torch.dtype], list[RowColumns]] = {}
+    row: int
+    visible: Tensor
+    place: Tensor
+    split: int | None = None
+    nodes: slice = field(default_factory=_all)
+    keys: slice = field(default_factory=_all)
 
-    def rows(self, size: int, dtype: torch.dtype) -> list[RowColumns]:
-        """Return the columns of each row in blocks of ``size`` places; masks are of ``dtype``."""
-        found = self._rows.get((size, dtype))
-        if found is None:
-            rows = range(len(self._visible))
-            found = self._rows[size, dtype] = [self._row(row, size, dtype) for row in rows]
-        return found
-
-    def _row(self, row: int, size: int, dtype: torch.dtype) -> RowColumns:
-        visible, place = self._visible[row], self._place[row]
+    def columns(self, size: int, dtype: torch.dtype) -> RowColumns:
+        """Sort the keys into blocks of ``size`` places; masks are of ``dtype``."""
+        visible, place = self.visible, self.place
         if not visible.any():  # a piece of a prompt that is all padding in this row
             return RowColumns(None, [], place[:0], [])
         places = place[visible.any(0)]
         begin, end = int(places.min()) // size, int(places.max()) // size + 1  # in blocks
-        split = end if self._split is None else min(end, max(begin, self._split // size))
+        split = end if self.split is None else min(end, max(begin, self.split // size))
         is_shared = place < split * size
         shared, mask = _by_place(visible & is_shared, place, begin * size, split * size)
         columns = shared[visible.shape[0]]
@@ -85,6 +87,24 @@ class Columns:
             own[: visible.shape[0]],
             _blocks(own_mask, split, size, dtype),
         )
+
+
+class Columns:
+    """The columns that all ``texts`` of a forward see in a layer's keys, for all layers that get the same mask.
+
+    The texts are in the order of their rows and nodes, and together they have all nodes.
+    """
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self._texts = texts
+        self._found: dict[tuple[int, torch.dtype], list[tuple[Text, RowColumns]]] = {}
+
+    def of_texts(self, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
+        """Return the columns of each text in blocks of ``size`` places; masks are of ``dtype``."""
+        found = self._found.get((size, dtype))
+        if found is None:
+            found = self._found[size, dtype] = [(text, text.columns(size, dtype)) for text in self._texts]
+        return found
 
 
 def _by_place(visible: Tensor, place: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +130,7 @@ def _blocks(filled: Tensor, begin: int, size: int, dtype: torch.dtype) -> list[B
         sees = part.any(1).nonzero()[:, 0].tolist()
         if sees:
             first, end = sees[0], sees[-1] + 1
-            mask = torch.zeros(part.shape, dtype=dtype).masked_fill_(~part, low)
+            mask = torch.zeros_like(part, dtype=dtype).masked_fill_(~part, low)
             found.append(Block(begin + number, first, end, mask[first:end].view(end - first, 1, 1, size)))
     return found
 
@@ -131,15 +151,27 @@ def mask_with_columns(
     assert mask is not None
     block, split = open_block(), None
     if block is None:
-        column = torch.arange(kv_length)[None].expand(batch_size, -1) + kv_offset
+        column = torch.arange(kv_length, device=mask.device)[None].expand(batch_size, -1) + kv_offset
         padding = attention_mask
     else:
         column, padding = block.shown(kv_offset, kv_length)[1], block.padding
     before = column.new_zeros((batch_size, 1)) if padding is None else _length_of_padding(padding)
     if block is not None and block.ancestors is not None:
         split = int((block.lengths[:, None] - before).min())
-    setattr(mask, COLUMNS, Columns(mask[:, 0], column - before, split))
+    place = column - before
+    return with_columns(mask, [Text(row, mask[row, 0], place[row], split) for row in range(len(mask))])
+
+
+def with_columns(mask: Tensor, texts: Sequence[Text]) -> Tensor:
+    """Return ``mask``, which attention takes for what its ``texts`` say."""
+    setattr(mask, COLUMNS, Columns(texts))
     return mask
+
+
+def mask_of_packed(texts: Sequence[Text]) -> Tensor:
+    """Return what stands for a mask where ``texts`` lie one after the other in the only row of a batch."""
+    nodes, keys = (sum(text.visible.shape[dim] for text in texts) for dim in (0, 1))
+    return with_columns(torch.ones((1, 1, 1, 1), dtype=torch.bool).expand(1, 1, nodes, keys), texts)
 
 
 def _length_of_padding(mask: Tensor) -> Tensor:

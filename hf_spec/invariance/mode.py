@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -21,13 +21,14 @@ from transformers.activations import ACT2CLS
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from ..scoring.adapters import base_model
+from ..scoring.adapters import active_adapters, base_model
 from ..scoring.hooks import hooked, mark_as_ours
-from ..scoring.plain import prompt_kwargs
+from ..scoring.plain import input_device, prompt_kwargs
 from ..scoring.prompts import tokens_for
-from .attention import agrees, attention, register_attention
+from .attention import Shape, agrees, attention, register_attention
 from .check import check_bits
 from .columns import NAME
+from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
 from .rows import MOST, SIZES, agreeing_sizes, in_sizes
 
 PROBE = 2  # tokens of the forward that finds out what a model computes
@@ -52,22 +53,27 @@ class _Kind:
 class Invariance(contextlib.AbstractContextManager["Invariance"]):
     """The mode of a model, on until ``close`` or the end of a ``with``; ``str()`` is one line for people.
 
-    ``products`` counts the linear layers by the numbers of rows that they compute at a time. ``threads`` are those of
-    torch for which all was tried.
+    ``products`` counts the linear layers by the numbers of rows that they compute at a time, and ``mixtures`` those of
+    experts. ``threads`` are those of torch for which all was tried.
     """
 
     model: weakref.ref[Any]
     threads: int
     products: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    mixtures: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _adapters: Hashable = ()
 
     def close(self) -> None:
         """End the mode: forwards are as they were before."""
         with _lock:
             if (model := self.model()) is not None and _modes.get(model) is self:
                 del _modes[model]
-            while self._undo:
-                self._undo.pop()()
+            self._restore()
+
+    def _restore(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def __enter__(self) -> Self:
         return self
@@ -76,8 +82,12 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
         self.close()
 
     def __str__(self) -> str:
-        ways = [f"{count} with {_in_words(sizes)}" for sizes, count in self.products.most_common()]
-        return f"invariant: {sum(self.products.values())} linear layers, {', '.join(ways)}; bits compared"
+        parts = [
+            f"{sum(count.values())} {name}, {_in_words(count)}"
+            for name, count in (("linear layers", self.products), ("mixtures of experts", self.mixtures))
+            if count
+        ]
+        return f"invariant: {'; '.join(parts)}; bits compared"
 
 
 def invariant(model: PreTrainedModel) -> Invariance:
@@ -100,41 +110,93 @@ def invariant(model: PreTrainedModel) -> Invariance:
     network = base_model(model)
     with _lock:
         if (known := _modes.get(network)) is not None:
-            return Invariance(known.model, known.threads, known.products)
-        _refuse(network)
-        register_attention()
+            return Invariance(known.model, known.threads, known.products, known.mixtures)
         mode = Invariance(weakref.ref(network), torch.get_num_threads())
-        try:
-            with torch.no_grad():
-                mode._undo.append(_attend(network))
-                _prepare(mode, network, *_probe(network))
-                check_bits(network)
-        except BaseException:
-            mode.close()
-            raise
+        _begin(mode, network)
         _modes[network] = mode
         return mode
 
 
+def _begin(mode: Invariance, model: Any) -> None:
+    _refuse(model)
+    register_attention()
+    try:
+        with torch.no_grad():
+            mode._undo += [_attend(model), _stay_eager(model)]
+            _prepare(mode, model, *_probe(model))
+            check_bits(model)
+            mode._adapters = active_adapters(model)
+    except BaseException:
+        mode.close()
+        raise
+
+
+def renew_invariance(model: Any) -> None:
+    """Try and compare anew what ``model`` computes if it is in the mode and its PEFT adapters have changed since.
+
+    Errors: those of ``invariant``; the mode has then ended.
+    """
+    if (mode := invariance_of(model)) is None:
+        return
+    network = base_model(model)
+    with _lock:
+        if mode._adapters != active_adapters(network):
+            mode._restore()
+            mode.products.clear()
+            mode.mixtures.clear()
+            _begin(mode, network)
+
+
 def is_invariant(model: Any) -> bool:
     """Tell whether ``model`` is in the mode."""
-    return base_model(model) in _modes
+    return invariance_of(model) is not None
+
+
+def invariance_of(model: Any) -> Invariance | None:
+    """Return the mode that ``model`` is in."""
+    return _modes.get(base_model(model))
+
+
+@contextlib.contextmanager
+def with_other_attention(model: Any, name: str) -> Iterator[None]:
+    """Let ``model`` name another attention for a while in which it computes nothing.
+
+    A forward of another thread raises a ValueError meanwhile.
+    """
+    config = model.config.get_text_config(decoder=True)
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = NAME
 
 
 def _refuse(model: Any) -> None:
     name, reason = type(model).__name__, None
+    devices = {str(one.device) for one in model.parameters()}
     if model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder model, whose attention to a source is not computed in blocks"
     elif isinstance(model, OptimizedModule) or any(one._compiled_call_impl is not None for one in model.modules()):
         reason = "it is compiled; load it anew and leave it eager"
-    elif (devices := {str(one.device) for one in model.parameters()}) != {"cpu"}:
+    elif devices != {"cpu"}:
         reason = f"it is on {', '.join(sorted(devices))}, and bits were compared on CPUs alone"
+    elif (linear := _quantised_linear(model)) is not None:
+        reason = f"{linear} is quantised and multiplies by code of its own, which may look at all rows at once"
     elif model.training:
         reason = "it is in train mode; call model.eval() first"
     elif not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         reason = f"torch {torch.__version__} lacks the kernel of attention that it needs"
     if reason is not None:
         raise ValueError(f"{name} cannot be made invariant: {reason}.")
+
+
+def _quantised_linear(model: Any) -> str | None:
+    """Name a linear layer of integers that torch's own code does not compute, such as those of bitsandbytes."""
+    for place, module in model.named_modules():
+        weight = module._parameters.get("weight") if isinstance(module, nn.Linear) else None
+        if weight is not None and not weight.is_floating_point() and not _computes_rows(module):
+            return f"{place} ({type(module).__name__})"
+    return None
 
 
 def _attend(model: Any) -> Callable[[], None]:
@@ -149,13 +211,22 @@ def _attend(model: Any) -> Callable[[], None]:
     return undo
 
 
-def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[tuple[int, int, int, torch.dtype]]]:
-    """Read a few tokens; return the inputs of modules that compute rows, and the shapes of attention.
+def _stay_eager(model: Any) -> Callable[[], None]:
+    """Let ``generate`` compile no forward of ``model``; return what undoes that."""
+    known = weakref.ref(model)
+    model._valid_auto_compile_criteria = lambda *args, **kwargs: False
 
-    The latter are key heads, queries of each, width and dtype.
-    """
+    def undo() -> None:
+        if (there := known()) is not None:
+            del there._valid_auto_compile_criteria
+
+    return undo
+
+
+def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[Shape]]:
+    """Read a few tokens; return the inputs of modules that compute rows, and the shapes of attention."""
     inputs: dict[nn.Module, Tensor] = {}
-    shapes: set[tuple[int, int, int, torch.dtype]] = set()
+    shapes: set[Shape] = set()
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
@@ -163,7 +234,7 @@ def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[tuple[int, int, int
 
     def noting(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         widest = max(query.shape[-1], value.shape[-1])
-        shapes.add((key.shape[1], query.shape[1] // key.shape[1], widest, query.dtype))
+        shapes.add((key.shape[1], query.shape[1] // key.shape[1], widest, query.dtype, kwargs.get("softcap")))
         return attention(module, query, key, value, *args, **kwargs)
 
     AttentionInterface.register(NAME, noting)
@@ -186,23 +257,25 @@ def _computes_rows(module: nn.Module) -> bool:
     kind: Any = type(module)
     if isinstance(module, nn.Linear | Conv1D):
         return kind.forward in (nn.Linear.forward, Conv1D.forward)
-    return kind.__name__.endswith("Norm") or isinstance(module, ACTIVATIONS)
+    return kind.__name__.endswith("Norm") or isinstance(module, ACTIVATIONS) or is_mixture(module)
 
 
 def _prepare(
     mode: Invariance,
     model: Any,
     inputs: dict[nn.Module, Tensor],
-    shapes: set[tuple[int, int, int, torch.dtype]],
+    shapes: set[Shape],
 ) -> None:
     """Try what the model computes, and let its modules compute rows in numbers that agree."""
-    name = type(model).__name__
-    for key_heads, group, width, dtype in shapes:
-        if not agrees(key_heads, group, width, dtype):
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    device = input_device(model)
+    where = f"on this processor with {mode.threads} threads; try torch.set_num_threads(1)"
+    for shape in shapes:
+        if not agrees(shape, device):
+            key_heads, group, width, dtype, _ = shape
             raise ValueError(
                 f"{name} cannot be made invariant: attention of {key_heads} heads of {group} queries, {width} wide in "
-                f"{dtype}, depends on the other nodes on this processor with {mode.threads} threads; try "
-                "torch.set_num_threads(1)."
+                f"{dtype}, depends on the other nodes {where}."
             )
     tried: dict[_Kind, tuple[int, ...]] = {}
     for place, module in model.named_modules():
@@ -210,18 +283,29 @@ def _prepare(
             continue
         kind = _kind(module, inputs.get(module))
         if kind not in tried:
-            sample = torch.randn(MOST, kind.inputs, generator=torch.Generator().manual_seed(0)).to(kind.dtype)
-            tried[kind] = agreeing_sizes(module, sample)
+            sample = torch.randn(MOST, kind.inputs, generator=torch.Generator().manual_seed(0))
+            sample = sample.to(device, kind.dtype)
+            tried[kind] = _sizes_of(module, sample, config)
         if not (sizes := tried[kind]):
             raise ValueError(
                 f"{name} cannot be made invariant: {place} ({kind.module.__name__}) gives a row other bits at another "
-                f"place with {mode.threads} threads; try torch.set_num_threads(1)."
+                f"place {where}."
             )
         if isinstance(module, nn.Linear | Conv1D):
             mode.products[sizes] += 1
+        elif is_mixture(module):
+            mode.mixtures[sizes] += 1
         elif sizes == SIZES:
             continue  # each row by itself already
-        mode._undo.append(_compute_in(module, sizes, mode.threads))
+        mode._undo.append(_compute_in(module, sizes, mode.threads, config))
+
+
+def _sizes_of(module: nn.Module, sample: Tensor, config: Any) -> tuple[int, ...]:
+    if not is_mixture(module):
+        return agreeing_sizes(module, sample)
+    if way_of_experts(config) == BATCHED:
+        return agreeing_sizes(states_of_rows(module), sample)
+    return SIZES[:1]  # how many rows an expert gets depends on the others; trials would not find each number
 
 
 def _kind(module: nn.Module, states: Tensor | None) -> _Kind:
@@ -237,12 +321,13 @@ def _kind(module: nn.Module, states: Tensor | None) -> _Kind:
     return _Kind(type(module), inputs, outputs, dtype, tuple(map(type, weights)))
 
 
-def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int) -> Callable[[], None]:
+def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config: Any) -> Callable[[], None]:
     """Let ``module`` compute ``sizes`` of rows at a time; return what undoes that."""
     own, kind = module.__dict__.get("forward"), type(module)
-    weight = type(module._parameters.get("weight"))
+    weight, way = type(module._parameters.get("weight")), way_of_experts(config)
+    compute_rows: Any = mixture_in_sizes if is_mixture(module) else in_sizes
 
-    def forward(self: nn.Module, states: Tensor) -> Tensor:
+    def forward(self: nn.Module, states: Tensor) -> Any:
         if type(self._parameters.get("weight")) is not weight:
             raise ValueError("a weight was packed or unpacked while the model is invariant; do that before")
         if torch.get_num_threads() != threads:
@@ -250,8 +335,15 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int) -> Call
                 f"torch has {torch.get_num_threads()} threads, and the model was made invariant with {threads}; set "
                 "them before"
             )
+        if config._attn_implementation != NAME:
+            raise ValueError(
+                f"attention was set to {config._attn_implementation!r} while the model is invariant; close the mode "
+                "before that"
+            )
+        if way_of_experts(config) != way:
+            raise ValueError("the experts' implementation was set while the model is invariant; close the mode before")
         compute: Any = functools.partial(kind.forward, self) if own is None else own
-        return in_sizes(compute, states, sizes)
+        return compute_rows(compute, states, sizes)
 
     module.forward = types.MethodType(mark_as_ours(forward), module)
     known = weakref.ref(module)  # a mode that nobody ends must not keep the model
@@ -266,5 +358,6 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int) -> Call
     return undo
 
 
-def _in_words(sizes: tuple[int, ...]) -> str:
-    return f"{sizes[0]} to {sizes[-1]} rows" if len(sizes) > 1 else f"{sizes[0]} rows"
+def _in_words(count: Counter[tuple[int, ...]]) -> str:
+    ranges = ((f"{sizes[0]} to {sizes[-1]} rows" if len(sizes) > 1 else f"{sizes[0]} row", sizes) for sizes in count)
+    return ", ".join(f"{count[sizes]} with {rows}" for rows, sizes in ranges)

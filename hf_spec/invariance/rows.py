@@ -17,6 +17,7 @@ MOST = SIZES[-1]
 ALIGNMENT = 64  # bytes, as torch allocates: products of one library sum otherwise where an input begins elsewhere
 
 Function = Callable[[Tensor], Tensor]
+Functions = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 def agreeing_sizes(function: Function, sample: Tensor) -> tuple[int, ...]:
@@ -55,20 +56,26 @@ def _bits_by_row(function: Function, sample: Tensor, size: int) -> dict[int, Ten
 
 def in_sizes(function: Function, states: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Return ``function(states)``, (..., outputs), of ``states`` (..., inputs), called with ``sizes`` of rows only."""
+    if not states.numel():
+        return function(states)
+    (result,) = all_in_sizes(lambda rows: (function(rows),), states, sizes)
+    return result.view(*states.shape[:-1], result.shape[-1])
+
+
+def all_in_sizes(function: Functions, states: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Do as ``in_sizes`` for a ``function`` with several results, (rows, outputs) each."""
     rows = states.reshape(-1, states.shape[-1])
     if rows.data_ptr() % ALIGNMENT:
         rows = rows.clone()
     count, most = len(rows), sizes[-1]
     parts = [_padded(function, rows[first : first + most], sizes) for first in range(0, count, most)]
-    if not parts:
-        return function(states)
-    result = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return result.view(*states.shape[:-1], result.shape[-1])
+    return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-def _padded(function: Function, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def _padded(function: Functions, rows: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     count = len(rows)
     if count in sizes:
         return function(rows)
     size = next(size for size in sizes if size > count)
-    return function(torch.nn.functional.pad(rows, (0, 0, 0, size - count)))[:count]
+    found = function(torch.nn.functional.pad(rows, (0, 0, 0, size - count)))
+    return tuple(result[:count] for result in found)

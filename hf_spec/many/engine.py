@@ -10,11 +10,12 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from ..batching.hooks import KEYWORDS
-from ..batching.refusals import refuse_batch, refuse_dropped
+from ..batching.refusals import refuse_batch, refuse_dropped, refuse_plain
 from ..batching.sizes import sized
 from ..decode.options import option
 from ..decode.refusals import Refusal
 from ..defaults import default_speculator, fill_in
+from ..invariance.mode import is_invariant
 from ..settings import SpeculationConfig
 from .prompts import Completion, Pending
 
@@ -69,7 +70,8 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
         return "the model is spread over several devices"
     if option(model, options, "cache_implementation"):
         return "it has a cache of its own, and no cache_implementation"
-    if "sliding_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()):
+    layers = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "sliding_attention" in layers and not is_invariant(model):
         # Also without draft tokens: 2 of 18 greedy texts of a tiny random Gemma 2 differed, at near-ties.
         return "with layers of a sliding window it does not always write what generate does"
     speculator, settings = options.get("speculator"), options.get("speculation_config")
@@ -82,6 +84,8 @@ def why_not_engine(model: Any, options: dict[str, Any]) -> str | None:
         refuse_batch(model, config, found, speculator or None)
         if speculator:
             speculator.check(model, found)
+        else:
+            refuse_plain(model)
     except Refusal as refusal:
         return str(refusal)
     return None

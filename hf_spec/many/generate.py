@@ -92,6 +92,8 @@ def generate_many(
     window_size = BATCHES_PER_WINDOW * batch_size if look_ahead is None else look_ahead
     _check(model, prompts, batch_size, window_size, generate_kwargs)
     check_settings(speculation_config)
+    if speculation_config is not None and speculation_config.row_seeds is not None:
+        raise ValueError("row_seeds is not for generate_many, which batches prompts by length; call generate")
     if speculator is not None and speculator is not False:
         speculator = as_speculator(speculator, base_model(model))  # once, not for every batch
     given = (speculator, speculation_config, num_speculative_tokens)

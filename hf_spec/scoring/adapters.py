@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +67,20 @@ def with_adapters(
         return args, picked
 
     return hooked(layers, before)
+
+
+def active_adapters(model: nn.Module) -> Hashable:
+    """Return which adapters of PEFT are in ``model``, and which of them are active, disabled and merged, by layer."""
+    if not hasattr(model, "peft_config"):
+        return ()
+    return tuple(_state(module) for module in model.modules() if "_active_adapter" in vars(module))
+
+
+def _state(module: nn.Module) -> Hashable:
+    own = vars(module)
+    active, merged = own["_active_adapter"], own.get("merged_adapters", ())
+    names = active if isinstance(active, str) else tuple(active)
+    return tuple(map(weakref.ref, module.modules())), names, own.get("_disable_adapters"), tuple(merged)
 
 
 def adapter_of_inputs(model: Any) -> str | None:

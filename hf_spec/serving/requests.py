@@ -31,7 +31,7 @@ ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).par
 READ_ANYWAY = {"messages", "raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token", "unk_token"}
 
 
-def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = None) -> None:
+def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = None, takes_seeds: bool = True) -> None:
     """Raise an ``HTTPException`` 400 that names a field which would fail late, or would be ignored silently.
 
     ``needs`` is a required field. Two kinds of fields are left to transformers' server: unknown ones, which it
@@ -49,6 +49,9 @@ def refuse_request(body: dict[str, Any], policy: Policy, needs: str | None = Non
     _refuse_values(body, FIELDS)
     if (given := body.get("generation_config")) is not None:
         _refuse_settings(given, policy)
+    if body.get("seed") is not None and not takes_seeds:
+        refuse("seed", "all requests draw from one generator here; leave it out, or start the server without "
+            "--continuous-batching")  # fmt: skip
     bring_media(body, policy)
     _refuse_size(body, needs, policy.max_prompt_tokens * CHARACTERS_PER_TOKEN)
     for name in ("chat_template_kwargs", "generation_config"):

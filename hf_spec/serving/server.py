@@ -19,6 +19,7 @@ from ..batching.refusals import refuse_batch
 from ..checkpoints.resolve import as_speculator
 from ..defaults import set_speculator
 from ..drafts.base import Speculator, network_of
+from ..invariance.mode import is_invariant
 from ..scoring.plain import input_device
 from ..settings import SpeculationConfig
 from .acceptance import with_acceptance
@@ -89,6 +90,7 @@ class Server(Serve):
     def _prepare_outside(self) -> None:
         """Check and prepare requests outside the event loop."""
         batched = self._generation_state._continuous_batching
+        takes_seeds = not (batched and is_invariant(self._model()))
         handlers: dict[str, Any] = {
             "messages": self._chat_handler,
             "prompt": self._completion_handler,
@@ -96,7 +98,7 @@ class Server(Serve):
             "questions": self._systemone_handler,
         }
         for needs, handler in handlers.items():
-            check = functools.partial(refuse_request, policy=self.policy, needs=needs)
+            check = functools.partial(refuse_request, policy=self.policy, needs=needs, takes_seeds=takes_seeds)
             handler._validate_request = _check_first(check, handler._validate_request)
             handler._resolve_model = _and_template(handler._resolve_model)
             handler.handle_request = self.preparer.around(handler.handle_request)
@@ -111,6 +113,10 @@ class Server(Serve):
             systemone.handle_request = not_batched
         target, transcribes = cast(Any, self._model_manager).force_model, cast(Any, self._transcription_handler)
         transcribes.handle_request = only_speech(target, transcribes.handle_request, self._processor)
+
+    def _model(self) -> Any:
+        (loaded,) = self._model_manager.loaded_models.values()
+        return loaded.model
 
     def _processor(self) -> Any:
         (loaded,) = self._model_manager.loaded_models.values()

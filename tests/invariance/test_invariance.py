@@ -25,6 +25,7 @@ from hf_spec.invariance.rows import MOST, SIZES, agreeing_sizes, in_sizes
 # Families with one thing each that others lack: biases, norms of heads, parallel blocks, Conv1D, joined projections.
 NAMES = ["llama", "qwen2:swa", "qwen3", "gemma3_text", "phi", "gpt2", "gpt_neox", "olmo2"]
 OTHERS = ["qwen2", "mistral", "gemma", "phi3", "olmo", "smollm3", "opt", "granite", "cohere", "stablelm"]
+OTHERS += ["gemma2", "mixtral", "qwen3_moe", "gpt_oss"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = {"one": (28,), "three": (28, 9, 21), "eight": (28, 3, 21, 1)}
 NEW = 9
@@ -169,6 +170,39 @@ def test_sampling_with_a_seed_gives_the_very_text_of_plain() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain.scores, fast.scores, strict=True))
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_row_with_a_seed_of_its_own_has_the_text_of_plain_alone(drafted: bool) -> None:
+    model, inputs, seeds = target(num_hidden_layers=2, dtype=torch.bfloat16), prompts(3, (28, 9, 21)), (5, 6, 5)
+    options = OPTIONS | {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    config = SpeculationConfig(verification="exact", num_speculative_tokens=3, row_seeds=seeds)
+    with hf_spec.invariant(model):
+        alone = []
+        for row, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            alone.append(model.generate(**row_of(inputs, row), **options))
+        given = {"speculator": draft() if drafted else "plain", "speculation_config": config}
+        for _ in range(2):
+            fast = model.generate(**inputs, **options, **given)
+            assert all(same_bits(fast, one, row) for row, one in enumerate(alone))
+        given["speculation_config"] = config.merge(row_seeds=(1, 2))
+        with pytest.raises(ValueError, match="2 seeds for 3 rows"):
+            model.generate(**inputs, **options, **given)
+
+
+def test_seeds_of_rows_are_checked() -> None:
+    with pytest.raises(ValueError, match="need verification='exact'"):
+        SpeculationConfig(row_seeds=(1,))
+    with pytest.raises(ValueError, match="whole numbers"):
+        SpeculationConfig(verification="exact", row_seeds=(1, 2.5))
+    model, config = target(num_hidden_layers=1), SpeculationConfig(verification="exact", row_seeds=(1, 2))
+    given = {"speculator": "ngram", "speculation_config": config, "max_new_tokens": 3}
+    for engine in ("generate", "generate_batch"):
+        with pytest.raises(ValueError, match="row_seeds is not for generate_many"):
+            list(hf_spec.generate_many(model, [[1, 2], [3]], engine=engine, **given))
+    with pytest.raises(ValueError, match="row_seeds: all requests draw from one generator"):
+        model.generate_batch([[1, 2]], speculator="ngram", speculation_config=config)
+
+
 def test_many_prompts_in_batches_get_the_text_that_each_gets_alone() -> None:
     model = target(num_hidden_layers=2, dtype=torch.bfloat16)
     inputs = prompts(4, (28, 9, 21, 3))
@@ -258,9 +292,7 @@ def test_weights_and_threads_stay_as_they_were_tried() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mixtral", r"model\.layers\.0\.mlp .*MoeBlock"),
         ("qwen3_next", r"linear_attn"),
-        ("gemma2", "softcap"),
         ("bloom", "does not look its attention up"),
     ],
 )
@@ -282,10 +314,21 @@ def test_models_that_train_or_are_compiled_are_refused() -> None:
         hf_spec.invariant(model)
 
 
-def test_continuous_batching_is_refused() -> None:
+def test_transformers_own_engine_is_refused() -> None:
     model = target(num_hidden_layers=2)
-    with hf_spec.invariant(model), pytest.raises(ValueError, match=r"in the mode of hf_spec\.invariant"):
-        model.generate_batch(inputs=[[5, 6, 7]], speculator="ngram")
+    with hf_spec.invariant(model):
+        with pytest.raises(ValueError, match=r"pass speculator='plain'"):
+            model.generate_batch(inputs=[[5, 6, 7]])
+        with pytest.raises(ValueError, match=r"pass speculator='plain'"):
+            list(hf_spec.generate_many(model, [[5, 6, 7]], engine="generate_batch", max_new_tokens=3))
+
+
+def test_another_attention_is_noticed() -> None:
+    model = target(num_hidden_layers=2)
+    with hf_spec.invariant(model):
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ValueError, match="attention was set to 'sdpa'"):
+            model.generate(**prompts(1), **OPTIONS)
 
 
 # -- controls: mistakes that must be found ----------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""Mixtures of experts, whose experts each compute those rows of a forward that are routed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .rows import Function, all_in_sizes
+
+BATCHED = "batched_mm"  # transformers' way of computing each row by products of its own
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Tell whether ``module`` routes rows to experts."""
+    return isinstance(getattr(module, "experts", None), nn.Module)
+
+
+def way_of_experts(config: Any) -> str | None:
+    """Return the name of transformers' way of computing experts."""
+    name: str | None = getattr(config, "_experts_implementation", None)
+    return name
+
+
+def of_rows(compute: Callable[[Tensor], Any]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Turn a mixture of (1, rows, width) into a function of (rows, width).
+
+    The routers' results, of which some mixtures return more, are (rows, experts) already.
+    """
+
+    def results(rows: Tensor) -> tuple[Tensor, ...]:
+        found = compute(rows[None])
+        states, others = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+        return states.view(len(rows), -1), *others
+
+    return results
+
+
+def states_of_rows(compute: Callable[[Tensor], Any]) -> Function:
+    """Do as ``of_rows`` without the routers' results."""
+    return lambda rows: of_rows(compute)(rows)[0]
+
+
+def mixture_in_sizes(compute: Callable[[Tensor], Any], states: Tensor, sizes: tuple[int, ...]) -> Any:
+    """Return what ``compute`` returns for ``states`` (batch, tokens, width), called with ``sizes`` of rows only."""
+    found, *others = all_in_sizes(of_rows(compute), states, sizes)
+    return (found.view_as(states), *others) if others else found.view_as(states)
