@@ -260,6 +260,19 @@ def test_costs_of_steps_are_measured_and_drawn(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "costs.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_cost_of_exact_bits_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    small = ["--shape", "tiny", "--texts", "9", "--rounds", "1", "--turns", "1", "--dtypes", "float32"]
+    monkeypatch.setattr("sys.argv", ["invariant_cost.py", *small, "--json", str(file)])
+    runpy.run_path(str(ROOT / "examples" / "invariant_cost.py"), run_name="__main__")
+    found = json.loads(file.read_text(encoding="utf-8"))["float32"]
+    assert len(found) == 3 * 4 and all(one["seconds"] > 0 for one in found.values())
+    assert found["invariant, 9, 6"]["operators"] > found["plain, 9, 6"]["operators"]
+    assert "invariant: 15 linear layers" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "given",
     [
