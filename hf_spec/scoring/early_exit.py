@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..proposal import Proposal
+from .changes import foreign_hooks
 from .features import Features, decoder_of
 from .hooks import hooked
 from .plain import difference, input_device, precision
 from .prompts import tokens_for
-from .runner import ModelRunner
+from .runner import ModelRunner, Scores
 from .trials import in_short, tried_once
 
 PROBE_TOKENS = 8  # that tell whether a model can do without its last layers
@@ -29,23 +32,112 @@ class FirstLayers:
     """The first ``count`` layers of a runner's model, run over the cache of that runner.
 
     The layers have read the text together with the others, so there is nothing to prefill. Draft tokens are written
-    after the committed ones, where the forward that scores them writes the same keys again.
+    after the committed ones. ``reuses``: the forward that scores a chain begins with what these layers have computed
+    of it. Otherwise it runs them once more, and writes the same keys again.
     """
 
-    def __init__(self, runner: ModelRunner, count: int) -> None:
+    def __init__(self, runner: ModelRunner, count: int, reuses: bool = False) -> None:
         self._runner, self._model = runner, first_layers(runner.model, count)
+        self._others = OtherLayers(runner.model, count) if reuses else None
+        self._last = [_layers_of(runner.model)[count - 1]] if reuses else []
+        self._outputs: list[Any] = []  # of the last of these layers, one for each forward
 
     @contextlib.contextmanager
     def drafting(self) -> Iterator[ModelRunner]:
         """Lend a runner of these layers, and drop what it has written."""
-        runner = copy.copy(self._runner)  # anew each time: rows and positions of the original change
-        runner.model, runner.features = self._model, Features(self._model)
-        slots = self._runner.slots
+        runner, slots = self._runner_of(self._model), self._runner.slots
+        self._outputs = []
         try:
-            yield runner
+            with hooked(self._last, after=lambda module, args, output: self._outputs.append(output)):
+                yield runner
         finally:
             rows = len(slots.cache.rows.cpu_lengths)
             slots.commit(torch.zeros(rows, 0, dtype=torch.long), [0] * rows, in_place=True)
+
+    def _runner_of(self, model: PreTrainedModel) -> ModelRunner:
+        runner = copy.copy(self._runner)  # anew each time: rows and positions of the original change
+        runner.model, runner.features = model, Features(model)
+        return runner
+
+    def hand_over(self, proposal: Proposal) -> None:
+        """Let the runner score ``proposal``, drafted one token at a time, with what was computed of it."""
+        if self._others is not None and proposal.is_chain:
+            self._runner.begun = functools.partial(self._score, self._others, proposal.tokens, self._outputs)
+
+    def _score(self, others: OtherLayers, drafted: Tensor, outputs: list[Any], proposal: Proposal) -> Scores | None:
+        """Score ``proposal`` by the ``others``, after ``outputs`` of these layers; ``None`` if they are not of it.
+
+        The last draft token was not read while drafting. It is read first, without the head.
+        """
+        count, read = proposal.tokens.shape[1], len(outputs)
+        if count == 1 or not _begins(proposal.tokens, drafted):
+            return None
+        if count > read:
+            with self.drafting() as runner:
+                runner.slots.cache.rows.draft_nodes = read  # their keys are still there
+                if runner.model._supports_logits_to_keep():
+                    nothing = torch.empty(0, dtype=torch.long, device=runner.slots.device)
+                    runner._step_kwargs = {**runner._step_kwargs, "logits_to_keep": nothing}
+                runner.score_nodes(proposal.tokens[:, read:])
+            outputs = [*outputs, *self._outputs]
+        with others.after(outputs[:count]) as model:
+            return self._runner_of(model).score_nodes(proposal.tokens)
+
+
+class OtherLayers:
+    """The layers of ``model`` after the first ``count``, which have run already, with its final norm and its head.
+
+    It is a model that shares all modules of ``model`` but the first layers. Embeddings, masks and positions are
+    computed as usual.
+    """
+
+    def __init__(self, model: PreTrainedModel, count: int) -> None:
+        self._output: Any = None  # of the first layers
+        layers = [*_layers_of(model)]
+        self._model = _with_layers(model, [_Computed(one, self) for one in layers[:count]] + layers[count:])
+
+    @contextlib.contextmanager
+    def after(self, outputs: Sequence[Any]) -> Iterator[PreTrainedModel]:
+        """Lend the model, whose first layers gave ``outputs``, the next tokens each: (..., batch, nodes, width)."""
+        states = [output if isinstance(output, Tensor) else output[0] for output in outputs]
+        joined, last = torch.cat(states, dim=-2), outputs[-1]
+        self._output = joined if isinstance(last, Tensor) else (joined, *last[1:])
+        try:
+            yield self._model
+        finally:
+            self._output = None
+
+    @property
+    def output(self) -> Any:
+        """Return what the first layers gave."""
+        return self._output
+
+
+class _Computed(nn.Module):
+    """Stands for a ``layer`` that has run: returns the output of the first layers, whatever it is given.
+
+    A model may ask it for attributes of the layer. No hooks are called.
+    """
+
+    def __init__(self, layer: nn.Module, others: OtherLayers) -> None:
+        super().__init__()
+        vars(self).update(_of=(layer, others), training=layer.training)  # in a tuple: it is no module of this one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_of"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the first layers."""
+        return vars(self)["_of"][1].output
+
+
+def _begins(tokens: Tensor, drafted: Tensor) -> bool:
+    """Tell whether ``tokens`` are the first columns of ``drafted`` itself: no value has to be asked of the device.
+
+    Other tensors have other places, because ``drafted`` is still there.
+    """
+    same_rows = len(tokens) == len(drafted) and tokens.stride() == drafted.stride()
+    return same_rows and tokens.device == drafted.device and tokens.data_ptr() == drafted.data_ptr()
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -53,13 +145,23 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
     Errors: a ValueError if the layers of ``model`` are not one list of modules.
     """
+    return _with_layers(model, [*_layers_of(model)][:count])
+
+
+def _with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> PreTrainedModel:
+    """Return a model of these ``layers``, which shares all other modules with ``model``."""
     *above, last = _path_to_layers(model)
-    shallow = module = _without_children(model)
+    changed = module = _without_children(model)
     for name in above:
         child = _without_children(module._modules[name])
         module._modules[name], module = child, child
-    module._modules[last] = nn.ModuleList(list(module._modules[last])[:count])
-    return cast(PreTrainedModel, shallow)
+    module._modules[last] = nn.ModuleList(layers)
+    return cast(PreTrainedModel, changed)
+
+
+def _layers_of(model: PreTrainedModel) -> Any:
+    """Return the list of the layers of the decoder of ``model``."""
+    return model.get_submodule(".".join(_path_to_layers(model)))
 
 
 def _without_children(module: Any) -> Any:
@@ -110,10 +212,7 @@ def _why_no_exit(model: PreTrainedModel, count: int) -> str | None:
 
 def passing_on(model: PreTrainedModel, count: int) -> contextlib.AbstractContextManager[None]:
     """Let the layers of ``model`` after the first ``count`` return what they are given."""
-    layers: Any = model
-    for name in _path_to_layers(model):
-        layers = layers._modules[name]
-
+    layers = _layers_of(model)
     given: dict[nn.Module, Tensor] = {}
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -123,3 +222,32 @@ def passing_on(model: PreTrainedModel, count: int) -> contextlib.AbstractContext
         return given[module] if isinstance(output, Tensor) else (given[module], *output[1:])
 
     return hooked(list(layers)[count:], before, after)
+
+
+def can_reuse(model: PreTrainedModel, count: int) -> bool:
+    """Tell whether the layers after the first ``count`` need nothing of them but their output and the cache.
+
+    It is tried once. Hooks of other packages have to see every layer run.
+    """
+    return not (model.training or model.device.type == "meta" or foreign_hooks(model)) and _reuses(model, count)
+
+
+@tried_once
+def _reuses(model: PreTrainedModel, count: int) -> bool:
+    """Compare a chain that is scored after its first layers, and a token after it, with a forward without a cache."""
+    ids = tokens_for(model, 1, PROBE_TOKENS).to(input_device(model))
+    runner = ModelRunner(model)
+    try:
+        expected = model(input_ids=ids, use_cache=False).logits[:, 4:]
+        runner.prefill_tokens(ids[:, :4], torch.ones_like(ids[:, :4]))
+        layers, proposal = FirstLayers(runner, count, reuses=True), Proposal.path(ids[:, 4:7])
+        with layers.drafting() as first:
+            for column in (4, 5):
+                first.score_nodes(ids[:, column : column + 1])
+        layers.hand_over(proposal)
+        logits = runner.score(proposal).logits
+        runner.commit(torch.zeros_like(ids[:, :0]), [3], in_place=True)
+        logits = torch.cat([logits, runner.extend(ids[:, 7:]).logits], dim=1)
+    except Exception:  # whatever an unforeseen architecture makes of layers that have run
+        return False
+    return bool(difference(logits, expected).max() <= EXIT_TOLERANCE.get(precision(model), 1e-3))

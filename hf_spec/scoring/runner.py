@@ -149,6 +149,8 @@ class ModelRunner:
         self._finished: _FinishedRows | None = None  # rows to be read once more with the next proposal
         self.most_new_tokens: int | None = None  # that any row may get; set before the prefill
         self._undo_prompt: Callable[[], None] | None = None  # restores the cache to its state before the prompt
+        # Scores a proposal of which a draft has run the first layers, or returns ``None`` for any other.
+        self.begun: Callable[[Proposal], Scores | None] | None = None
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -328,6 +330,9 @@ class ModelRunner:
 
     def score(self, proposal: Proposal) -> Scores:
         """Score the root and the draft tokens of ``proposal``, in one forward for all rows and nodes."""
+        begun, self.begun = self.begun, None
+        if begun is not None and (scores := begun(proposal)) is not None:
+            return scores
         return self.score_nodes(proposal.tokens, None if proposal.is_chain else proposal.ancestors)
 
     def score_nodes(self, tokens: Tensor, ancestors: Tensor | None = None, depth: int | None = None) -> Scores:

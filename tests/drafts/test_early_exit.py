@@ -30,7 +30,8 @@ from hf_spec import (
     Speculator,
 )
 from hf_spec.drafts.trees import grow
-from hf_spec.scoring.early_exit import first_layers, passing_on, why_no_early_exit
+from hf_spec.scoring.early_exit import OtherLayers, can_reuse, first_layers, passing_on, why_no_early_exit
+from hf_spec.scoring.hooks import hooked
 
 NEW = 20
 STATIC_TREE = SpeculationConfig(tree=[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -207,23 +208,107 @@ def test_a_replaced_forward_of_the_whole_model_is_not_that_of_its_first_layers()
     exits(target, prompts(2), speculator=Watched(2))
 
 
-def test_the_prompt_is_read_once_and_the_last_layers_only_score() -> None:
+# --- What the first layers have computed -----------------------------------------------------------------------------
+
+
+def read_by(target: Any, modules: dict[str, nn.Module], batch: int = 1, **options: Any) -> tuple[Any, dict[str, int]]:
+    """Generate, and count the tokens that each of ``modules`` reads."""
+    read, names = dict.fromkeys(modules, 0), {module: name for name, module in modules.items()}
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        read[names[module]] += args[0].shape[0] * args[0].shape[1]
+
+    with hooked(names, after=count):  # of this package, so that it asks for nothing
+        return exits(target, prompts(batch), return_dict_in_generate=True, **options), read
+
+
+UNTRIED = dataclasses.replace(CHAIN, self_check=False)
+
+
+@pytest.mark.parametrize("config", [CHAIN, UNTRIED, TREE], ids=["reused", "untried", "tree"])
+def test_the_prompt_is_read_once_and_so_are_draft_tokens_by_the_first_layers(config: SpeculationConfig) -> None:
+    target = build("llama")
+    exits(target, prompts(1), config)  # tries what has to be tried
+    layers = target.model.layers
+    parts = {"first": layers[0].mlp, "last": layers[3].mlp, "head": target.lm_head}
+    out, read = read_by(target, parts, speculation_config=config)
+    proposed, steps = out.speculation.proposed, out.speculation.steps
+    assert proposed and read["last"] == 13 + steps + proposed
+    if config is CHAIN:
+        assert read["first"] == read["last"]  # each token once
+    else:
+        assert read["first"] > read["last"]
+    if config.tree is None:  # the root and all draft tokens but the last one are drafted after
+        assert read["head"] == 1 + steps + proposed + proposed
+        assert config is CHAIN or read["first"] == read["last"] + proposed
+
+
+def test_another_hook_sees_every_layer_run() -> None:
     target, read = build("llama"), {0: 0, 3: 0}
     for number in read:
         target.model.layers[number].register_forward_hook(functools.partial(_count, read, number))
-    out = exits(
-        target,
-        prompts(1),
-        return_dict_in_generate=True,
-        speculation_config=SpeculationConfig(num_speculative_tokens=4, self_check=False),
-    )
-    proposed, steps = out.speculation.proposed, out.speculation.steps
-    assert read[3] == 13 + steps + proposed
-    assert read[0] == read[3] + proposed  # the root and all draft tokens but the last one
+    out = exits(target, prompts(1), return_dict_in_generate=True)
+    read.update(dict.fromkeys(read, 0))
+    out = exits(target, prompts(1), return_dict_in_generate=True)
+    assert read[0] == read[3] + out.speculation.proposed
 
 
 def _count(read: dict[int, int], number: int, module: nn.Module, args: Any, output: Any) -> None:
     read[number] += args[0].shape[1]
+
+
+REUSING = ("llama", "gpt2", "gemma3_text", "qwen2:swa", "vl:qwen2_vl")
+
+
+@pytest.mark.parametrize(("name", "layer", "batch"), each_value(REUSING, [1, 3], [1, 3]))
+def test_reused_states_give_the_same_text(name: str, layer: int, batch: int) -> None:
+    """The twin runs all layers over all draft tokens. Rows end at different times, so some are read once more."""
+    target, speculator = model(name), EarlyExitSpeculator(layer)
+    assert can_reuse(target, layer)
+    text = plain(target, prompts(batch))
+    options = {"eos_token_id": [int(text[0, -12]), int(text[-1, -5])], "return_dict_in_generate": True}
+    expected = plain(target, prompts(batch), **options)
+    for config, one in ((CHAIN, speculator), (UNTRIED, speculator), (CHAIN, HybridSpeculator(speculator))):
+        found = exits(target, prompts(batch), config, speculator=one, **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        for ours, theirs in zip(found.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            assert batch > 1 or torch.allclose(ours.keys, theirs.keys, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_reused_states_give_the_same_bits(batch: int) -> None:
+    """In the mode in which a row has the bits that it has alone."""
+    target, found = build("llama"), []
+    with hf_spec.invariant(target):
+        for config in (CHAIN, UNTRIED):
+            out = exits(target, prompts(batch), config, return_dict_in_generate=True, output_logits=True)
+            found.append(torch.stack(out.logits))
+        wanted = plain(target, prompts(batch), return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(*found) and torch.equal(found[0], torch.stack(wanted.logits))
+
+
+def test_states_of_another_token_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, after = build("llama"), OtherLayers.after
+    expected = plain(target, prompts(3))
+    assert torch.equal(exits(target, prompts(3)), expected)  # and what has to be tried is tried
+    monkeypatch.setattr(OtherLayers, "after", lambda self, outputs: after(self, [*outputs[1:], outputs[0]]))
+    assert not torch.equal(exits(target, prompts(3)), expected)
+    assert torch.equal(exits(target, prompts(3), UNTRIED), expected)
+    assert not can_reuse(build("llama"), 2)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_that_read_keys_of_earlier_ones_run_after_these(name: str) -> None:
+    """Their keys are passed on within a forward, and not in the cache."""
+    assert not can_reuse(model(name), 2) and why_no_early_exit(model(name), 2) is None
+
+
+def test_hidden_states_of_all_layers_are_returned() -> None:
+    options = {"output_hidden_states": True, "return_dict_in_generate": True}
+    expected, found = plain(model(), prompts(1), **options), exits(model(), prompts(1), **options)
+    for theirs, ours in zip(expected.hidden_states, found.hidden_states, strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert torch.allclose(one, other, atol=1e-4)
 
 
 # --- Distributions ---------------------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from ...policy.cost import ModelShape, shape_of
 from ...proposal import Proposal
 from ...scoring.architectures import keeps_own_states, why_unsupported
 from ...scoring.cache import has_states
-from ...scoring.early_exit import FirstLayers, first_layers, why_no_early_exit
+from ...scoring.early_exit import FirstLayers, can_reuse, first_layers, why_no_early_exit
 from ...scoring.plain import new_cache
-from ...scoring.runner import ModelRunner
 from ...settings import SpeculationConfig, is_int
 from ..base import AcceptedTokens, DraftContext, Drafter, Speculator
 from ..trees import grow
@@ -75,8 +74,10 @@ class EarlyExitSpeculator(Speculator):
                 f"{type(target).__name__} keeps recurrent states, which early exit would overwrite with those of "
                 f"draft tokens; {other}"
             )
-        if (config is None or config.self_check) and (reason := why_no_early_exit(target, layer)) is not None:
-            raise ValueError(f"{reason}; {other}")
+        if config is None or config.self_check:
+            if (reason := why_no_early_exit(target, layer)) is not None:
+                raise ValueError(f"{reason}; {other}")
+            can_reuse(target, layer)  # tried before the call, and remembered
 
     @property
     def profile_key(self) -> tuple[Hashable, ...]:
@@ -110,14 +111,17 @@ class EarlyExitSpeculator(Speculator):
                 "early exit drafts over the cache of the target, which this way of decoding does not lend; use "
                 "generate(..., speculator=...) with another draft, or 'ngram'"
             )
-        return EarlyExitDrafter(request, request.runner, self.layer_of(request.target))
+        layer = self.layer_of(request.target)
+        wants_states = request.runner.features.every  # of all layers, to return them
+        reuses = request.config.self_check and not wants_states and can_reuse(request.target, layer)
+        return EarlyExitDrafter(request, FirstLayers(request.runner, layer, reuses))
 
 
 class EarlyExitDrafter(Drafter):
-    """Runs the first layers of the target; it keeps nothing, because the target keeps all that they read."""
+    """Runs the first layers of the target, which keeps their keys, and goes on from their output."""
 
-    def __init__(self, request: DraftContext, runner: ModelRunner, layer: int) -> None:
-        self._request, self._first_layers = request, FirstLayers(runner, layer)
+    def __init__(self, request: DraftContext, layers: FirstLayers) -> None:
+        self._request, self._first_layers = request, layers
 
     def propose(self, accepted: AcceptedTokens, limit: int) -> Proposal:
         """Read the last accepted token, and grow a proposal after it."""
@@ -134,7 +138,9 @@ class EarlyExitDrafter(Drafter):
 
             after_root = self._log_probs(runner.score_nodes(root[:, None]).logits)[:, 0]
             asked = (request.config, limit, request.sample)
-            return grow(root, after_root, step, *asked, keep_drafting=request.keep_drafting)
+            proposal = grow(root, after_root, step, *asked, keep_drafting=request.keep_drafting)
+        self._first_layers.hand_over(proposal)
+        return proposal
 
     def _log_probs(self, logits: Tensor) -> Tensor:
         # The processors keep tensors where the prompt is.
