@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -133,6 +134,9 @@ def decode_with(
     decoding = Decoding(speculator, config, streamer, tokenizer)
     if num_speculative_tokens is not None:
         decoding.config = speculator.settings(config, num_speculative_tokens=num_speculative_tokens)
+    if model.config.is_encoder_decoder:  # whose encoder runs before the loop can refuse a draft
+        with refusing():
+            speculator.check(model, speculator.settings(decoding.config))
     return plain(model, **_with_stop_strings(model, kwargs, tokenizer) | {"custom_generate": decoding})
 
 
@@ -170,8 +174,7 @@ def refuse_other_ways(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
             "every process, which speculation cannot promise. Generate without `speculator`, or gather the model."
         )
     if model.config.is_encoder_decoder:
-        asked = (option(model, kwargs, name) for name in ("num_beams", "cache_implementation"))
-        refuse_before_encoding(model, *asked)
+        refuse_before_encoding(model, functools.partial(option, model, kwargs))
     refuse_cache(option(model, kwargs, "cache_implementation"))  # before transformers makes it
     if option(model, kwargs, "token_healing"):
         raise Refusal(

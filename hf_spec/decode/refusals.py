@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,24 +78,30 @@ def _refuse_options(model: PreTrainedModel, generation_config: GenerationConfig,
         raise _refusal(f"{type(model).__name__} decodes in a way of its own (it overrides _sample); drop `speculator`")
     if input_device(model).type == "meta":
         raise _refusal(f"{type(model).__name__} has no weights (device meta); load them with from_pretrained")
-    if (generation_config.num_beams or 1) > 1:
-        raise _refusal(_why_no_beams(int(generation_config.num_beams or 1)))
-    for name in OTHER_WAYS:
-        if getattr(generation_config, name, None):
-            instead = ", or pass speculator='early-exit'" if name == "assistant_early_exit" else ""
-            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`{instead}")
-    if generation_config.output_attentions:
-        raise _refusal(
-            "output_attentions: a block's attention looks different from that of single steps; set it to False"
-        )
+    asked = {"use_cache": False} if model_kwargs.get("use_cache") is False else {}
+    _refuse_asked(lambda name: asked.get(name, getattr(generation_config, name, None)), OTHER_WAYS)
     if drops_cache(model):
         raise _refusal(
             f"{type(model).__name__} is in training mode with activation checkpointing, which drops the cache (plain "
             "generate writes other text then, too); call model.eval() first"
         )
-    if generation_config.use_cache is False or model_kwargs.get("use_cache") is False:
-        raise _refusal("use_cache=False: draft tokens are scored over a cache; leave use_cache at True")
     refuse_cache(generation_config.cache_implementation)
+
+
+def _refuse_asked(asked: Callable[[str], Any], other_ways: Sequence[str]) -> None:
+    """Raise a ``Refusal`` for what ``asked(name)``, the options of a call, cannot go together with draft tokens."""
+    if (beams := asked("num_beams") or 1) > 1:
+        raise _refusal(_why_no_beams(int(beams)))
+    for name in other_ways:
+        if asked(name):
+            instead = ", or pass speculator='early-exit'" if name == "assistant_early_exit" else ""
+            raise _refusal(f"{name} is another way of decoding; drop it or drop `speculator`{instead}")
+    if asked("output_attentions"):
+        raise _refusal(
+            "output_attentions: a block's attention looks different from that of single steps; set it to False"
+        )
+    if asked("use_cache") is False:
+        raise _refusal("use_cache=False: draft tokens are scored over a cache; leave use_cache at True")
 
 
 def refuse_sharing(speculator: Speculator, model_kwargs: dict[str, Any]) -> None:
@@ -107,13 +113,16 @@ def refuse_sharing(speculator: Speculator, model_kwargs: dict[str, Any]) -> None
         )
 
 
-def refuse_before_encoding(model: PreTrainedModel, num_beams: int | None, implementation: str | None) -> None:
-    """Raise a ``Refusal`` for an encoder-decoder ``model`` that cannot be served, before its encoder runs."""
-    if (num_beams or 1) > 1:
-        raise _refusal(_why_no_beams(int(num_beams or 1)))
+def refuse_before_encoding(model: PreTrainedModel, asked: Callable[[str], Any]) -> None:
+    """Raise a ``Refusal`` for an encoder-decoder ``model`` that cannot be served, before its encoder runs.
+
+    ``asked(name)`` looks up an option of the call.
+    """
+    # The layer of an early exit belongs to a draft, which is refused by a reason of its own.
+    _refuse_asked(asked, [name for name in OTHER_WAYS if name != "assistant_early_exit"])
     if (reason := why_refused(model)) is not None:
         raise _refusal(f"{type(model).__name__} is not supported: {reason}; {_OWN_ASSISTANT}")
-    if implementation == "static":
+    if asked("cache_implementation") == "static":
         raise _refusal(f"the cache of {type(model).__name__} {STATIC_BESIDE_AN_ENCODER}")
 
 

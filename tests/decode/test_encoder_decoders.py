@@ -263,6 +263,16 @@ def test_beams() -> None:
     assert torch.equal(got, plain("t5", 1)[:, :5])
 
 
+def test_options_and_drafts_are_refused_before_the_source_is_read() -> None:
+    refused("use_cache=False: draft tokens are scored over a cache", use_cache=False)
+    refused("output_attentions: a block's attention", output_attentions=True, return_dict_in_generate=True)
+    refused("penalty_alpha is another way of decoding", penalty_alpha=0.6, top_k=4)
+    refused("early exit runs the first layers of decoder-only ones", speculator="early-exit")
+    eagle = hf_spec.AutoDraftModel.from_pretrained(hf_spec.demo.path("draft-eagle3"))
+    refused("reads hidden states of decoder-only targets", speculator=eagle)
+    refused("the draft is the target itself", speculator=target("t5"))
+
+
 def test_other_caches() -> None:
     refused("is static, which is served for decoder-only models alone", cache_implementation="static")
     static = EncoderDecoderCache(StaticCache(config=target("t5").config, max_cache_len=30), DynamicCache())
@@ -272,11 +282,6 @@ def test_other_caches() -> None:
 
 
 def test_drafts_that_cannot_serve() -> None:
-    eagle = hf_spec.AutoDraftModel.from_pretrained(hf_spec.demo.path("draft-eagle3"))
-    with pytest.raises(ValueError, match="reads hidden states of decoder-only targets"):
-        text("t5", 1, speculator=eagle)
-    with pytest.raises(ValueError, match="early exit runs the first layers of decoder-only ones"):
-        text("t5", 1, speculator="early-exit")
     llama = decoder_only("llama")
     with pytest.raises(TypeError, match="for another of its kind alone"):
         llama.generate(torch.tensor([[3]]), max_new_tokens=4, speculator=target("t5"))
