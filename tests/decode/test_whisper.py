@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import runpy
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import speech
 import torch
@@ -131,6 +133,23 @@ def test_the_cases_do_what_they_are_for() -> None:
             assert case != "silence" or {skip for _, skip in asked} == {True, False}
     assert (text > NO_TIMES).any() and len(set((text == END).sum(1).tolist())) > 1
     assert not torch.equal(plain(True, "translation", 1, 1), plain(True, "timestamps", 1, 1))
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_seed_gives_the_text_of_plain_fallbacks(kind: str) -> None:
+    """Windows are sampled, too: rows that fall back leave those that do not, and draw what they draw in plain."""
+    model, given, texts = target(False), sound(target(False), 3, 3.2), []
+    options = {**ENDS, **CASES["fallback"], "temperature": (0.0, 0.7, 1.0)}
+    ours = speculation(kind, False)
+    config = ours.get("speculation_config", SpeculationConfig(num_speculative_tokens=4))
+    exact = {
+        "speculator": ours["speculator"],
+        "speculation_config": dataclasses.replace(config, verification="exact"),
+    }
+    for more in ({}, {}, exact):
+        torch.manual_seed(3 + len(texts) % 2)
+        texts.append(model.generate(**given, **options, **more))
+    assert torch.equal(texts[2], texts[0]) and not torch.equal(texts[1], texts[0])
 
 
 def test_a_lost_rule_of_timestamps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,23 +374,47 @@ def test_the_pipeline_asks_for_beams(folder: Path) -> None:
 # --- Real weights ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("HF_SPEC_WHISPER" not in os.environ, reason="names no directory of a Whisper")
-@pytest.mark.parametrize("kind", ["n-grams", "draft"])
-def test_real_weights(kind: str) -> None:
-    """HF_SPEC_WHISPER is a directory of a Whisper, HF_SPEC_SPEECH a WAV file of speech; without it noise is heard."""
-    path = os.environ["HF_SPEC_WHISPER"]
-    transcribe = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "transcribe.py"))
+POOR_SPEECH = {"compression_ratio_threshold": 1.35, "logprob_threshold": -0.3}
+REAL: dict[str, dict[str, Any]] = {
+    "text": {},
+    "fallback": {"return_timestamps": True, **POOR_SPEECH, "temperature": (0.0, 0.0), "no_speech_threshold": 0.6},
+    "sampled fallback": {"return_timestamps": True, **POOR_SPEECH, "temperature": (0.0, 0.4, 0.8)},
+}
+
+
+@functools.cache
+def real() -> tuple[Any, Any, dict[str, Any], np.ndarray]:
+    """Load a Whisper, and read what is said to it."""
+    path, file = os.environ["HF_SPEC_WHISPER"], os.environ.get("HF_SPEC_SPEECH")
     model = AutoModelForSpeechSeq2Seq.from_pretrained(path, dtype=torch.float32).eval()
     extractor = AutoFeatureExtractor.from_pretrained(path)
-    file = os.environ.get("HF_SPEC_SPEECH")
-    heard = wave(40) if file is None else transcribe["read"](file, extractor.sampling_rate)
-    own = NgramSpeculator(history_size=10_000) if kind == "n-grams" else noisy_copy(model, seed=0, noise=0.01)
-    poor = {"temperature": (0.0, 0.0), "compression_ratio_threshold": 1.35, "logprob_threshold": -0.3}
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "transcribe.py"))
+    heard = wave(40) if file is None else example["read"](file, extractor.sampling_rate)
+    return model, extractor, example, heard
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("HF_SPEC_WHISPER" not in os.environ, reason="names no directory of a Whisper")
+@pytest.mark.parametrize("case", REAL)
+@pytest.mark.parametrize("recordings", ["short", "three short", "long", "two long"])
+def test_real_weights(recordings: str, case: str) -> None:
+    """HF_SPEC_WHISPER is a directory of a Whisper, HF_SPEC_SPEECH a WAV file of speech; without it noise is heard.
+
+    The draft is the target with noise, so that a draft token costs as much as a plain step.
+    """
+    model, extractor, example, heard = real()
     short, half = heard[: 16000 * 20], heard[: len(heard) // 2]
-    for recordings in ([short], [short, short[: 16000 * 7], short[16000 * 3 :]], [heard], [heard, half]):
-        given = transcribe["features"](extractor, recordings, extractor.chunk_length)
-        for more in ({}, {"return_timestamps": True, **poor, "no_speech_threshold": 0.6}):
-            call = given | {"return_timestamps": len(heard) > 16000 * 30 or None, "num_beams": 1, **more}
-            want = model.generate(**call)
-            assert torch.equal(model.generate(**call, speculator=own, num_speculative_tokens=4), want)
+    given = {
+        "short": [short],
+        "three short": [short, short[: 16000 * 7], short[16000 * 3 :]],
+        "long": [heard],
+        "two long": [heard, half],
+    }[recordings]
+    call = example["features"](extractor, given, extractor.chunk_length) | {"num_beams": 1}
+    call |= {"return_timestamps": len(heard) > 16000 * 30 or None, **REAL[case]}
+    exact = SpeculationConfig(num_speculative_tokens=4, verification="exact")  # a seed gives plain's text
+    texts = []
+    for own in (None, NgramSpeculator(history_size=10_000), noisy_copy(model, seed=0, noise=0.01)):
+        torch.manual_seed(0)
+        texts.append(model.generate(**call, **({"speculator": own, "speculation_config": exact} if own else {})))
+    assert torch.equal(texts[1], texts[0]) and torch.equal(texts[2], texts[0])
