@@ -5,27 +5,81 @@
 
 Each seed chooses its own stories, the same for all drafts. Their beginnings are the prompts. Figures are means over
 the seeds with their standard errors: τ, the tokens per forward of the target, in chains and trees, greedily and at
-temperature 1. The last column is the time of a proposal for one sequence, which needs a quiet machine.
+temperature 1. The last columns are of a proposal for one sequence: its operators, how many of them are products of
+matrices or attention, and its time, which needs a quiet machine.
+
+`--raw FILE` keeps the figures of each draft, and the same command goes on where it was stopped. `--read` writes the
+table of such a file. `--only-speed` measures only the last columns, in a minute.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
+from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_speed import machine
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import demo
+from hf_spec.whole_files import write_files
 
 CHAINS: dict[str, Any] = {"tree": None}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 BATCH = 16
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "scaled_dot_product", "mkldnn_linear")
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators of torch that run, by name, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **kwargs or {})
+
+
+def counted(target: Any, draft: Any, ids: torch.Tensor, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Count the operators of a proposal, as the mean over the steps of one story."""
+    operators, steps, original = Operators(), 0, draft.drafter
+
+    def drafter(request: Any) -> Any:
+        made = original(request)
+        propose = made.propose
+
+        @functools.wraps(propose)
+        def proposed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            with operators:
+                return propose(*args, **kwargs)
+
+        made.propose = proposed
+        return made
+
+    draft.drafter = drafter
+    try:
+        measured(target, draft, ids[:1], options, shape=CHAINS, temperature=0.0, batch=1)
+    finally:
+        del draft.drafter
+    products = sum(count for name, count in operators.found.items() if name.strip("_").startswith(PRODUCTS))
+    return {
+        "operators per proposal": [sum(operators.found.values()) / steps],
+        "products": [products / steps],
+    }
 
 
 def shapes(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -71,24 +125,30 @@ def compare(name: str, target: Any, tokenizer: Any, options: argparse.Namespace)
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         ids = prompts(stories, tokenizer, options, seed)
-        for shape, given in shapes(options).items():
+        for shape, given in {} if options.only_speed else shapes(options).items():
             for how, temperature in TEMPERATURES.items():
                 stats = measured(target, draft, ids, options, shape=given, temperature=temperature, batch=BATCH)
                 figures.setdefault(f"{shape}, {how}", []).append(stats.mean_accepted_length)
+        if not seed:
+            figures |= counted(target, draft, ids, options)
         alone = measured(target, draft, ids[:4], options, shape=CHAINS, temperature=0.0, batch=1)
         figures.setdefault("ms per proposal", []).append(1000 * alone.propose_seconds / alone.steps)
     return figures
 
 
 def cell(values: list[float]) -> str:
-    """Write mean and standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.2f} ± {error:.2f}"
+    """Write mean and standard error, or a single value."""
+    if len(values) == 1:
+        return f"{values[0]:.4g}"
+    return f"{statistics.mean(values):.2f} ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stories", type=Path, required=True, help="a text in each line")
+    parser.add_argument("--stories", type=Path, help="a text in each line")
+    parser.add_argument("--raw", type=Path, help="file that keeps the figures; drafts that it has are not run again")
+    parser.add_argument("--read", action="store_true", help="run nothing; write the table of the raw file")
+    parser.add_argument("--only-speed", action="store_true", help="no τ, only operators and time of a proposal")
     parser.add_argument(
         "--drafts", nargs="+", default=list(demo.MODELS[2:]), help="names of the family, or directories"
     )
@@ -103,14 +163,35 @@ def main() -> None:
     parser.add_argument("--tree-topk", type=int, default=4, help="children of a node")
     options = parser.parse_args()
 
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(demo.path())
-    target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
-    for number, name in enumerate(options.drafts):
-        figures = compare(name, target, tokenizer, options)
-        if not number:
-            print("| |", " | ".join(figures), "|\n|" + "---|" * (1 + len(figures)))
-        print(f"| `{name}` |", " | ".join(map(cell, figures.values())), "|", flush=True)
+    if not (options.stories or options.read):
+        parser.error("give the texts whose beginnings are the prompts: --stories WORK/validation.jsonl")
+    found: dict[str, Any] = {"drafts": {}}
+    if options.raw and options.raw.exists():
+        found = json.loads(options.raw.read_text(encoding="utf-8"))
+    if not options.read:
+        torch.set_num_threads(1)
+        tokenizer = AutoTokenizer.from_pretrained(demo.path())
+        target = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
+        for name in options.drafts:
+            if Path(name).name in found["drafts"]:
+                continue
+            found["drafts"][Path(name).name] = compare(name, target, tokenizer, options)
+            found["made_from"] = machine() | {"date": f"{datetime.now(UTC):%d %B %Y}"}
+            if options.raw:
+                write_files({options.raw.name: json.dumps(found, indent=1) + "\n"}, options.raw.absolute().parent)
+    print(table(found["drafts"]))
+
+
+def table(drafts: dict[str, dict[str, list[float]]]) -> str:
+    """Write the figures of the drafts as Markdown, those that the first one has."""
+    names = list(next(iter(drafts.values())))
+    lines = [f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}"]
+    return "\n".join(
+        [
+            *lines,
+            *(f"| `{one}` | {' | '.join(cell(found[name]) for name in names)} |" for one, found in drafts.items()),
+        ]
+    )
 
 
 if __name__ == "__main__":

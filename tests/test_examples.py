@@ -203,15 +203,22 @@ def test_drafts_of_the_demo_family_are_compared(
     stories.write_text("\n".join(json.dumps({"text": f"{story} {i}"}) for i in range(3)), encoding="utf-8")
     options = ["--count", "2", "--seeds", "2", "--prompt-length", "12", "--new-tokens", "16"]
     drafts = ["--drafts", "draft-dspark", "draft-medusa"]
-    monkeypatch.setattr("sys.argv", ["compare", "--stories", str(stories), *drafts, *options])
-    runpy.run_path(str(ROOT / "examples" / "compare_demo_drafts.py"), run_name="__main__")
-    header, _, *rows = capsys.readouterr().out.splitlines()
+    raw = ["--raw", str(tmp_path / "raw.json")]
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for given in (["--stories", str(stories), *drafts, *options], ["--read"]):
+        monkeypatch.setattr("sys.argv", ["compare", *raw, *given])
+        runpy.run_path(str(ROOT / "examples" / "compare_demo_drafts.py"), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:4] == printed[4:]  # the raw file says the same
+    assert set(json.loads((tmp_path / "raw.json").read_text())) == {"drafts", "made_from"}
+    header, _, *rows = printed[:4]
     chains, trees = ([f"{shape}, {how}" for how in ("greedy", "temperature 1")] for shape in ("chains", "trees of 12"))
-    assert [name.strip() for name in header.split("|")[2:-1]] == [*chains, *trees, "ms per proposal"]
+    counts = ["operators per proposal", "products"]
+    assert [name.strip() for name in header.split("|")[2:-1]] == [*chains, *trees, *counts, "ms per proposal"]
     assert [row.split("`")[1] for row in rows] == ["draft-dspark", "draft-medusa"]
     for row in rows:
         figures = [float(cell.split("±")[0]) for cell in row.split("|")[2:-1]]
-        assert min(figures[:4]) > 1 and figures[4] > 0
+        assert min(figures[:4]) > 1 and figures[4] > figures[5] > 0 and figures[6] > 0
 
 
 @pytest.mark.slow
