@@ -214,6 +214,12 @@ class SpeculationStats:
         """Add the time spent inside to ``propose_seconds``, ``target_seconds`` or ``verify_seconds``."""
         return _Timer(self, part)
 
+    def lap(self, part: Part, since: float) -> float:
+        """Add the time ``since`` then to that of ``part``, and return the time now: cheaper than ``timed``."""
+        now = self._now()
+        self.book(part, now - since)
+        return now
+
     def book(self, part: Part, seconds: float) -> None:
         """Add ``seconds`` to ``propose_seconds``, ``target_seconds`` or ``verify_seconds``."""
         name = f"{part}_seconds"

@@ -175,13 +175,14 @@ class Call:
         try:
             with self.target.plain_steps() as score:
                 while True:
-                    with self.stats.timed("target"):
-                        scores = score(proposal)
-                    with self.stats.timed("verify"):
-                        result = self._verify(proposal, scores)
-                        assert result is not None  # there is no draft token to blame
-                        self._commit(proposal, scores, result)
-                        emitted.append(result.emitted)
+                    now = time.perf_counter()
+                    scores = score(proposal)
+                    now = self.stats.lap("target", now)
+                    result = self._verify(proposal, scores)
+                    assert result is not None  # there is no draft token to blame
+                    self._commit(proposal, scores, result)
+                    emitted.append(result.emitted)
+                    self.stats.lap("verify", now)
                     self._observe(proposal, result, start, usual)
                     usual = True
                     if len(self.sequences.rows) < len(self.rows):
@@ -226,13 +227,13 @@ class Call:
     def _propose(self, accepted: AcceptedTokens) -> tuple[float, Proposal]:
         """Let the drafter propose after ``accepted``; return when that began, and the proposal."""
         start = time.perf_counter()
-        with self.stats.timed("propose"):
-            remaining_tokens = self.sequences.remaining_tokens(self.rows)
-            limit = min(self.policy.longest, max(remaining_tokens))
-            proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
-            if proposal.max_depth:
-                proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
-            self._align(proposal)
+        remaining_tokens = self.sequences.remaining_tokens(self.rows)
+        limit = min(self.policy.longest, max(remaining_tokens))
+        proposal = self.ranks.broadcast_proposal(self.drafter.propose(accepted, limit))
+        if proposal.max_depth:
+            proposal = self.target.clip(proposal.truncate_rows(remaining_tokens), min(self.policy.planned, limit))
+        self._align(proposal)
+        self.stats.lap("propose", start)
         return start, proposal
 
     def _step(

@@ -97,7 +97,7 @@ class Sequences:
         text = self.ids if self.stops.reads_text else self._ids
         kept, going_on = [], []
         ends = self.stops.first_stop(text, before, emitted)
-        if all(end is None for end in ends):  # as in most steps
+        if ends.count(None) == len(ends):  # as in most steps
             kept = list(map(len, emitted))
             for row, old, count in zip(self.rows, before, kept, strict=True):
                 self.lengths[row] = old + count

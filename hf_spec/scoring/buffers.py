@@ -103,6 +103,11 @@ class SlotBuffer:
         assert self.data is not None
         return self.data.transpose(1, self.dim)
 
+    @property
+    def small_columns(self) -> int:
+        """Return how many columns take at most ``SMALL_BUFFER`` bytes."""
+        return 0 if self.data is None else SMALL_BUFFER * self.data.shape[self.dim] // max(1, self.data.nbytes)
+
     def adopt(self, states: Tensor, start: int) -> None:
         """Use ``states``, which begin at column ``start``, as the data."""
         self.data, self.start = states, start

@@ -16,6 +16,7 @@ only the columns that some row can still see.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -126,7 +127,7 @@ class TreeKVCache(Cache):
         """Tell whether some layers attend to the states of an encoder."""
         return self._crossing is not None
 
-    @property
+    @functools.cached_property
     def is_linear(self) -> list[bool]:
         """Tell which layers keep only a state: transformers sizes its masks by the first other one."""
         return [not layer.keeps_slots for layer in self.layers]

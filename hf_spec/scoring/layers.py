@@ -27,6 +27,8 @@ from ..versions import DummyLayer, indexer_positions
 from . import buffers
 from .buffers import SequenceLengths, SlotBuffer
 
+NOT_FULL = -1  # no number of columns
+
 
 class Layer:
     """The interface of the layers of a ``TreeKVCache``; this base class keeps nothing per token.
@@ -118,6 +120,8 @@ class SlotLayer(Layer, CacheLayerMixin):
     is_sliding = False
     slot_dims: ClassVar[dict[str, int]] = {"keys": 2, "values": 2}  # the slot dimension of each tensor
     cut_dims: ClassVar[dict[str, int]] = slot_dims
+    # Where both buffers have as many columns as are used, this number, and up to how many columns they are small.
+    _full_to, _small_to = NOT_FULL, 0
 
     @classmethod
     def adopt(cls, layer: Any, rows: SequenceLengths) -> Self:
@@ -151,11 +155,22 @@ class SlotLayer(Layer, CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the states of new nodes, and return all columns that a query may need."""
+        rows, keys, values = self.rows, self.buffers["keys"], self.buffers["values"]
+        end, is_in_graph = rows.longest + rows.draft_nodes, torch.compiler.is_compiling()
+        if not is_in_graph and self._small_to >= end == self._full_to and rows.equal_lengths:
+            # What ``SlotBuffer.write`` does with small buffers, in fewer instructions: plain steps have to be cheap.
+            self.keys = keys.data = torch.cat((keys.data, key_states), 2)  # type: ignore[arg-type]
+            self.values = values.data = torch.cat((values.data, value_states), 2)  # type: ignore[arg-type]
+            self._full_to = end + key_states.shape[2]
+            return self.keys, self.values
         self.is_initialized, first = True, self.first
-        keys = self.buffers["keys"].write(key_states, self.rows, first)
-        values = self.buffers["values"].write(value_states, self.rows, first)
-        self.keys, self.values = keys, values  # some models check whether a layer has any
-        return keys, values
+        self.keys = keys.write(key_states, rows, first)  # some models check whether a layer has any
+        self.values = values.write(value_states, rows, first)
+        if not is_in_graph and self.window is None:
+            is_full = self.keys is keys.data and self.values is values.data  # neither is a view
+            self._full_to = end + key_states.shape[2] if is_full else NOT_FULL
+            self._small_to = min(keys.small_columns, values.small_columns)
+        return self.keys, self.values
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep ``rows`` only."""
@@ -164,6 +179,7 @@ class SlotLayer(Layer, CacheLayerMixin):
 
     def join(self, other: Self) -> None:
         """Append the rows of ``other`` with their committed slots."""
+        self._full_to = NOT_FULL
         for name, buffer in self.buffers.items():
             buffer.join(other.buffers[name], self.rows, other.rows)
         if other.is_initialized and not self.is_initialized:

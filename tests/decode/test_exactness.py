@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_spec import NgramSpeculator, SpeculationConfig, demo
 from hf_spec.scoring import buffers
 from hf_spec.scoring.architectures import keeps_own_states, why_unsupported
-from hf_spec.scoring.buffers import SlotBuffer
 from hf_spec.scoring.cache import TreeKVCache
 from hf_spec.scoring.kv_view import KVView
+from hf_spec.scoring.layers import SlotLayer
 from hf_spec.scoring.masks import TreeMask
 from hf_spec.scoring.names import CACHE
 from hf_spec.scoring.plain import new_cache
@@ -296,13 +296,16 @@ def test_small_buffers_are_copied_and_large_ones_written_in_place(
 ) -> None:
     """Rows of one length see the same columns either way, and where the one follows the other."""
     copied: list[int] = []  # bytes
-    append = SlotBuffer._append
+    update = SlotLayer.update
 
-    def watch(buffer: SlotBuffer, data: Tensor, *args: Any) -> Tensor:
-        copied.append(data.nbytes)
-        return append(buffer, data, *args)
+    def watch(layer: SlotLayer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        before, end = layer.buffers["keys"].data, layer.rows.longest + layer.rows.draft_nodes - layer.first
+        keys, values = update(layer, *args, **kwargs)
+        if keys is layer.buffers["keys"].data and before is not None:
+            copied.append(before.nbytes * end // before.shape[2])
+        return keys, values
 
-    monkeypatch.setattr(SlotBuffer, "_append", watch)
+    monkeypatch.setattr(SlotLayer, "update", watch)
     monkeypatch.setattr(buffers, "SMALL_BUFFER", small)
     assert mistakes(build(name), (1, 3), turn=small % 3) == []
     assert bool(copied) == bool(small)
