@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,7 @@ class _Kind:
 class Invariance(contextlib.AbstractContextManager["Invariance"]):
     """The mode of a model, on until ``close`` or the end of a ``with``; ``str()`` is one line for people.
 
+    Where several have opened it for one model, such as two threads, it is on until the last one closes it.
     ``products`` counts the linear layers by the numbers of rows that they compute at a time, and ``mixtures`` those of
     experts. ``threads`` are those of torch for which all was tried.
     """
@@ -63,19 +64,30 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
     mixtures: Counter[tuple[int, ...]] = field(default_factory=Counter)
     _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
     _adapters: Hashable = ()
+    # All that have opened the mode and not closed it. One that was dropped without closing holds up nobody.
+    _open: WeakSet[Invariance] = field(default_factory=WeakSet, repr=False)
 
     def close(self) -> None:
-        """End the mode: forwards are as they were before."""
+        """End the mode, unless others have it open: forwards are as they were before."""
         with _lock:
-            if (model := self.model()) is not None and _modes.get(model) is self:
-                del _modes[model]
-            self._restore()
+            if self in self._open:
+                self._open.remove(self)
+                if not self._open:
+                    self._end()
+
+    def _end(self) -> None:
+        self._open.clear()
+        model = self.model()
+        mode = None if model is None else _modes.pop(model, None)
+        (mode or self)._restore()
 
     def _restore(self) -> None:
         while self._undo:
             self._undo.pop()()
 
     def __enter__(self) -> Self:
+        if self not in self._open:
+            raise ValueError("this mode was closed; call hf_spec.invariant(model) again")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,15 +117,20 @@ def invariant(model: PreTrainedModel) -> Invariance:
     The products of the model are tried, and its forwards compared bit by bit, before anything else runs. That takes
     some forwards.
 
-    Errors: a ValueError if the model computes anything that depends on the other rows; it names the module.
+    Errors: a ValueError if the model computes anything that depends on the other rows; it names the module. A
+    TypeError for what is no model of transformers.
     """
     network = base_model(model)
+    if not isinstance(network, PreTrainedModel):
+        raise TypeError(f"invariant takes a model of transformers, the target, and this is a {type(model).__name__}")
     with _lock:
         if (known := _modes.get(network)) is not None:
-            return Invariance(known.model, known.threads, known.products, known.mixtures)
-        mode = Invariance(weakref.ref(network), torch.get_num_threads())
-        _begin(mode, network)
-        _modes[network] = mode
+            mode = Invariance(known.model, known.threads, known.products, known.mixtures, _open=known._open)
+        else:
+            mode = Invariance(weakref.ref(network), torch.get_num_threads())
+            _begin(mode, network)
+            _modes[network] = mode
+        mode._open.add(mode)
         return mode
 
 
@@ -127,7 +144,7 @@ def _begin(mode: Invariance, model: Any) -> None:
             check_bits(model)
             mode._adapters = active_adapters(model)
     except BaseException:
-        mode.close()
+        mode._end()
         raise
 
 

@@ -402,3 +402,28 @@ def test_rows_are_padded_and_split(count: int) -> None:
     assert torch.equal(found, states * 2)
     assert count == 0 or set(called) <= {4, 16, 64}
     assert rows.MOST == 64
+
+
+def test_the_mode_lasts_until_the_last_of_several_closes_it() -> None:
+    model = target()
+    first, second = hf_spec.invariant(model), hf_spec.invariant(model)
+    first.close()
+    first.close()
+    assert mode.is_invariant(model), "another thread may be in the middle of a call"
+    with pytest.raises(ValueError, match="this mode was closed"), first:
+        pass
+    second.close()
+    assert not mode.is_invariant(model) and not any("forward" in vars(one) for one in model.modules())
+    first, dropped = hf_spec.invariant(model), hf_spec.invariant(model)
+    del dropped
+    gc.collect()
+    first.close()
+    assert not mode.is_invariant(model), "one that was never closed holds up nobody"
+
+
+@pytest.mark.parametrize(
+    "given", [3, None, nn.Linear(3, 3), hf_spec.NgramSpeculator()], ids=lambda one: type(one).__name__
+)
+def test_what_is_no_model_is_refused_by_name(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"takes a model of transformers.* a {type(given).__name__}"):
+        hf_spec.invariant(given)
