@@ -342,11 +342,16 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config:
     """Let ``module`` compute ``sizes`` of rows at a time; return what undoes that."""
     own, kind = module.__dict__.get("forward"), type(module)
     weight, way = type(module._parameters.get("weight")), way_of_experts(config)
+    dtype = getattr(module._parameters.get("weight"), "dtype", None)
     compute_rows: Any = mixture_in_sizes if is_mixture(module) else in_sizes
 
     def forward(self: nn.Module, states: Tensor) -> Any:
         if type(self._parameters.get("weight")) is not weight:
             raise ValueError("a weight was packed or unpacked while the model is invariant; do that before")
+        if (now := getattr(self._parameters.get("weight"), "dtype", None)) is not dtype:
+            raise ValueError(
+                f"weights of {dtype} became {now} while the model is invariant; close the mode before that"
+            )
         if torch.get_num_threads() != threads:
             raise ValueError(
                 f"torch has {torch.get_num_threads()} threads, and the model was made invariant with {threads}; set "

@@ -284,6 +284,9 @@ def test_weights_and_threads_stay_as_they_were_tried() -> None:
         finally:
             torch.set_num_threads(before)
         model.generate(**inputs, **OPTIONS)
+        model.bfloat16()
+        with pytest.raises(ValueError, match=r"torch.float32 became torch.bfloat16"):
+            model.generate(**inputs, **OPTIONS)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
