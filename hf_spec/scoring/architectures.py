@@ -61,12 +61,15 @@ def arguments_of(model: nn.Module) -> Collection[str]:
     if "forward" in vars(model):
         return inspect.signature(model.forward).parameters
     kind: Any = type(model)  # type checkers take the hash of a class for that of its instances
-    return _arguments_of(kind)
+    return _arguments_of(kind, kind.forward)
 
 
 @functools.lru_cache(maxsize=64)
-def _arguments_of(kind: Any) -> Collection[str]:
-    """Name the arguments of a class's forward, and of its base's where it passes on ``**kwargs`` without a cache."""
+def _arguments_of(kind: Any, forward: Any) -> Collection[str]:
+    """Name the arguments of a class's forward, and of its base's where it passes on ``**kwargs`` without a cache.
+
+    ``forward`` is that of the class: somebody may replace it there.
+    """
     names: list[str] = []
     for forward in (vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)):
         parameters = inspect.signature(forward).parameters

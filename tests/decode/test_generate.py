@@ -33,6 +33,7 @@ import hf_spec
 from hf_spec import DraftContext, Drafter, NgramSpeculator, SpeculationConfig, SpeculativeDecoding, pure
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.scoring.adapters import base_model
+from hf_spec.scoring.architectures import arguments_of
 from hf_spec.scoring.hooks import mark_as_ours
 from hf_spec.scoring.names import CACHE
 from hf_spec.training import evaluation, new_draft
@@ -409,6 +410,14 @@ def test_a_forward_that_names_no_arguments(name: str) -> None:
             for speculator in (Oracle(plain), draft(name)):
                 out = greedy(model, prompts(*batch), speculator=speculator, speculation_config=shape)
                 assert torch.equal(out, plain)
+
+
+def test_a_forward_that_is_replaced_on_its_class_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", lambda *args, **kwargs: None)
+        assert "position_ids" not in arguments_of(model)
+    assert "position_ids" in arguments_of(model)
 
 
 def test_inference_mode(model: PreTrainedModel) -> None:

@@ -77,8 +77,8 @@ def decode(kind: str, number: int, profile: Profile, machine: str, seed: int) ->
         if kind == "n-grams":
             found, agreed = looked_up(number)[done]
             chain = found[:room]
-            chances = lookups.survival(0, ids[:done], tuple(chain), agreed)
-            plan = policy.plan(1, [Estimate(DraftSource.NGRAM, [chances])])
+            survival = lookups.survival(0, ids[:done], tuple(chain), agreed)
+            plan = policy.plan(1, [Estimate(DraftSource.NGRAM, [survival])])
             length = min(plan.length, len(chain))
             right = acceptance.num_accepted(chain[:length], ids[done:])
         else:
@@ -139,7 +139,7 @@ def without(rule: str) -> Iterator[None]:
         line = cost._on_line
         put(cost, "_on_line", lambda times, weights, plain: line(times, weights, 0.0 if len(times) > 1 else plain))
     elif rule == "match length":
-        put(Lookups, "chances", lambda self, _row, _text, chain, _: by_position(self._acceptance, len(chain)))
+        put(Lookups, "survival", lambda self, _row, _text, chain, _: by_position(self._acceptance, len(chain)))
     elif rule:
         raise ValueError(rule)
     try:
