@@ -9,18 +9,20 @@ or ``=apple`` for one that has no float64, as Apple's have none.
 from __future__ import annotations
 
 import os
+import time
 import types
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import load
+from torch.utils.cpp_extension import get_default_build_root, load
 
 from hf_spec import sampling
 
 NAME = "simulated"
 WANTED = "HF_SPEC_SIMULATED_DEVICE"
 APPLE = "apple"
+LONGEST_BUILD = 600  # seconds
 
 _kernels: Any = None
 
@@ -33,13 +35,24 @@ def is_wanted() -> bool:
 def make() -> None:
     """Let ``torch.device("simulated")`` be a device. The first process compiles it, which takes half a minute."""
     global _kernels
-    _kernels = load("simulated_device", [str(Path(__file__).with_suffix(".cpp"))], extra_cflags=["-O0", "-w"])
+    sources = [str(Path(__file__).with_suffix(".cpp"))]
+    _kernels = load("simulated_device", sources, extra_cflags=["-O0", "-w"], build_directory=str(_build_directory()))
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.utils.generate_methods_for_privateuse1_backend()
     if os.environ[WANTED] == APPLE:
         _kernels.refuse_float64()
         sampling.WITHOUT_FLOAT64 += (NAME,)
+
+
+def _build_directory() -> Path:
+    """Return where the device is compiled, without the lock of a killed process: torch waits for it forever."""
+    directory = Path(get_default_build_root()) / f"simulated_device-{torch.__version__}"
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = directory / "lock"
+    if lock.exists() and time.time() - lock.stat().st_mtime > LONGEST_BUILD:
+        lock.unlink(missing_ok=True)
+    return directory
 
 
 def take_waits() -> list[str]:
