@@ -84,18 +84,18 @@ def load_own(name: str, drafts: str) -> Models:
 
 @dataclass
 class Run:
-    """What a call has written so far, and when. ``guessed`` tells which tokens were draft tokens, if it is known."""
+    """What a call has written so far, and when. ``drafted`` tells which tokens were draft tokens, if it is known."""
 
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    guessed: list[bool] | None = None
+    drafted: list[bool] | None = None
     accepted_length: float | None = None
 
     def until(self, elapsed: float) -> Run:
         """Return what was there after ``elapsed`` seconds."""
         count = sum(one <= elapsed for one in self.seconds)
-        guessed = None if self.guessed is None else self.guessed[:count]
-        return Run(self.tokens[:count], self.seconds[:count], guessed, self.accepted_length)
+        drafted = None if self.drafted is None else self.drafted[:count]
+        return Run(self.tokens[:count], self.seconds[:count], drafted, self.accepted_length)
 
 
 class Clock(BaseStreamer):
@@ -137,7 +137,7 @@ def streamed(models: Models, inputs: BatchEncoding, options: dict[str, Any]) -> 
             more = {"streamer": Clock(run, signs), "stopping_criteria": criteria, "return_dict_in_generate": True}
             out = models.target.generate(**inputs, **options, **more)
             if (stats := getattr(out, "speculation", None)) is not None:
-                run.guessed, run.accepted_length = stats.per_row[0].guessed, stats.mean_accepted_length
+                run.drafted, run.accepted_length = stats.per_row[0].drafted, stats.mean_accepted_length
             signs.put(StopIteration)
         except Exception as error:  # shown where somebody waits
             signs.put(error)
@@ -197,9 +197,9 @@ def encoded(models: Models, prompt: str) -> BatchEncoding:
 def text_of(models: Models, run: Run) -> str:
     """Return the text as HTML, accepted draft tokens coloured."""
     special = set(models.tokenizer.all_special_ids)
-    pairs = zip(run.tokens, run.guessed or [False] * len(run.tokens), strict=True)
+    pairs = zip(run.tokens, run.drafted or [False] * len(run.tokens), strict=True)
     kept = [(token, is_draft) for token, is_draft in pairs if token not in special]
-    row = RowStats(tokens=[token for token, _ in kept], guessed=[is_draft for _, is_draft in kept])
+    row = RowStats(tokens=[token for token, _ in kept], drafted=[is_draft for _, is_draft in kept])
     parts = []
     for accepted, text in text_pieces(row, models.tokenizer):
         shown = html.escape(demo.mended(text) if models.is_demo else text)
@@ -212,8 +212,8 @@ def figures(run: Run) -> str:
     count = len(run.tokens)
     span = run.seconds[-1] if run.seconds else 0.0
     found = [f"{count} tokens"] + ([f"{count / span:.1f} tokens/s"] if span else [])
-    if run.guessed:
-        found.append(f"{sum(run.guessed)} accepted draft tokens")
+    if run.drafted:
+        found.append(f"{sum(run.drafted)} accepted draft tokens")
     if run.accepted_length is not None:
         found.append(f"{run.accepted_length:.2f} tokens a step in the whole text")
     return " · ".join(found)

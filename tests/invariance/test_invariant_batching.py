@@ -8,7 +8,6 @@ import pytest
 import torch
 from architectures import build
 from batches import batching, flawed, greedy, prompts_of, serve
-from test_generate_batch import quick_collection as quick_collection
 from test_invariance import short_blocks as short_blocks
 from transformers import PreTrainedModel
 from twins import CHAIN, TREE, noisy
