@@ -246,8 +246,9 @@ def table(found: dict[str, Any]) -> str:
                 cells.append(f"{result['accepted_length']:.3f}" if result["accepted_length"] else "no draft tokens")
                 texts += [a == b for a, b in zip(result["tokens"], one["ours"]["plain"], strict=True)]
             else:
-                cells.append("-" if result["error"] is None else "refused")
-                reasons += [] if result["error"] is None else [f"- {kind}, {way}: {result['error'][:400]}"]
+                error = " ".join((result["error"] or "").split())
+                cells.append("refused" if error else "-")
+                reasons += [f"- {kind}, {way}: {error[:200]}"] if error else []
         texts += [a == b for a, b in zip(one["ours"]["tokens"], one["ours"]["plain"], strict=True)]
         says = "; ".join(one.get("inspect") or []) or "reads it" if "inspect" in one else "-"
         same = f"{sum(texts)} of {len(texts)} as plain"
