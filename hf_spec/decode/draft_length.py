@@ -175,7 +175,7 @@ def _nodes(config: SpeculationConfig, length: int) -> int:
 def _shape_cost(config: SpeculationConfig, situation: Situation) -> ShapeCost:
     return ShapeCost(
         shape_of(situation.target),
-        functools.partial(situation.speculator.draft_work, situation.target),
+        situation.speculator.draft_work(situation.target),
         functools.partial(_nodes, config),
         situation.device.type != "cpu",
         situation.target.dtype in HALF,

@@ -12,7 +12,7 @@ Hidden states are those of the small model, followed by zeros. So drafts of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -96,9 +96,9 @@ class Narrowed(Speculator):
         """Return the draft's own settings."""
         return self.draft.defaults()
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List the draft's forwards."""
-        return self.draft.draft_work(self.small, length)
+        return self.draft.draft_work(self.small)
 
     def drafter(self, request: DraftContext) -> Drafter:
         """Start the draft, for which ``small`` is the target."""

@@ -343,10 +343,11 @@ class Speculator(ABC):
         """Name what step times and acceptance depend on besides the weights: drafts with one name share a profile."""
         return (type(self).__name__,)
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
-        """List the forwards that draft ``length`` tokens: by default one for each, none without weights."""
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
+        """Return a function that lists the forwards for so many draft tokens: one for each, none without weights."""
         network = network_of(self)
-        return [] if network is None else [shape_of(network)] * length
+        shapes = [] if network is None else [shape_of(network)]
+        return lambda length: shapes * length
 
     @property
     def source(self) -> DraftSource:

@@ -192,10 +192,11 @@ class BlockDraftModel(DraftModel):
         self.hidden_norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
         self.norm = norm(layers.hidden_size, eps=layers.rms_norm_eps)
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List one forward, in which each layer also computes keys of the context: as many operators as a layer's."""
         shape = shape_of(self)
-        return [replace(shape, layers=2 * shape.layers)] * min(length, 1)
+        shapes = [replace(shape, layers=2 * shape.layers)]
+        return lambda length: shapes * min(length, 1)
 
     def forward(
         self,

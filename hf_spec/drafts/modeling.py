@@ -337,9 +337,10 @@ class DraftModel(PreTrainedModel, Speculator):
         """Tell whether chains end where ``DraftContext.keep_drafting`` says so: on a CPU, where looking is free."""
         return self.ends_chains and self.device.type == "cpu"
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
-        """List forwards: one for each draft token of a draft that is fed its own output, else one for all."""
-        return [shape_of(self)] * (length if self.ends_chains else min(length, 1))
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
+        """List one forward for each draft token of a draft that is fed its own output, else one for all."""
+        shapes, is_fed = [shape_of(self)], self.ends_chains
+        return lambda length: shapes * (length if is_fed else min(length, 1))
 
     def defaults(self) -> SpeculationConfig:
         settings: SpeculationConfig = self.config.settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -134,8 +134,8 @@ class _Recording(Speculator):
     def profile_key(self) -> tuple[Hashable, ...]:
         return self.inner.profile_key
 
-    def draft_work(self, target: Any, length: int) -> Sequence[ModelShape]:
-        return self.inner.draft_work(target, length)
+    def draft_work(self, target: Any) -> Callable[[int], Sequence[ModelShape]]:
+        return self.inner.draft_work(target)
 
     @property
     def source(self) -> DraftSource:

@@ -355,7 +355,7 @@ def test_the_adaptive_length_with_a_seed_and_without() -> None:
         torch.manual_seed(5)
         texts.append(target.generate(**inputs, max_new_tokens=40, do_sample=True, speculator=EXITS))
     assert torch.equal(*texts)
-    whole, shallow = (one.draft_work(target, 2)[1] for one in (EarlyExitSpeculator(3), EXITS))
+    whole, shallow = (one.draft_work(target)(2)[1] for one in (EarlyExitSpeculator(3), EXITS))
     assert shallow.layers == 3 and shallow.parameters < whole.parameters
 
 

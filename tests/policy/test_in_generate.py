@@ -159,7 +159,7 @@ def test_what_drafting_takes() -> None:
     """Forwards by kind; the Markov head of DSpark reads each draft token after the block."""
 
     def work(speculator: Speculator, length: int) -> list[int]:
-        return [forward.layers for forward in speculator.draft_work(target(), length)]
+        return [forward.layers for forward in speculator.draft_work(target())(length)]
 
     assert work(load_draft("eagle3_orig_a"), 4) == work(HybridSpeculator(load_draft("eagle3_orig_a")), 4) == [2] * 4
     assert work(load_draft("medusa_v1_pt"), 4) == work(load_draft("medusa_v1_pt"), 1) != []

@@ -136,9 +136,10 @@ class DFlash2DraftModel(BlockDraftModel):
         self.candidate_selector = CandidateSelector(config)
         self.post_init()
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List the forward of the block, and a choice among the candidates for each draft token."""
-        return [*super().draft_work(target, length), *[ModelShape(1, 0)] * length]
+        block = super().draft_work(target)
+        return lambda length: [*block(length), *[ModelShape(1, 0)] * length]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -146,10 +146,11 @@ class DSparkDraftModel(BlockDraftModel):
         self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
         self.post_init()
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List the forward of the block, and the Markov head's for each draft token."""
         head = [] if self.markov_head is None else [ModelShape(1, self.markov_head.markov_w2.weight.numel())]
-        return [*super().draft_work(target, length), *head * length]
+        block = super().draft_work(target)
+        return lambda length: [*block(length), *head * length]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

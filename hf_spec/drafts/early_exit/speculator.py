@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -84,10 +84,11 @@ class EarlyExitSpeculator(Speculator):
         """Name the layer."""
         return (*super().profile_key, self.layer)
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List the forwards of the first layers, one for each draft token."""
         layer = self.layer_of(target)
-        return [ModelShape(layer + 1, shape_of(first_layers(target, layer)).parameters)] * length
+        shapes = [ModelShape(layer + 1, shape_of(first_layers(target, layer)).parameters)]
+        return lambda length: shapes * length
 
     @property
     def supports_early_stop(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -78,9 +78,10 @@ class HybridSpeculator(Speculator):
         own = (*super().profile_key, self.draft_depth)
         return (*own, *self._draft.profile_key, *self.history.profile_key)
 
-    def draft_work(self, target: PreTrainedModel, length: int) -> Sequence[ModelShape]:
+    def draft_work(self, target: PreTrainedModel) -> Callable[[int], Sequence[ModelShape]]:
         """List the forwards of the draft."""
-        return self._draft.draft_work(target, min(length, self.draft_depth))
+        work, deepest = self._draft.draft_work(target), self.draft_depth
+        return lambda length: work(min(length, deepest))
 
     @property
     def source(self) -> DraftSource:
