@@ -28,9 +28,16 @@ import compare  # noqa: E402  # the folders are no packages
 import compiled_speed  # noqa: E402
 import default_speed  # noqa: E402
 
+from hf_spec.bench.gpu import page as gpu_page  # noqa: E402
+
 MARKED = re.compile(r"(<!-- table: ([\w-]+), by examples/tables.py -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 NODES = {"nodes": "by nodes", "0": "plain", "1": "1 node"}
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
+GPU = """\
+On a GPU, greedy chains of five in bfloat16. The target costs what a model
+of 1 B or 8 B costs, and acceptance is the demo family's.
+A cell is the multiple of plain in the same form (for plain, tokens a second), then seconds of target + draft + rest.
+[All tables](docs/gpu.md) have batches of 32, compiled calls and trees, too."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,21 @@ def compiled(content: dict[str, Any]) -> str:
     return f"{made_from(content)}\n" + "\n".join(map(compiled_speed.written, content["tables"])) + "\n"
 
 
+def gpu(content: dict[str, Any]) -> str:
+    """Write all tables of ``hf_spec.bench.gpu``. Errors: a ValueError for a trial."""
+    if content["environment"]["tiny"]:
+        raise ValueError("figures of --tiny mean nothing, and stand on no page")
+    short = gpu_page.summary(content)
+    return f"{gpu_page.made_from(content)}\n\n## Decoding in short\n\n{short}\n\n{gpu_page.tables(content)}"
+
+
+def gpu_short(content: dict[str, Any]) -> str:
+    """Write README's table of the same file."""
+    gpu(content)
+    table = gpu_page.summary(content, (1, 8), ("eager", "CUDA graphs"))
+    return f"{GPU}\n\n{table}\n\n{gpu_page.made_from(content)}\n"
+
+
 def default_file(name: str, *options: str) -> Table:
     """Return a table of default_speed.py with ``options``."""
     file = RESULTS / f"{name}.json"
@@ -87,6 +109,12 @@ def compiled_file(draft: str, *options: str) -> Table:
     file = RESULTS / f"compiled-{draft}.json"
     given = ["compiled_speed.py --json", f"results/{file.name}", "--draft", draft, *options]
     return Table(compiled, " ".join(given), file)
+
+
+def gpu_file(write: Callable[[dict[str, Any]], str]) -> Table:
+    """Return a table of the command for a GPU."""
+    command = "-m hf_spec.bench.gpu --out gpu && cp gpu/results.json results/gpu.json"
+    return Table(write, command, RESULTS / "gpu.json")
 
 
 TABLES = {
@@ -108,6 +136,8 @@ TABLES = {
     ),
     "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64"),
     "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64"),
+    "gpu": gpu_file(gpu),
+    "gpu-short": gpu_file(gpu_short),
 }
 
 
@@ -135,7 +165,7 @@ def main() -> int:
     parser.add_argument("--commands", action="store_true", help="list the commands that measure the tables again")
     args = parser.parse_args()
     if args.commands:
-        print("\n".join(f"python {one.command}" for one in TABLES.values()))
+        print("\n".join(dict.fromkeys(f"python {one.command}" for one in TABLES.values())))
         return 0
     differing = []
     for page in pages():

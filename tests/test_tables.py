@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_documents import DOCUMENTS, sentences
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MADE = {"processor": "a processor", "capability": "AVX2", "commit": "0123456789abcdef", "torch": "2.13.0"}
@@ -74,6 +77,84 @@ def test_raw_files_become_tables(name: str, tables: dict[str, Any], tmp_path: Pa
 def test_the_commands_write_the_files_that_are_read(tables: dict[str, Any]) -> None:
     for name, table in tables["TABLES"].items():
         script, *options = table.command.split()
-        assert (EXAMPLES / script).exists()
+        assert (EXAMPLES / script).exists() or find_spec(options[0]), name
         wanted = str(table.file.relative_to(EXAMPLES))
         assert wanted in options or str(Path(wanted).parent) in options, name
+
+
+def cell(seconds: float, *parts: float | None, tokens: int = 128) -> dict[str, Any]:
+    target, draft, rest = parts or (None,) * 3
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "target_seconds": target,
+        "draft_seconds": draft,
+        "rest_seconds": rest,
+        "tokens_per_step": 2.5,
+        "text": "same",
+    }
+
+
+def measured_on_a_gpu() -> dict[str, Any]:
+    """Return what ``hf_spec.bench.gpu`` writes, with a part that was stopped and a cell that failed."""
+    single = {
+        "plain, eager": cell(4.0, 3.5, 0.0, 0.5),
+        "plain, CUDA graphs": cell(1.0),
+        "EAGLE-3, eager": cell(2.0, 1.5, 0.25, 0.25),
+        "EAGLE-3, CUDA graphs": cell(0.5),
+        "transformers' assisted, eager": cell(3.2, 2.0, 1.0, 0.2),
+        "draft model, compiled": cell(0.7, 0.5, 0.1, 0.1),
+    }
+    batch = {"plain, eager": cell(4.0, 3.5, 0.0, 0.5, tokens=1024), "EAGLE-3, eager": {"error": "OutOfMemory: a | b"}}
+    step = {"seconds": 0.5, "tokens": 4096, "width": 2048, "tokens_per_second": 8192.0, "peak_bytes": 2**33}
+    here = {"device": "a GPU", "driver": "580.1, 80 GiB, 700 W", "changed": False, "commit": "0123456789abcdef"}
+    here |= {"cores": 16, "processor": "x86_64", "torch": "2.13.0", "cuda": "13.0", "transformers": "5.24.0"}
+    return {
+        "environment": here | {"triton": None, "tiny": False},
+        "parts": {
+            "tests": {"title": "pytest -m gpu", "cells": {}, "said": "41 passed in 12 s", "complete": True},
+            "decoding-1b-1": {"title": "Decoding, 1b, 1 sequence", "cells": single, "complete": True},
+            "decoding-1b-8": {"title": "Decoding, 1b, 8 sequences", "cells": batch},
+            "decoding-1b-32": {"title": "Decoding, 1b, 32 sequences", "cells": {"plain, eager": cell(9.0)}},
+            "training-1b": {"title": "A training step", "cells": {"seven unrolled steps": step}, "complete": True},
+        },
+    }
+
+
+def test_figures_of_a_gpu_become_the_page_and_the_table_of_readme(tables: dict[str, Any]) -> None:
+    raw = measured_on_a_gpu()
+    short = tables["TABLES"]["gpu-short"].write(raw)
+    assert "a GPU (driver, memory, power: 580.1, 80 GiB, 700 W), 16 cores of x86_64. Commit 0123456789ab," in short
+    rows = [line for line in short.splitlines() if line.startswith("|")]
+    assert rows == [
+        "|  | 1B, 1 sequence | 1B, 8 sequences |",
+        "|---|---|---|",
+        "| plain, eager | 32 tokens/s (3.50 + 0.00 + 0.50 s) | 256 tokens/s (3.50 + 0.00 + 0.50 s) |",
+        "| plain, CUDA graphs | 128 tokens/s (1.00 s) | - |",
+        "| transformers' assisted, eager | 1.25 (2.00 + 1.00 + 0.20 s) | - |",
+        "| EAGLE-3, eager | 2.00 (1.50 + 0.25 + 0.25 s) | failed |",
+        "| EAGLE-3, CUDA graphs | 2.00 (0.50 s) | - |",
+    ]
+    page = tables["TABLES"]["gpu"].write(raw)
+    assert "| draft model, compiled | ? (0.50 + 0.10 + 0.10 s) | - | - |" in page
+    assert "| EAGLE-3, eager | OutOfMemory: a / b |" in page and "41 passed in 12 s" in page
+    assert page.count("Not complete") == 2 and "8.0 GiB" in page
+    for table in re.findall(r"(?:^\|.*\|\n)+", page, re.M):
+        assert len({line.count("|") for line in table.splitlines()}) == 1, table
+    assert [one for one in sentences(short + page) if len(one.split()) > 25] == []
+
+
+def test_figures_of_a_trial_are_refused(tables: dict[str, Any]) -> None:
+    raw = measured_on_a_gpu()
+    raw["environment"]["tiny"] = True
+    for name in ("gpu", "gpu-short"):
+        with pytest.raises(ValueError, match="mean nothing"):
+            tables["TABLES"][name].write(raw)
+
+
+def test_no_page_denies_what_was_measured_on_a_gpu(tables: dict[str, Any]) -> None:
+    """As long as there is no raw file, pages must say so."""
+    denied = re.compile(r"nothing was measured yet|\| NVIDIA GPUs \(CUDA\) \| not run|Not run by us.*any GPU")
+    said = [path.name for path in DOCUMENTS if denied.search(path.read_text(encoding="utf-8"))]
+    expected = [] if tables["TABLES"]["gpu"].file.exists() else ["README.md", "platforms.md"]
+    assert said == expected

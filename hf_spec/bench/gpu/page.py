@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from .decoding import ASSISTED, EAGLE, FORMS, MODEL, PLAIN
 
 HEAD = (
     *("", "tokens/s", "x plain eager", "x plain, same form", "seconds", "target", "draft", "rest"),
@@ -16,6 +19,11 @@ NOTES = """
 - **x plain, same form** compares eager with eager, compiled with compiled, and CUDA graphs with CUDA graphs.
 - **Same text**: in bfloat16 near-ties may fall the other way, with any method.
 """
+SUMMARY = (PLAIN, ASSISTED, MODEL, EAGLE)  # the columns of the short table
+SHORT = """\
+Speed as a multiple of plain `generate` in the same form; for plain, tokens a second. In brackets: seconds of target,
+draft and the rest, or their sum where they cannot be told apart. `-`: not measured.
+"""
 
 
 def page(results: dict[str, Any]) -> str:
@@ -23,6 +31,56 @@ def page(results: dict[str, Any]) -> str:
     lines = ["# Measured on " + str(results["environment"]["device"]), ""]
     lines += [f"- {name}: {value}" for name, value in results["environment"].items() if value not in (None, "")]
     lines += [NOTES.rstrip()]
+    if short := summary(results):
+        lines += ["", "## Decoding in short", "", SHORT, short]
+    return "\n".join(lines) + "\n\n" + tables(results)
+
+
+def made_from(results: dict[str, Any]) -> str:
+    """Say with which device and versions ``results`` were measured."""
+    here = results["environment"]
+    device = here["device"] + (f" (driver, memory, power: {here['driver']})" if here["driver"] else "")
+    commit = here["commit"][:12] + (" with changes" if here["changed"] else "")
+    versions = {"torch": "torch", "CUDA": "cuda", "transformers": "transformers", "Triton": "triton"}
+    named = [f"{name} {here[key]}" for name, key in versions.items() if here[key]]
+    return f"{device}, {here['cores']} cores of {here['processor']}. Commit {commit}, {', '.join(named)}."
+
+
+def summary(results: dict[str, Any], batches: Sequence[int] = (), forms: Sequence[str] = FORMS) -> str:
+    """Return one table of the decoding parts with ``batches`` sequences, by default of all; "" without any."""
+    columns: dict[str, dict[str, Any]] = {}
+    for name, part in results["parts"].items():
+        what, *shape = name.split("-")
+        if what == "decoding" and (not batches or int(shape[1]) in batches):
+            columns[f"{shape[0].upper()}, {shape[1]} sequence{'s' * (shape[1] != '1')}"] = part["cells"]
+    lines = [_row("", *columns), "|---" * (1 + len(columns)) + "|"]
+    for way in SUMMARY:
+        for form in forms:
+            cells = [one.get(f"{way}, {form}") for one in columns.values()]
+            plain = [one.get(f"{PLAIN}, {form}") for one in columns.values()]
+            if any(cells):
+                lines.append(_row(f"{way}, {form}", *map(_brief, cells, plain)))
+    return "\n".join(lines) if lines[2:] else ""
+
+
+def _brief(cell: dict[str, Any] | None, plain: dict[str, Any] | None) -> str:
+    """Return a cell of the summary, next to ``plain`` in the same form."""
+    if cell is None:
+        return "-"
+    if "error" in cell:
+        return "failed"
+    base = (plain or {}).get("seconds")
+    speed = "?" if base is None else f"{base / cell['seconds']:.2f}"
+    if cell is plain:
+        speed = f"{cell['tokens_per_second']:.0f} tokens/s"
+    parts = [cell[f"{what}_seconds"] for what in ("target", "draft", "rest")]
+    seconds = [cell["seconds"]] if None in parts else parts
+    return f"{speed} ({' + '.join(f'{one:.2f}' for one in seconds)} s)"
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Return all tables of ``results``, each below its heading."""
+    lines: list[str] = []
     for name, part in results["parts"].items():
         lines += ["", f"## {part['title']}", ""]
         if "said" in part:
@@ -33,7 +91,7 @@ def page(results: dict[str, Any]) -> str:
             lines += _decoding(part["cells"])
         if not part.get("complete"):
             lines += ["", "Not complete: the command was stopped here."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines[1:]) + "\n"
 
 
 def _row(*cells: str) -> str:
