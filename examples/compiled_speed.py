@@ -5,7 +5,8 @@
     python examples/compiled_speed.py --device cuda --dtype bfloat16 --shape 1b 8b --batch 1 8 32
 
 All methods decode the same prompts and take turns. Two rounds warm up and compile. The table shows the fastest of the
-other rounds, as tokens per second and relative to plain. With `--sample`, texts differ by round, and it shows their
+other rounds, as tokens per second and relative to plain, and what target, draft and the rest took of its seconds by
+the shares in one more call. With `--sample`, texts differ by round, and it shows their
 mean. Shapes other than "demo" are the demo target inflated: to 0.2 billion parameters, and to about the sizes of Llama
 3.2 1B and Llama 3.1 8B, without their vocabulary. Text and acceptance stay those of the demo target. On CUDA, mode
 "reduce-overhead" uses CUDA graphs. The last column says whether texts are those of plain `generate`. In 16 bits
@@ -31,7 +32,9 @@ from engine_speed import machine  # the folder is no package
 
 from hf_spec import SpeculationConfig, demo
 from hf_spec.bench.gpu.decoding import PROMPTS
+from hf_spec.bench.runner import parts_of
 from hf_spec.demo.inflation import Narrowed, inflate
+from hf_spec.drafts.base import network_of
 from hf_spec.whole_files import write_files
 
 SHAPES = {
@@ -108,7 +111,9 @@ def compare(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
         stats = getattr(out, "speculation", None)
         same = "sampled" if args.sample else "yes" if torch.equal(out.sequences, plain) else "no"
         length = stats.mean_accepted_length if stats else None
+        network = network_of(draft) if {"speculator", "assistant_model"} & ways[name].keys() else None
         rows[name] = {"seconds": seconds, "accepted_length": length, "same_text": same}
+        rows[name]["parts"] = parts_of(seconds, target, network, methods[name])
     title = f"{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {args.device}"
     return {"title": title, "tokens": batch * args.tokens, "rows": rows}
 
@@ -116,15 +121,17 @@ def compare(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
 def written(found: dict[str, Any]) -> str:
     """Write one table."""
     rows = found["rows"]
-    plain, plain_compiled = (rows[name]["seconds"] for name in ("plain, eager", "plain, compiled"))
-    lines = [found["title"], ""]
-    lines += ["| | tokens/s | x plain eager | x plain compiled | tokens per step | same text |", f"|{'---|' * 6}"]
+    bases = [rows[name]["seconds"] for name in ("plain, eager", "plain, compiled")]
+    head = ("", "tokens/s", "x plain eager", "x plain compiled", "seconds", "target", "draft", "rest")
+    lines = [found["title"], "", f"| {' | '.join((*head, 'tokens per step', 'same text'))} |", f"|{'---|' * 10}"]
     for name, one in rows.items():
-        accepted = "1" if one["accepted_length"] is None else f"{one['accepted_length']:.2f}"
-        ratios = f"{plain / one['seconds']:.2f} | {plain_compiled / one['seconds']:.2f}"
-        lines.append(
-            f"| {name} | {found['tokens'] / one['seconds']:.0f} | {ratios} | {accepted} | {one['same_text']} |"
-        )
+        cells = [name, f"{found['tokens'] / one['seconds']:.0f}", *(f"{base / one['seconds']:.2f}" for base in bases)]
+        cells += [
+            f"{one['seconds']:.3f}",
+            *(["?"] * 3 if one["parts"] is None else [f"{it:.3f}" for it in one["parts"]]),
+        ]
+        cells += ["1" if one["accepted_length"] is None else f"{one['accepted_length']:.2f}", one["same_text"]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 

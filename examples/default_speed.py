@@ -7,9 +7,10 @@
     python examples/default_speed.py --read speeds.json                              # the table of such a file
 
 Each call decodes 96 tokens. Methods take turns, so that drift of the machine affects all of them. A figure is the
-median of the ratios of neighbouring calls. "random" is an EAGLE-3 draft of random weights, never accepted. The
-draft length is adaptive. Calls that sample have a seed, so their length does not depend on measured times. "assisted"
-is assisted generation of transformers, one prompt at a time, with the draft model and a fixed number of its tokens.
+median of the ratios of neighbouring calls. In brackets: the seconds of target, draft and the rest, by the shares in
+one more call. "random" is an EAGLE-3 draft of random weights, never accepted. The draft length is adaptive. Calls that
+sample have a seed, so their length does not depend on measured times. "assisted" is assisted generation of
+transformers, one prompt at a time, with the draft model and a fixed number of its tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_speed import machine  # the folder is no package
 
 from hf_spec import demo
+from hf_spec.bench.runner import parts_of
 from hf_spec.demo.inflation import Narrowed, inflate
+from hf_spec.drafts.base import network_of
 
 PROMPTS = (
     "Once upon a time, there was a little dog",
@@ -70,13 +74,16 @@ def assisted(small: Any, tokens: int) -> dict[str, Any]:
 
 def compare(
     target: Any, inputs: Any, ways: dict[str, dict[str, Any]], options: dict[str, Any], rounds: int
-) -> dict[str, list[float]]:
-    """Return the seconds of every call of each of ``ways``."""
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Return the seconds of every call of each of ``ways``, and those of target, draft and the rest in one."""
+
+    def run(way: dict[str, Any]) -> None:
+        torch.manual_seed(1)
+        target.generate(**inputs, **options, **way)
 
     def seconds(way: dict[str, Any]) -> float:
-        torch.manual_seed(1)
         start = time.perf_counter()
-        target.generate(**inputs, **options, **way)
+        run(way)
         return time.perf_counter() - start
 
     for way in ways.values():
@@ -85,14 +92,25 @@ def compare(
     for _ in range(rounds):
         for name, way in ways.items():
             times[name].append(seconds(way))
-    return times
+    parts = {}
+    for name, way in ways.items():
+        draft = way.get("assistant_model", way["speculator"])
+        network = None if isinstance(draft, str | bool) else network_of(draft)
+        given, again = (median(times[name]), target), partial(run, way)
+        # An adaptive length may be 0 throughout; then the draft is not called.
+        parts[name] = parts_of(*given, network, again) or parts_of(*given, None, again)
+    return times, parts
 
 
-def row(label: str, times: dict[str, list[float]]) -> str:
-    """Write a row of the table: how many times faster than the first way the others are."""
+def row(label: str, times: dict[str, list[float]], parts: dict[str, Any]) -> str:
+    """Write a row of the table: how many times faster than the first way the others are, and the parts of each."""
     plain, *others = times.values()
-    ratios = [median(base / own for base, own in zip(plain, other, strict=True)) for other in others]
-    return f"| {label} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
+    ratios = [1.0, *(median(base / own for base, own in zip(plain, other, strict=True)) for other in others)]
+    cells = [f"{ratio:.2f}" for ratio in ratios]
+    if parts:
+        seconds = (" + ".join(f"{one:.2f}" for one in parts[name] or (median(times[name]),)) for name in times)
+        cells = [f"{cell} ({one} s)" for cell, one in zip(cells, seconds, strict=True)]
+    return f"| {label} | {' | '.join(cells)} |"
 
 
 def header(names: Sequence[str]) -> str:
@@ -101,10 +119,10 @@ def header(names: Sequence[str]) -> str:
 
 
 def table(content: dict[str, Any]) -> str:
-    """Write the table of a raw file."""
-    kept = content["seconds"]
-    rows = [row(label, times) for label, times in kept.items()]
-    return "\n".join([header(list(next(iter(kept.values())))[1:]), *rows])
+    """Write the table of a raw file; early ones have no parts."""
+    kept, parts = content["seconds"], content.get("parts", {})
+    rows = [row(label, times, parts.get(label, {})) for label, times in kept.items()]
+    return "\n".join([header(list(next(iter(kept.values())))), *rows])
 
 
 def main() -> None:
@@ -136,8 +154,8 @@ def main() -> None:
     named = {name: named[name] for name in args.drafts or named}
     if peers and args.batch != [1]:
         parser.error("assisted generation takes one prompt at a time: --batch 1")
-    print(header([*named, *peers]))
-    kept = {"made_from": machine() | {"argv": sys.argv[1:]}, "seconds": {}}
+    print(header(["plain", *named, *peers]))
+    kept = {"made_from": machine() | {"argv": sys.argv[1:]}, "seconds": {}, "parts": {}}
     for batch in args.batch:
         inputs = tokenizer(list(PROMPTS[:batch]), return_tensors="pt", padding=True)
         for do_sample in (False, True):
@@ -153,9 +171,9 @@ def main() -> None:
                 name: {"speculator": one} | given for name, one in named.items()
             }
             label = f"batch {batch}, {'sampled' if do_sample else 'greedy'}"
-            times = compare(target, inputs, ways | peers, options, args.rounds)
-            kept["seconds"][label] = times
-            print(row(label, times), flush=True)
+            found = compare(target, inputs, ways | peers, options, args.rounds)
+            kept["seconds"][label], kept["parts"][label] = found
+            print(row(label, *found), flush=True)
             if args.json:
                 written = args.json.with_suffix(".part")
                 written.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")

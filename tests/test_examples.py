@@ -234,7 +234,10 @@ def test_eager_and_compiled_speed_side_by_side(
     table = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")][2:]
     names = [cells[1].strip() for cells in table]
     assert names == ["plain, eager", "plain, compiled", "eagle3, eager", "eagle3, compiled"]
-    assert [cells[6].strip() for cells in table] == [same] * 4
+    assert [cells[10].strip() for cells in table] == [same] * 4
+    for cells in table[::2]:  # eager forwards are seen
+        seconds, *parts = map(float, cells[5:9])
+        assert sum(parts) == pytest.approx(seconds, abs=0.002)
 
 
 def run(script: str, options: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +300,13 @@ def test_default_settings_are_measured_beside_plain_generate(
     printed = capsys.readouterr().out
     header, _, *rows = printed.splitlines()
     assert [row.count("|") for row in rows] == [header.count("|")] * 2
-    assert all(float(ratio) > 0 for row in rows for ratio in row.split("|")[2:-1])
+    cells = [re.findall(r"[0-9.]+", cell) for row in rows for cell in row.split("|")[2:-1]]
+    assert all(float(one[0]) > 0 and len(one) == 4 for one in cells)  # the ratio, and three parts
+    kept = json.loads(Path(file).read_text(encoding="utf-8"))
+    for label, parts in kept["parts"].items():
+        assert parts["plain"][1] == 0 and all(target > 0 for target, *_ in parts.values())
+        for name, times in kept["seconds"][label].items():
+            assert sum(parts[name]) == pytest.approx(times[0])
     monkeypatch.setattr("sys.argv", ["default_speed.py", "--read", file])
     runpy.run_path(str(ROOT / "examples" / "default_speed.py"), run_name="__main__")
     assert capsys.readouterr().out == printed

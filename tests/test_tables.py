@@ -17,17 +17,25 @@ MADE = {"processor": "a processor", "capability": "AVX2", "commit": "0123456789a
 MADE |= {"transformers": "5.24.0", "hf_spec": "0.1.0", "date": "26 November 2026", "vllm": "0.32.0"}
 CALLS = {"plain": [2.0, 2.2, 2.4], "eagle3": [1.0, 1.1, 1.0]}
 ROWS = {
-    name: {"seconds": seconds, "accepted_length": length, "same_text": "yes"}
-    for name, seconds, length in (("plain, eager", 4.0, None), ("plain, compiled", 2.0, None), ("mtp", 1.0, 3.0))
+    name: {"seconds": seconds, "accepted_length": length, "same_text": "yes", "parts": parts}
+    for name, seconds, length, parts in (
+        ("plain, eager", 4.0, None, [3.0, 0.0, 1.0]),
+        ("plain, compiled", 2.0, None, None),
+        ("mtp", 1.0, 3.0, [0.5, 0.25, 0.25]),
+    )
 }
 RAW: dict[str, Any] = {
-    "defaults": {"made_from": MADE, "seconds": {"batch 1, greedy": CALLS}},
+    "defaults": {
+        "made_from": MADE,
+        "seconds": {"batch 1, greedy": CALLS},
+        "parts": {"batch 1, greedy": {"plain": [2.0, 0.0, 0.2], "eagle3": None}},
+    },
     "compiled-mtp": {"made_from": MADE, "tables": [{"title": "demo", "tokens": 8, "rows": ROWS}]},
     "step-costs": {"made_from": MADE, "float32": {"rows": {"0": {"1": 1.0, "32": 3.5}, "6": {"1": 1.25, "32": 9.0}}}},
 }
 LINES = {
-    "defaults": "| batch 1, greedy | 2.00 |",
-    "compiled-mtp": "| mtp | 8 | 4.00 | 2.00 | 3.00 | yes |",
+    "defaults": "| batch 1, greedy | 1.00 (2.00 + 0.00 + 0.20 s) | 2.00 (1.00 s) |",
+    "compiled-mtp": "| mtp | 8 | 4.00 | 2.00 | 1.000 | 0.500 | 0.250 | 0.250 | 3.00 | yes |",
     "step-costs": "| float32, 6 nodes | 1.25 | 9.00 |",
 }
 

@@ -15,7 +15,7 @@ from ...demo.inflation import Narrowed, inflate
 from ...drafts.base import network_of
 from ...scoring.widths import now
 from ...settings import SpeculationConfig
-from ..runner import ForwardClock
+from ..runner import parts_of
 
 PROMPTS = (
     "Once upon a time, there was a little girl named Lily.",
@@ -92,19 +92,9 @@ class _Decoding:
         The clock counts forwards by the device's own events. A compiled forward that calls no module is not seen;
         then there are no parts.
         """
-        models = [self._target] if network is None else [self._target, network]
-        with ForwardClock(models) as clock:
-            begin = now(self._target.device)
-            self._run(options)
-            whole = now(self._target.device) - begin
-        if not all(clock.calls):
-            return {"target_seconds": None, "draft_seconds": None, "rest_seconds": None}
-        target, *draft = (seconds * one / whole for one in clock.by_model())
-        return {
-            "target_seconds": target,
-            "draft_seconds": sum(draft),
-            "rest_seconds": seconds - target - sum(draft),
-        }
+        found = parts_of(seconds, self._target, network, lambda: self._run(options))
+        names = (f"{what}_seconds" for what in ("target", "draft", "rest"))
+        return dict(zip(names, found or (None,) * 3, strict=True))
 
     def _run(self, options: dict[str, Any]) -> Any:
         torch.manual_seed(0)
