@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import AttentionInterface
 
-from .columns import COLUMNS, NAME, Block, Columns, RowColumns, register_mask
+from .columns import COLUMNS, NAME, Block, Columns, RowColumns, columns_of_all, register_mask
 
 PLACES = 128  # of a block of keys, at most
 VECTOR = 16  # numbers that a processor adds at once, at most
-REFUSED = ("position_bias", "cache")  # arguments of attention that the kernel knows nothing of
+REFUSED = ("cache",)  # arguments of attention that the kernel knows nothing of
 
 
 def block_size(width: int) -> int:
@@ -74,15 +74,19 @@ def attention(
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as transformers' attention functions do: return (batch, nodes, heads, width).
 
-    ``s_aux`` (heads,) are the logits of attention sinks; ``softcap`` caps scores.
+    ``s_aux`` (heads,) are the logits of attention sinks; ``softcap`` caps scores; ``position_bias`` (batch or 1,
+    heads, nodes, keys) is added to them.
 
-    Errors: a ValueError for what is not computed here: biases, and masks of another kind.
+    Errors: a ValueError for what is not computed here, such as masks of another kind.
     """
     columns = getattr(attention_mask, COLUMNS, None)
+    if attention_mask is None and not getattr(module, "is_causal", True):
+        columns = columns_of_all(len(query), query.shape[2], key.shape[2], key.device)
     unknown = [name for name in REFUSED if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
     if unknown or not isinstance(columns, Columns):
         what = f"with {', '.join(unknown)}" if unknown else "by a mask that transformers' mask functions did not make"
@@ -94,7 +98,11 @@ def attention(
     query = query.view(batch, key_heads, heads // key_heads, nodes, width).permute(0, 3, 1, 2, 4)
     query, key, value = (_widened(states, most) for states in (query.contiguous(), key, value))
     sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
-    texts = columns.of_texts(block_size(most), query.dtype)
+    size, dtype = block_size(most), query.dtype
+    if position_bias is None:
+        texts = columns.of_texts(size, dtype)
+    else:
+        texts = columns.with_bias(position_bias, key_heads, size, dtype)
     found = [
         _of_text(
             query[at.row, at.nodes], key[at.row, :, at.keys], value[at.row, :, at.keys], own, scaling, sinks, softcap

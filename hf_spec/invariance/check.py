@@ -14,6 +14,7 @@ from ..scoring.factory import runner_for
 from ..scoring.hooks import hooked
 from ..scoring.plain import new_cache, position_limit, prompt_kwargs
 from ..scoring.prompts import tokens_for
+from .sources import encoded, read_text
 
 LONG = 140  # tokens of the text, more than one block of keys has places
 LAST = 6  # tokens of it that are read one by one
@@ -27,8 +28,9 @@ States = list[Tensor]  # of the last tokens: logits and each hidden state, (toke
 def check_bits(model: Any) -> None:
     """Raise a ValueError unless a row's logits and hidden states have the same bits in each way of reading it.
 
-    The ways are: token by token, in blocks, at once, in a batch with padding, and as a path of a tree. The error names
-    the first module that computes other bits.
+    The ways are: token by token, in blocks, at once, in a batch with padding, and as a path of a tree. A source of an
+    encoder-decoder model is read alone, and in a batch with padding. The error names the first module that computes
+    other bits.
     """
     limit = position_limit(model)
     length = LONG if limit is None else min(LONG, limit - max(PADDED) - 1)
@@ -64,48 +66,55 @@ def _alone(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
 
 
 def _in_batch(model: Any, ids: Tensor, pieces: Sequence[int]) -> States:
-    """Read rows of which the last is ``ids``, padded on the left; the others are shorter and longer."""
-    width = ids.shape[1] + PADDED[1]
-    rows = tokens_for(model, len(PADDED), width, 1).to(ids.device)
+    """Read rows of which the last is ``ids``, padded on the left; the others are shorter and longer.
+
+    Texts after sources are equally long: few decoders take the padding of others.
+    """
+    padding = PADDED if not model.config.is_encoder_decoder else [0] * len(PADDED)
+    width = ids.shape[1] + padding[1]
+    rows = tokens_for(model, len(padding), width, 1).to(ids.device)
     mask = torch.ones_like(rows)
-    rows[-1, PADDED[1] :] = ids[0]
-    mask[1, : PADDED[2]], mask[-1, : PADDED[1]] = 0, 0
+    rows[-1, padding[1] :] = ids[0]
+    mask[1, : padding[2]], mask[-1, : padding[1]] = 0, 0
     return _read(model, rows, mask, pieces)
 
 
 def _read(model: Any, ids: Tensor, mask: Tensor, pieces: Sequence[int]) -> States:
     """Read a beginning and then ``pieces`` of so many tokens; return the states of the last row's last tokens."""
-    kwargs = prompt_kwargs(model, ids, mask)
+    source, states = encoded(model, len(ids), LONG)
+    kwargs = prompt_kwargs(model, ids, mask, source=source or None)
     cache, found, begin = cache_name(model), [], 0
     for count in (ids.shape[1] - sum(pieces), *pieces):
         end = begin + count
-        asked = {cache: kwargs[cache], "use_cache": True, "output_hidden_states": True}
+        asked = {cache: kwargs[cache], "use_cache": True, "output_hidden_states": True, **source}
         if (positions := kwargs.get("position_ids")) is not None:
             asked["position_ids"] = positions[..., begin:end]
         if not bool(mask.all()):
             asked["attention_mask"] = mask[:, :end]
-        outputs = model(ids[:, begin:end], **asked)
-        found.append(_of_tokens(outputs.hidden_states, outputs.logits))
+        outputs = read_text(model, ids[:, begin:end], **asked)
+        hidden = outputs.decoder_hidden_states if source else outputs.hidden_states
+        found.append(_of_tokens(hidden, outputs.logits))
         begin = end
-    return [torch.cat(parts)[-LAST:] for parts in zip(*found, strict=True)]
+    return states + [torch.cat(parts)[-LAST:] for parts in zip(*found, strict=True)]
 
 
 def _scored(model: Any, ids: Tensor, parents: tuple[int, ...], path: tuple[int, ...]) -> States:
     """Score the last tokens as the ``path`` of a tree, in the second of two rows of unequal lengths."""
-    start = ids.shape[1] - len(path)
-    rows = tokens_for(model, 2, start + PADDED[1], 2).to(ids.device)
+    start, padding = ids.shape[1] - len(path), 0 if model.config.is_encoder_decoder else PADDED[1]
+    rows = tokens_for(model, 2, start + padding, 2).to(ids.device)
     mask = torch.ones_like(rows)
-    rows[-1, PADDED[1] :] = ids[0, :start]
-    mask[-1, : PADDED[1]] = 0
+    rows[-1, padding:] = ids[0, :start]
+    mask[-1, :padding] = 0
+    source, states = encoded(model, len(rows), LONG)
     is_chain = path == tuple(range(len(parents)))
     runner = runner_for(model, new_cache(model), hidden_states=True, one_chain=is_chain)
-    runner.prefill_tokens(rows, mask)
+    runner.prefill_tokens(rows, mask, source=source or None)
     tokens = tokens_for(model, 2, len(parents), 3).to(ids.device)
     tokens[-1, list(path)] = ids[0, start:]
     wide = torch.tensor([parents] * 2, device=ids.device)
     scores = runner.score(Proposal(tokens, wide, len(parents), is_chain=is_chain))
     runner.rollback()
-    return [states[list(path)] for states in _of_tokens(scores.hidden_states, scores.logits)]
+    return states + [one[list(path)] for one in _of_tokens(scores.hidden_states, scores.logits)]
 
 
 def _of_tokens(hidden_states: Sequence[Tensor], logits: Tensor) -> States:
@@ -114,7 +123,11 @@ def _of_tokens(hidden_states: Sequence[Tensor], logits: Tensor) -> States:
 
 
 def _first_difference(model: Any, *ways: Callable[[], States]) -> str:
-    """Name the first module whose output for the last token differs between two ways of reading it."""
+    """Name the first module whose output for one token differs between two ways of reading it.
+
+    It is the last token of the text, and the first one of a source: sources are padded on the right.
+    """
+    of_source = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     outputs = []
     for read in ways:
         found: dict[nn.Module, Tensor] = {}
@@ -123,7 +136,7 @@ def _first_difference(model: Any, *ways: Callable[[], States]) -> str:
             states = output[0] if isinstance(output, tuple) and output else output
             if isinstance(states, Tensor) and states.ndim == 3:
                 found.pop(module, None)  # the order is that of the last forward
-                found[module] = states[-1, -1]
+                found[module] = states[-1, 0 if module in of_source else -1]
 
         with hooked(list(model.modules()), after=note):
             read()

@@ -7,13 +7,15 @@ places, so that it adds up the same numbers in the same order wherever they lie.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
 from ..scoring.masks import open_block
 
@@ -25,7 +27,8 @@ COLUMNS = "_hf_spec_columns"  # the attribute of a mask that holds its ``Columns
 class Block:
     """One block of places of one row, as its nodes see it.
 
-    ``first`` and ``end`` are the nodes that see any of it; ``mask`` (nodes, 1, 1, places) is added to their scores.
+    ``first`` and ``end`` are the nodes that see any of it. ``mask`` (nodes, 1, 1, places) is added to their scores;
+    with biases it is (nodes, key heads, group, places).
     """
 
     number: int
@@ -46,6 +49,27 @@ class RowColumns:
     shared_blocks: list[Block]
     own: Tensor
     own_blocks: list[Block]
+
+    def with_bias(self, bias: Tensor, size: int) -> RowColumns:
+        """Add ``bias`` (nodes, key heads, group, columns) to the masks of blocks of ``size`` places."""
+        last, found = bias.shape[-1] - 1, []
+        begin = 0 if self.shared is None or not self.shared_blocks else self.shared_blocks[0].number
+        for block in self.shared_blocks:
+            place = torch.arange(size, device=bias.device) + (block.number - begin) * size
+            column = place.clamp(max=last) if self.shared is None else self.shared[place]
+            found.append(_biased(block, bias[block.first : block.end].index_select(-1, column)))
+        own, begin = [], self.own_blocks[0].number if self.own_blocks else 0
+        for block in self.own_blocks:
+            place = (block.number - begin) * size
+            column = self.own[block.first : block.end, place : place + size]
+            of_nodes = bias[block.first : block.end]
+            own.append(_biased(block, of_nodes.gather(-1, column[:, None, None].expand(*of_nodes.shape[:3], -1))))
+        return dataclasses.replace(self, shared_blocks=found, own_blocks=own)
+
+
+def _biased(block: Block, bias: Tensor) -> Block:
+    """Put ``bias`` where nodes see a key. Elsewhere the lowest number stays, which a sum could turn into -inf."""
+    return dataclasses.replace(block, mask=torch.where(block.mask == 0, bias.to(block.mask.dtype), block.mask))
 
 
 def _all() -> slice:
@@ -98,6 +122,7 @@ class Columns:
     def __init__(self, texts: Sequence[Text]) -> None:
         self._texts = texts
         self._found: dict[tuple[int, torch.dtype], list[tuple[Text, RowColumns]]] = {}
+        self._with_bias: tuple[Tensor, int, list[tuple[Text, RowColumns]]] | None = None  # the last, for all layers
 
     def of_texts(self, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
         """Return the columns of each text in blocks of ``size`` places; masks are of ``dtype``."""
@@ -105,6 +130,27 @@ class Columns:
         if found is None:
             found = self._found[size, dtype] = [(text, text.columns(size, dtype)) for text in self._texts]
         return found
+
+    def with_bias(
+        self, bias: Tensor, key_heads: int, size: int, dtype: torch.dtype
+    ) -> list[tuple[Text, RowColumns]]:
+        """Do as ``of_texts``, and add ``bias`` (batch or 1, heads, nodes, columns) to the masks."""
+        if self._with_bias is None or self._with_bias[0] is not bias or self._with_bias[1] != size:
+            by_node = bias.unflatten(1, (key_heads, -1)).permute(0, 3, 1, 2, 4)  # (batch, nodes, key heads, group, ...)
+            found = []
+            for text, row in self.of_texts(size, dtype):
+                of_text = by_node[text.row % len(by_node), text.nodes][..., text.keys]
+                found.append((text, row.with_bias(of_text, size)))
+            self._with_bias = bias, size, found
+        return self._with_bias[2]
+
+
+@functools.lru_cache(maxsize=8)
+def columns_of_all(batch: int, nodes: int, keys: int, device: torch.device) -> Columns:
+    """Return the columns of nodes that all see all ``keys``, where there is no mask."""
+    visible = torch.ones((nodes, keys), dtype=torch.bool, device=device)
+    place = torch.arange(keys, device=device)
+    return Columns([Text(row, visible, place) for row in range(batch)])
 
 
 def _by_place(visible: Tensor, place: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -145,11 +191,16 @@ def mask_with_columns(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Make transformers' mask, (batch, 1, nodes, columns) bool and never ``None``, which knows its ``Columns``."""
+    """Make transformers' mask, (batch, 1, nodes, columns) bool and never ``None``, which knows its ``Columns``.
+
+    Masks of an encoder, and of attention to its states, are the same for all nodes. Draft nodes are none of their
+    columns.
+    """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask=attention_mask, **kwargs)
     assert mask is not None
-    block, split = open_block(), None
+    to_source = kwargs.get("mask_function") is bidirectional_mask_function
+    block, split = None if to_source else open_block(), None
     if block is None:
         column = torch.arange(kv_length, device=mask.device)[None].expand(batch_size, -1) + kv_offset
         padding = attention_mask

@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from ..scoring.adapters import active_adapters, base_model
+from ..scoring.features import decoder_of
 from ..scoring.hooks import hooked, mark_as_ours
 from ..scoring.plain import input_device, prompt_kwargs
 from ..scoring.prompts import tokens_for
@@ -29,7 +30,8 @@ from .attention import Shape, agrees, attention, register_attention
 from .check import check_bits
 from .columns import NAME
 from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
-from .rows import MOST, SIZES, agreeing_sizes, in_sizes
+from .rows import MOST, SIZES, agreeing_sizes, in_sizes, one_by_one
+from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
 PROBE = 2  # tokens of the forward that finds out what a model computes
 ACTIVATIONS = tuple({kind for kind in ACT2CLS.values() if isinstance(kind, type)})
@@ -191,8 +193,8 @@ def with_other_attention(model: Any, name: str) -> Iterator[None]:
 def _refuse(model: Any) -> None:
     name, reason = type(model).__name__, None
     devices = {str(one.device) for one in model.parameters()}
-    if model.config.is_encoder_decoder:
-        reason = "it is an encoder-decoder model, whose attention to a source is not computed in blocks"
+    if (no_source := why_no_source(model)) is not None:
+        reason = no_source
     elif isinstance(model, OptimizedModule) or any(one._compiled_call_impl is not None for one in model.modules()):
         reason = "it is compiled; load it anew and leave it eager"
     elif devices != {"cpu"}:
@@ -218,14 +220,30 @@ def _quantised_linear(model: Any) -> str | None:
 
 def _attend(model: Any) -> Callable[[], None]:
     """Let ``model`` attend by our function; return what undoes that."""
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation
-    config._attn_implementation = NAME
+    known = [(config, config._attn_implementation) for config in _configs_of(model)]
+    for config, _ in known:
+        config._attn_implementation = NAME
 
     def undo() -> None:
-        config._attn_implementation = before
+        for config, before in known:
+            config._attn_implementation = before
 
     return undo
+
+
+def _configs_of(model: Any) -> list[Any]:
+    """List the configs that say how ``model`` attends: its text's, and each of an encoder-decoder model's."""
+    if not model.config.is_encoder_decoder:
+        return [model.config.get_text_config(decoder=True)]
+    configs = [model.config, *(one.config for one in model.modules() if isinstance(one, PreTrainedModel))]
+    return list({id(one): one for one in configs}.values())
+
+
+def _text_config(model: Any) -> Any:
+    """Return the config that the text's layers look at; an encoder-decoder model may return a copy of it."""
+    if model.config.is_encoder_decoder:
+        return decoder_of(model).config
+    return model.config.get_text_config(decoder=True)
 
 
 def _stay_eager(model: Any) -> Callable[[], None]:
@@ -257,8 +275,8 @@ def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[Shape]]:
     AttentionInterface.register(NAME, noting)
     try:
         with hooked([one for one in model.modules() if _computes_rows(one)], note):
-            ids = tokens_for(model, 1, PROBE)
-            model(ids, **prompt_kwargs(model, ids, torch.ones_like(ids)))
+            ids, (source, _) = tokens_for(model, 1, PROBE), encoded(model, 1, PROBE)
+            read_text(model, ids, **prompt_kwargs(model, ids, torch.ones_like(ids), source=source or None))
     finally:
         AttentionInterface.register(NAME, attention)
     if not shapes:
@@ -284,8 +302,8 @@ def _prepare(
     shapes: set[Shape],
 ) -> None:
     """Try what the model computes, and let its modules compute rows in numbers that agree."""
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    device = input_device(model)
+    name, config = type(model).__name__, _text_config(model)
+    device, convolutions = input_device(model), convolutions_of_source(model)
     where = f"on this processor with {mode.threads} threads; try torch.set_num_threads(1)"
     for shape in shapes:
         if not agrees(shape, device):
@@ -296,6 +314,8 @@ def _prepare(
             )
     tried: dict[_Kind, tuple[int, ...]] = {}
     for place, module in model.named_modules():
+        if module in convolutions:
+            mode._undo.append(_compute_in(module, SIZES[:1], mode.threads, config))
         if not _computes_rows(module) or (module not in inputs and not isinstance(module, nn.Linear | Conv1D)):
             continue
         kind = _kind(module, inputs.get(module))
@@ -344,6 +364,8 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config:
     weight, way = type(module._parameters.get("weight")), way_of_experts(config)
     dtype = getattr(module._parameters.get("weight"), "dtype", None)
     compute_rows: Any = mixture_in_sizes if is_mixture(module) else in_sizes
+    if isinstance(module, CONVOLUTIONS):
+        compute_rows = one_by_one
 
     def forward(self: nn.Module, states: Tensor) -> Any:
         if type(self._parameters.get("weight")) is not weight:

@@ -62,6 +62,11 @@ def in_sizes(function: Function, states: Tensor, sizes: tuple[int, ...]) -> Tens
     return result.view(*states.shape[:-1], result.shape[-1])
 
 
+def one_by_one(function: Function, states: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Return ``function(states)`` of ``states`` (batch, ...), called with one row of the batch at a time."""
+    return torch.cat([function(one) for one in states.split(1)])
+
+
 def all_in_sizes(function: Functions, states: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Do as ``in_sizes`` for a ``function`` with several results, (rows, outputs) each."""
     rows = states.reshape(-1, states.shape[-1])
