@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import AttentionInterface
 
+from ..scoring.trials import ExplainedError
 from .columns import COLUMNS, NAME, Block, Columns, RowColumns, columns_of_all, register_mask
 
 PLACES = 128  # of a block of keys, at most
@@ -90,7 +91,7 @@ def attention(
     unknown = [name for name in REFUSED if kwargs.get(name) is not None] + (["dropout"] if dropout else [])
     if unknown or not isinstance(columns, Columns):
         what = f"with {', '.join(unknown)}" if unknown else "by a mask that transformers' mask functions did not make"
-        raise ValueError(f"{type(module).__name__} attends {what}, which hf_spec.invariant does not compute")
+        raise ExplainedError(f"{type(module).__name__} attends {what}, which hf_spec.invariant does not compute")
     batch, heads, nodes, width = query.shape
     key_heads, out_width = key.shape[1], value.shape[-1]
     most = max(width, out_width)

@@ -134,7 +134,7 @@ def _first_difference(model: Any, *ways: Callable[[], States]) -> str:
 
         def note(module: nn.Module, args: Any, output: Any, found: dict[nn.Module, Tensor] = found) -> None:
             states = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(states, Tensor) and states.ndim == 3:
+            if isinstance(states, Tensor) and states.ndim == 3 and len(states) <= len(PADDED):  # else biases of places
                 found.pop(module, None)  # the order is that of the last forward
                 found[module] = states[-1, 0 if module in of_source else -1]
 

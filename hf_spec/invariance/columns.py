@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, bidirectional_mask_function, sdpa_mask
 
 from ..scoring.masks import open_block
+from ..scoring.trials import ExplainedError
 
 NAME = "hf_spec_invariant"  # of the attention in transformers' lists of attention and mask functions
 COLUMNS = "_hf_spec_columns"  # the attribute of a mask that holds its ``Columns``
@@ -52,19 +53,19 @@ class RowColumns:
 
     def with_bias(self, bias: Tensor, size: int) -> RowColumns:
         """Add ``bias`` (nodes, key heads, group, columns) to the masks of blocks of ``size`` places."""
-        last, found = bias.shape[-1] - 1, []
+        shared, own, last = [], [], bias.shape[-1] - 1
         begin = 0 if self.shared is None or not self.shared_blocks else self.shared_blocks[0].number
         for block in self.shared_blocks:
-            place = torch.arange(size, device=bias.device) + (block.number - begin) * size
-            column = place.clamp(max=last) if self.shared is None else self.shared[place]
-            found.append(_biased(block, bias[block.first : block.end].index_select(-1, column)))
-        own, begin = [], self.own_blocks[0].number if self.own_blocks else 0
+            places = torch.arange(size, device=bias.device) + (block.number - begin) * size
+            column = places.clamp(max=last) if self.shared is None else self.shared[places]
+            shared.append(_biased(block, bias[block.first : block.end].index_select(-1, column)))
+        begin = self.own_blocks[0].number if self.own_blocks else 0
         for block in self.own_blocks:
             place = (block.number - begin) * size
             column = self.own[block.first : block.end, place : place + size]
             of_nodes = bias[block.first : block.end]
             own.append(_biased(block, of_nodes.gather(-1, column[:, None, None].expand(*of_nodes.shape[:3], -1))))
-        return dataclasses.replace(self, shared_blocks=found, own_blocks=own)
+        return dataclasses.replace(self, shared_blocks=shared, own_blocks=own)
 
 
 def _biased(block: Block, bias: Tensor) -> Block:
@@ -131,12 +132,12 @@ class Columns:
             found = self._found[size, dtype] = [(text, text.columns(size, dtype)) for text in self._texts]
         return found
 
-    def with_bias(
-        self, bias: Tensor, key_heads: int, size: int, dtype: torch.dtype
-    ) -> list[tuple[Text, RowColumns]]:
+    def with_bias(self, bias: Tensor, key_heads: int, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
         """Do as ``of_texts``, and add ``bias`` (batch or 1, heads, nodes, columns) to the masks."""
         if self._with_bias is None or self._with_bias[0] is not bias or self._with_bias[1] != size:
-            by_node = bias.unflatten(1, (key_heads, -1)).permute(0, 3, 1, 2, 4)  # (batch, nodes, key heads, group, ...)
+            if bias.requires_grad and torch.is_grad_enabled():
+                raise ExplainedError("position biases have no gradients in hf_spec.invariant; use torch.no_grad()")
+            by_node = bias.unflatten(1, (key_heads, -1)).permute(0, 3, 1, 2, 4)  # its heads in groups, after the nodes
             found = []
             for text, row in self.of_texts(size, dtype):
                 of_text = by_node[text.row % len(by_node), text.nodes][..., text.keys]

@@ -26,6 +26,7 @@ from ..scoring.features import decoder_of
 from ..scoring.hooks import hooked, mark_as_ours
 from ..scoring.plain import input_device, prompt_kwargs
 from ..scoring.prompts import tokens_for
+from ..scoring.trials import ExplainedError, in_short
 from .attention import Shape, agrees, attention, register_attention
 from .check import check_bits
 from .columns import NAME
@@ -277,6 +278,10 @@ def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[Shape]]:
         with hooked([one for one in model.modules() if _computes_rows(one)], note):
             ids, (source, _) = tokens_for(model, 1, PROBE), encoded(model, 1, PROBE)
             read_text(model, ids, **prompt_kwargs(model, ids, torch.ones_like(ids), source=source or None))
+    except Exception as error:  # whatever an unforeseen architecture makes of made tokens
+        raise ValueError(
+            f"{type(model).__name__} cannot be made invariant: a forward of it fails ({in_short(error)})."
+        ) from error
     finally:
         AttentionInterface.register(NAME, attention)
     if not shapes:
@@ -369,23 +374,25 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config:
 
     def forward(self: nn.Module, states: Tensor) -> Any:
         if type(self._parameters.get("weight")) is not weight:
-            raise ValueError("a weight was packed or unpacked while the model is invariant; do that before")
+            raise ExplainedError("a weight was packed or unpacked while the model is invariant; do that before")
         if (now := getattr(self._parameters.get("weight"), "dtype", None)) is not dtype:
-            raise ValueError(
+            raise ExplainedError(
                 f"weights of {dtype} became {now} while the model is invariant; close the mode before that"
             )
         if torch.get_num_threads() != threads:
-            raise ValueError(
+            raise ExplainedError(
                 f"torch has {torch.get_num_threads()} threads, and the model was made invariant with {threads}; set "
                 "them before"
             )
         if config._attn_implementation != NAME:
-            raise ValueError(
+            raise ExplainedError(
                 f"attention was set to {config._attn_implementation!r} while the model is invariant; close the mode "
                 "before that"
             )
         if way_of_experts(config) != way:
-            raise ValueError("the experts' implementation was set while the model is invariant; close the mode before")
+            raise ExplainedError(
+                "the experts' implementation was set while the model is invariant; close the mode before"
+            )
         compute: Any = functools.partial(kind.forward, self) if own is None else own
         return compute_rows(compute, states, sizes)
 

@@ -19,10 +19,10 @@ def why_no_source(model: Any) -> str | None:
     """Say why no source can be made for ``model``, or return ``None`` if one can, or if it reads none."""
     if not model.config.is_encoder_decoder or model.config.model_type == "whisper":
         return None
-    encoder = model.get_encoder()
-    if encoder.main_input_name == "input_ids":
+    name = getattr(model.get_encoder(), "main_input_name", "input_ids")
+    if name == "input_ids":
         return None
-    return f"its encoder reads {encoder.main_input_name}, and bits were compared for tokens and for Whisper's sound"
+    return f"its encoder reads {name}, and bits were compared for tokens and for Whisper's sound"
 
 
 def encoded(model: Any, rows: int, length: int) -> tuple[dict[str, Any], list[Tensor]]:

@@ -22,7 +22,7 @@ from .names import cache_among
 from .plain import difference, logits_of_ways, precision, prompt_kwargs
 from .prompts import PROMPT_TOKENS, Prompt, tokens_for
 from .runner import ModelRunner
-from .trials import in_short, tried_once
+from .trials import ExplainedError, in_short, tried_once
 
 
 class _Shape(NamedTuple):
@@ -87,6 +87,8 @@ def _check_shape(model: PreTrainedModel, name: str, static: bool, prompt: Prompt
         )
     try:
         apart, most = difference_from_plain(model, SHAPES[name], static, prompt)
+    except ExplainedError:
+        raise
     except Exception as error:  # whatever an unforeseen architecture makes of a ragged block
         if is_compiled(model):
             cure += ", or without torch.compile as one graph (fullgraph=True) around the model, which knows no blocks"

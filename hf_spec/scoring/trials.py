@@ -19,6 +19,10 @@ Options = ParamSpec("Options")
 Found = TypeVar("Found")
 
 
+class ExplainedError(ValueError):
+    """An error that says all of its cause and cure; a trial that meets it adds nothing."""
+
+
 def in_short(error: Exception) -> str:
     """Describe an error in one line: a compiler's may fill pages."""
     first = str(error).strip().split("\n")[0]
