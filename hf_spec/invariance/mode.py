@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 import types
@@ -37,6 +38,8 @@ from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, w
 PROBE = 2  # tokens of the forward that finds out what a model computes
 ACTIVATIONS = tuple({kind for kind in ACT2CLS.values() if isinstance(kind, type)})
 
+Undo = Callable[[Callable[[Any], Any]], None]  # undoes a change of an object, or of what the function makes of it
+
 _modes: WeakKeyDictionary[nn.Module, Invariance] = WeakKeyDictionary()
 _lock = threading.RLock()
 
@@ -65,7 +68,7 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
     threads: int
     products: Counter[tuple[int, ...]] = field(default_factory=Counter)
     mixtures: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    _undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _undo: list[Undo] = field(default_factory=list, repr=False)
     _adapters: Hashable = ()
     # All that have opened the mode and not closed it. One that was dropped without closing holds up nobody.
     _open: WeakSet[Invariance] = field(default_factory=WeakSet, repr=False)
@@ -86,7 +89,7 @@ class Invariance(contextlib.AbstractContextManager["Invariance"]):
 
     def _restore(self) -> None:
         while self._undo:
-            self._undo.pop()()
+            self._undo.pop()(_itself)
 
     def __enter__(self) -> Self:
         if self not in self._open:
@@ -137,12 +140,16 @@ def invariant(model: PreTrainedModel) -> Invariance:
         return mode
 
 
+def _itself(changed: Any) -> Any:
+    return changed
+
+
 def _begin(mode: Invariance, model: Any) -> None:
     _refuse(model)
     register_attention()
     try:
         with torch.no_grad():
-            mode._undo += [_attend(model), _stay_eager(model)]
+            mode._undo += [_attend(model), _stay_eager(model), _copy_outside(mode, model)]
             _prepare(mode, model, *_probe(model))
             check_bits(model)
             mode._adapters = active_adapters(model)
@@ -219,15 +226,15 @@ def _quantised_linear(model: Any) -> str | None:
     return None
 
 
-def _attend(model: Any) -> Callable[[], None]:
+def _attend(model: Any) -> Undo:
     """Let ``model`` attend by our function; return what undoes that."""
     known = [(config, config._attn_implementation) for config in _configs_of(model)]
     for config, _ in known:
         config._attn_implementation = NAME
 
-    def undo() -> None:
+    def undo(of: Callable[[Any], Any]) -> None:
         for config, before in known:
-            config._attn_implementation = before
+            of(config)._attn_implementation = before
 
     return undo
 
@@ -247,15 +254,37 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _stay_eager(model: Any) -> Callable[[], None]:
+def _stay_eager(model: Any) -> Undo:
     """Let ``generate`` compile no forward of ``model``; return what undoes that."""
     known = weakref.ref(model)
     model._valid_auto_compile_criteria = lambda *args, **kwargs: False
 
-    def undo() -> None:
+    def undo(of: Callable[[Any], Any]) -> None:
         if (there := known()) is not None:
-            del there._valid_auto_compile_criteria
+            del of(there)._valid_auto_compile_criteria
 
+    return undo
+
+
+def _copy_outside(mode: Invariance, model: Any) -> Undo:
+    """Let ``copy.deepcopy`` make copies of ``model`` that are outside of the mode; return what undoes that."""
+    known = weakref.ref(model)
+
+    def deepcopy(memo: dict[int, Any]) -> Any:
+        parts: Any = known().__reduce_ex__(4)
+        rebuild, given, state, *_ = parts
+        memo[id(known())] = duplicate = rebuild(*given)
+        duplicate.__setstate__(copy.deepcopy(state, memo))
+        for undo in reversed(mode._undo):
+            undo(lambda changed: copy.deepcopy(changed, memo))  # what it was copied to
+        return duplicate
+
+    def undo(of: Callable[[Any], Any]) -> None:
+        if (there := known()) is not None:
+            vars(of(there)).pop("__deepcopy__", None)
+
+    if not hasattr(model, "__deepcopy__"):  # else a way of its own
+        model.__deepcopy__ = deepcopy
     return undo
 
 
@@ -363,7 +392,7 @@ def _kind(module: nn.Module, states: Tensor | None) -> _Kind:
     return _Kind(type(module), inputs, outputs, dtype, tuple(map(type, weights)))
 
 
-def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config: Any) -> Callable[[], None]:
+def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config: Any) -> Undo:
     """Let ``module`` compute ``sizes`` of rows at a time; return what undoes that."""
     own, kind = module.__dict__.get("forward"), type(module)
     weight, way = type(module._parameters.get("weight")), way_of_experts(config)
@@ -399,12 +428,12 @@ def _compute_in(module: nn.Module, sizes: tuple[int, ...], threads: int, config:
     module.forward = types.MethodType(mark_as_ours(forward), module)
     known = weakref.ref(module)  # a mode that nobody ends must not keep the model
 
-    def undo() -> None:
+    def undo(of: Callable[[Any], Any]) -> None:
         there: Any = known()
         if there is not None and own is None:
-            del there.forward
+            del of(there).forward
         elif there is not None:
-            there.forward = own
+            of(there).forward = of(own)
 
     return undo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -238,7 +239,6 @@ def test_outside_of_the_mode_nothing_changes() -> None:
             assert str(inner) == str(outer)
         assert mode.is_invariant(model)
         inside = model.generate(**inputs, **OPTIONS, speculator="ngram")
-        duplicate = copy.deepcopy(model)
     assert not mode.is_invariant(model)
     after = model.generate(**inputs, **OPTIONS, speculator="ngram")
     assert model.config._attn_implementation == kept
@@ -246,7 +246,43 @@ def test_outside_of_the_mode_nothing_changes() -> None:
     assert inside.speculation.invariant and not after.speculation.invariant
     again = model.generate(**inputs, **OPTIONS)
     assert all(torch.equal(one, other) for one, other in zip(before.logits, again.logits, strict=True))
-    assert duplicate.lm_head.weight is not model.lm_head.weight
+
+
+def test_a_copy_is_outside_of_the_mode() -> None:
+    model, inputs = target(num_hidden_layers=2), prompts(2, (28, 9))
+    before = model.generate(**inputs, **OPTIONS)
+    with hf_spec.invariant(model):
+        inside = model.generate(**inputs, **OPTIONS)
+        duplicate = copy.deepcopy({"model": model})["model"]
+        assert mode.is_invariant(model) and not mode.is_invariant(duplicate)
+        assert duplicate.lm_head.weight is not model.lm_head.weight
+        assert duplicate.config._attn_implementation == "sdpa"
+        assert not any("forward" in vars(module) for module in duplicate.modules())
+        assert type(duplicate) is type(model) and vars(duplicate).keys() == vars(copy.deepcopy(duplicate)).keys()
+        copied = duplicate.generate(**inputs, **OPTIONS)
+        again = model.generate(**inputs, **OPTIONS)
+        with hf_spec.invariant(duplicate):
+            of_copy = duplicate.generate(**inputs, **OPTIONS)
+    assert not hasattr(model, "__deepcopy__")
+    for found, wanted in ((copied, before), (again, inside), (of_copy, inside)):
+        assert all(torch.equal(one, other) for one, other in zip(found.logits, wanted.logits, strict=True))
+
+
+def test_a_copy_keeps_forwards_that_others_replaced() -> None:
+    model, counted = target(num_hidden_layers=1), []
+    layer = model.lm_head
+
+    def counting(self: Any, states: Tensor) -> Tensor:
+        counted.append(self)
+        return nn.functional.linear(states, self.weight)
+
+    layer.forward = types.MethodType(counting, layer)
+    model.lm_head.requires_grad_(False)
+    with hf_spec.invariant(model):
+        duplicate = copy.deepcopy(model)
+    counted.clear()
+    duplicate(**prompts(1))
+    assert counted == [duplicate.lm_head]
 
 
 def test_the_mode_can_begin_again_and_gives_the_same_bits() -> None:
