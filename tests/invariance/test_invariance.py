@@ -22,6 +22,8 @@ from hf_spec import SpeculationConfig
 from hf_spec.invariance import attention, check, columns, mode, rows
 from hf_spec.invariance.attention import attend_block, block_size
 from hf_spec.invariance.rows import MOST, SIZES, agreeing_sizes, in_sizes
+from hf_spec.scoring import selfcheck
+from hf_spec.scoring.prompts import Prompt
 
 # Families with one thing each that others lack: biases, norms of heads, parallel blocks, Conv1D, joined projections.
 NAMES = ["llama", "qwen2:swa", "qwen3", "gemma3_text", "phi", "gpt2", "gpt_neox", "olmo2"]
@@ -366,8 +368,23 @@ def test_another_attention_is_noticed() -> None:
     model = target(num_hidden_layers=2)
     with hf_spec.invariant(model):
         model.set_attn_implementation("sdpa")
-        with pytest.raises(ValueError, match="attention was set to 'sdpa'"):
+        with pytest.raises(ValueError, match="attention was set to 'sdpa'") as plain:
             model.generate(**prompts(1), **OPTIONS)
+        with pytest.raises(
+            ValueError, match="attention was set to 'sdpa'"
+        ) as fast:  # without advice of the self-check
+            model.generate(**prompts(1), **OPTIONS, speculator="ngram")
+        assert str(fast.value) == str(plain.value)
+
+
+def test_what_cannot_be_attended_to_is_said_without_other_advice() -> None:
+    model, ids = target(num_hidden_layers=2), prompts(1)["input_ids"]
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool)
+    with hf_spec.invariant(model), pytest.raises(ValueError, match="a mask that") as raised:
+        selfcheck.check_target(
+            model, trees=False, prompt=Prompt(ids, None, {"attention_mask": mask}, ("attention_mask",))
+        )
+    assert str(raised.value).endswith("which hf_spec.invariant does not compute")
 
 
 # -- controls: mistakes that must be found ----------------------------------------------------------------------------
