@@ -1,20 +1,23 @@
 """Measure what the mode that is exact to the bit costs, beside the same packed weights outside of it.
 
-    python examples/invariant_cost.py --json costs.json
-    python examples/invariant_cost.py --shape llama-1b --dtypes bfloat16
+    python examples/invariant_cost.py --json costs.json                      # 135 M in float32: about 150 seconds
+    python examples/invariant_cost.py --shape llama-1b --dtypes bfloat16     # needs 8 GiB of memory
+    python examples/invariant_cost.py --rounds 30 --nodes 1 6 16 32          # more of everything
+    python examples/invariant_cost.py --read costs.json                      # the table of such a file
 
 The target is a Llama of random weights, which cost as much as trained ones. A forward reads some tokens, a chain or a
-tree of draft tokens, after a text in the cache. Ways take turns, and times are medians. Operators are counted where
-torch dispatches them.
+tree of draft tokens, after a text in the cache. Each way has a copy of the target; ways take turns, and times are
+medians. Operators are counted where torch dispatches them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
+import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,6 +25,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
 
 import hf_spec
 from hf_spec import Proposal
@@ -33,7 +39,8 @@ SHAPES = {
     "llama-1b": (2048, 5632, 22, 32, 4, 32_000),
     "tiny": (64, 128, 2, 4, 2, 256),
 }
-FORWARDS = {"1": (1, False), "6": (6, False), "16": (16, False), "32, tree": (32, True)}  # nodes, whether a tree
+TREE = 32  # nodes from which on they are a tree
+DTYPES = ("float32", "bfloat16", "float16")
 WAYS = ("plain", "packed", "invariant")
 
 
@@ -66,12 +73,14 @@ def model_of(shape: str, dtype: torch.dtype) -> Any:
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-@contextlib.contextmanager
-def way_of(name: str, model: Any) -> Iterator[str]:
-    """Let ``model`` compute in a way, and yield what is said of it."""
-    with contextlib.ExitStack() as stack:
-        said = "" if name == "plain" else str(stack.enter_context(hf_spec.packed(model)))
-        yield said if name != "invariant" else f"{said}; {stack.enter_context(hf_spec.invariant(model))}"
+def way_of(name: str, model: Any, stack: contextlib.ExitStack) -> Any:
+    """Return a copy of ``model`` that computes in a way until the end of ``stack``, and say which."""
+    found = copy.deepcopy(model)
+    said = "" if name == "plain" else str(stack.enter_context(hf_spec.packed(found)))
+    if name == "invariant":
+        said += f"; {stack.enter_context(hf_spec.invariant(found))}"
+    print(f"{name}: {said}" if said else name, flush=True)
+    return found
 
 
 def proposal_of(nodes: int, is_tree: bool, vocabulary: int) -> Proposal:
@@ -81,79 +90,88 @@ def proposal_of(nodes: int, is_tree: bool, vocabulary: int) -> Proposal:
     return Proposal(tokens, parents, nodes - 1, is_chain=not is_tree)
 
 
-@torch.no_grad()
-def forwards(model: Any, text: int, rounds: int) -> dict[str, tuple[list[float], int]]:
-    """Return the seconds and the operators of each forward after ``text`` tokens."""
+def after_text(model: Any, text: int) -> Any:
+    """Return a runner that has read ``text`` tokens."""
     ids = torch.randint(model.config.vocab_size, (1, text), generator=torch.Generator().manual_seed(1))
     runner = runner_for(model, DynamicCache(config=model.config), hidden_states=False, one_chain=False)
     runner.prefill_tokens(ids, torch.ones_like(ids))
-    found = {}
-    for name, (nodes, is_tree) in FORWARDS.items():
-        proposal, seconds = proposal_of(nodes, is_tree, model.config.vocab_size), []
-        for _ in range(rounds + 1):
-            start = time.perf_counter()
-            runner.score(proposal)
-            seconds.append(time.perf_counter() - start)
-            runner.rollback()
-        with Count() as count:
-            runner.score(proposal)
-        runner.rollback()
-        found[name] = seconds[1:], count.operators  # without the first, which warms up
+    return runner
+
+
+def scored(runner: Any, proposal: Proposal) -> float:
+    """Return the seconds of a forward that scores ``proposal``, and take it back."""
+    start = time.perf_counter()
+    runner.score(proposal)
+    seconds = time.perf_counter() - start
+    runner.rollback()
+    return seconds
+
+
+@torch.no_grad()
+def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+    """Return seconds and operators by way, length of the text, and number of tokens."""
+    model, found = model_of(args.shape, dtype), {}
+    with contextlib.ExitStack() as stack:
+        models = {way: way_of(way, model, stack) for way in WAYS}
+        for text in args.texts:
+            runners = {way: after_text(one, text) for way, one in models.items()}
+            for nodes in args.nodes:
+                proposal = proposal_of(nodes, nodes >= TREE, model.config.vocab_size)
+                seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+                for _ in range(args.rounds + 1):
+                    for way, runner in runners.items():
+                        seconds[way].append(scored(runner, proposal))
+                for way, runner in runners.items():
+                    with Count() as count:
+                        scored(runner, proposal)
+                    times = seconds[way][1:]  # without the first, which warms up
+                    found[f"{way}, {text}, {nodes}"] = {"seconds": median(times), "operators": count.operators}
     return found
 
 
-def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
-    """Return seconds and operators by way, length of the text, and forward."""
-    model, table = model_of(args.shape, dtype), {}
-    seconds: dict[tuple[str, int, str], list[float]] = {}
-    for _ in range(args.turns):
-        for way in WAYS:
-            with way_of(way, model) as said:
-                print(f"{way}: {said}" if said else way)
-                for text in args.texts:
-                    for name, (times, operators) in forwards(model, text, args.rounds).items():
-                        seconds.setdefault((way, text, name), []).extend(times)
-                        table[f"{way}, {text}, {name}"] = {"operators": operators}
-    for (way, text, name), times in seconds.items():
-        table[f"{way}, {text}, {name}"]["seconds"] = median(times)
-    return table
-
-
-def show(table: dict[str, Any], texts: list[int]) -> None:
-    print(
-        "| text | tokens | plain, ms | packed, ms | invariant, ms | ratio to packed | operators, packed | invariant |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for text in texts:
-        for name in FORWARDS:
-            plain, packed, exact = (table[f"{way}, {text}, {name}"] for way in WAYS)
+def table(content: dict[str, Any]) -> str:
+    """Write the tables of a file of ``--json``."""
+    lines = []
+    for dtype in (name for name in DTYPES if name in content):
+        lines += [
+            f"{content['shape']}, {dtype}, threads: {content['threads']}",
+            "",
+            "| text | tokens | plain, ms | packed, ms | exact, ms | ratio to packed | operators, packed | exact |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        found = content[dtype]
+        for _, text, nodes in (key.split(", ") for key in found if key.startswith("plain")):
+            plain, packed, exact = (found[f"{way}, {text}, {nodes}"] for way in WAYS)
             times = " | ".join(f"{one['seconds'] * 1000:.1f}" for one in (plain, packed, exact))
             ratio = exact["seconds"] / packed["seconds"]
-            print(f"| {text} | {name} | {times} | {ratio:.2f} | {packed['operators']} | {exact['operators']} |")
+            kind = f"{nodes}, tree" if int(nodes) >= TREE else nodes
+            lines.append(f"| {text} | {kind} | {times} | {ratio:.2f} | {packed['operators']} | {exact['operators']} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
-    )
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
     parser.add_argument("--texts", nargs="+", type=int, default=[256, 1024], help="lengths of the text in the cache")
-    parser.add_argument("--rounds", type=int, default=10, help="of each forward in a turn")
-    parser.add_argument("--turns", type=int, default=3, help="of the three ways")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 6, 32], help=f"tokens; from {TREE} on, a tree")
+    parser.add_argument("--rounds", type=int, default=10, help="of each forward")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write commit, machine, versions and all figures")
+    parser.add_argument("--read", type=Path, help="measure nothing: write the table of a file of --json")
     args = parser.parse_args()
+    if args.read:
+        print(table(json.loads(args.read.read_text(encoding="utf-8"))))
+        return
     torch.set_num_threads(args.threads)
-    found = {}
+    kept: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}}
+    kept |= {"shape": args.shape, "threads": args.threads}
     for dtype in args.dtypes:
-        found[dtype] = measure(args, getattr(torch, dtype))
-        print(f"\n{args.shape}, {dtype}, {args.threads} threads\n")
-        show(found[dtype], args.texts)
+        kept[dtype] = measure(args, getattr(torch, dtype))
         if args.json:
-            args.json.write_text(
-                json.dumps({"shape": args.shape, "threads": args.threads, **found}, indent=1), "utf-8"
-            )
+            args.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(table(kept))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ sys.path[:0] = [str(HERE), str(HERE / "engines")]
 import compare  # noqa: E402  # the folders are no packages
 import compiled_speed  # noqa: E402
 import default_speed  # noqa: E402
+import invariant_cost  # noqa: E402
 
 from hf_spec.bench.gpu import page as gpu_page  # noqa: E402
 
@@ -127,6 +128,11 @@ TABLES = {
         step_costs,
         "step_costs.py --steps 6 --most 4096 --json results/step-costs.json --png ../docs/step-costs.png",
         RESULTS / "step-costs.json",
+    ),
+    "invariant-cost": Table(
+        lambda content: made_from(content) + "\n" + invariant_cost.table(content),
+        "invariant_cost.py --json results/invariant-cost.json",
+        RESULTS / "invariant-cost.json",
     ),
     "defaults": default_file("defaults", "--rounds 3"),
     "defaults-processors": default_file("defaults-processors", "--rounds 3 --processors"),

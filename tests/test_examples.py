@@ -274,13 +274,20 @@ def test_the_cost_of_exact_bits_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "costs.json"
-    small = ["--shape", "tiny", "--texts", "9", "--rounds", "1", "--turns", "1", "--dtypes", "float32"]
+    small = ["--shape", "tiny", "--texts", "9", "--rounds", "1", "--nodes", "1", "6", "32"]
     monkeypatch.setattr("sys.argv", ["invariant_cost.py", *small, "--json", str(file)])
     runpy.run_path(str(ROOT / "examples" / "invariant_cost.py"), run_name="__main__")
-    found = json.loads(file.read_text(encoding="utf-8"))["float32"]
-    assert len(found) == 3 * 4 and all(one["seconds"] > 0 for one in found.values())
+    content = json.loads(file.read_text(encoding="utf-8"))
+    found = content["float32"]
+    assert content["made_from"]["commit"] and content["made_from"]["torch"] == torch.__version__
+    assert len(found) == 3 * 3 and all(one["seconds"] > 0 for one in found.values())
     assert found["invariant, 9, 6"]["operators"] > found["plain, 9, 6"]["operators"]
-    assert "invariant: 15 linear layers" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "invariant: 15 linear layers" in printed and "| 9 | 32, tree | " in printed
+    monkeypatch.setattr("sys.argv", ["invariant_cost.py", "--read", str(file)])
+    runpy.run_path(str(ROOT / "examples" / "invariant_cost.py"), run_name="__main__")
+    read = capsys.readouterr().out
+    assert "| 9 | 32, tree | " in read and printed.endswith(read)
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,18 @@ RAW: dict[str, Any] = {
     },
     "compiled-mtp": {"made_from": MADE, "tables": [{"title": "demo", "tokens": 8, "rows": ROWS}]},
     "step-costs": {"made_from": MADE, "float32": {"rows": {"0": {"1": 1.0, "32": 3.5}, "6": {"1": 1.25, "32": 9.0}}}},
+    "invariant-cost": {
+        "made_from": MADE,
+        "shape": "smollm2-135m",
+        "threads": 1,
+        "float32": {
+            f"{way}, 256, 32": {"seconds": seconds, "operators": operators}
+            for way, seconds, operators in (("plain", 0.5, 900), ("packed", 0.25, 950), ("invariant", 0.3, 4000))
+        },
+    },
 }
 LINES = {
+    "invariant-cost": "| 256 | 32, tree | 500.0 | 250.0 | 300.0 | 1.20 | 950 | 4000 |",
     "defaults": "| batch 1, greedy | 1.00 (2.00 + 0.00 + 0.20 s) | 2.00 (1.00 s) |",
     "compiled-mtp": "| mtp | 8 | 4.00 | 2.00 | 1.000 | 0.500 | 0.250 | 0.250 | 3.00 | yes |",
     "step-costs": "| float32, 6 nodes | 1.25 | 9.00 |",
