@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import CompileConfig, ContinuousBatchingConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from twins import SHAPES, noisy, target
 
-from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig, generate_many
+from hf_spec import HybridSpeculator, NgramSpeculator, SpeculationConfig, generate_many, invariant
 from hf_spec.device_tensors import to_device, to_list
 from hf_spec.drafts.dflash.configuration import DFlashSpeculatorConfig
 from hf_spec.drafts.drawn_trees import plan_drawn
@@ -35,6 +35,7 @@ DEVICES: list[Any] = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 if simulated_device.is_wanted():
     DEVICES = [simulated_device.NAME]
 ELSEWHERE = DEVICES[-1:]  # for what other tests show on the CPU
+DTYPES = [torch.float32] if simulated_device.is_wanted() else [torch.float32, torch.bfloat16, torch.float16]
 PRECISIONS = ["float32"] if simulated_device.is_wanted() else ["float32", "bf16"]  # Trainer knows who has bfloat16
 LAYERS = {"num_hidden_layers": 2, "head_dim": 8}
 BLOCKS = {"aux_hidden_state_layer_ids": [0, 1, 2], "mask_token_id": 3, "block_size": 5}
@@ -197,6 +198,25 @@ def test_exact_verification_draws_what_plain_generate_draws(device: str) -> None
         torch.manual_seed(7)
         texts.append(model.generate(**inputs, max_new_tokens=20, do_sample=True, **options))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("device", ELSEWHERE)
+@pytest.mark.parametrize(("dtype", "shape"), each_value(DTYPES, SHAPES))
+def test_bits_of_a_row_in_the_invariant_mode(dtype: torch.dtype, shape: str, device: str) -> None:
+    """Alone or in a batch, plain or with draft tokens; the text and each logit."""
+    there = copy.deepcopy(target()).to(device, dtype)
+    draft = noisy(target()).to(device, dtype)
+    inputs = {name: tensor.to(device) for name, tensor in prompts(3).items()}
+    options: dict[str, Any] = {"max_new_tokens": 12, "return_dict_in_generate": True, "output_logits": True}
+    with invariant(there):
+        fast = there.generate(**inputs, **options, speculator=draft, speculation_config=SHAPES[shape])
+        plain = there.generate(**inputs, **options)
+        for row, mask in enumerate(inputs["attention_mask"].bool()):
+            alone = there.generate(inputs["input_ids"][row : row + 1, mask], **options)
+            for found in (fast, plain):
+                assert torch.equal(found.sequences[row, -12:], alone.sequences[0, -12:])
+                assert all(torch.equal(one[row], own[0]) for one, own in zip(found.logits, alone.logits, strict=True))
+    assert fast.speculation.mean_accepted_length > 1.2
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,20 +19,26 @@ from torch.nn.functional import pad
 from transformers.modeling_utils import AttentionInterface
 
 from ..scoring.trials import ExplainedError
-from .columns import COLUMNS, NAME, Block, Columns, RowColumns, columns_of_all, register_mask
+from .columns import COLUMNS, NAME, Block, Columns, RowColumns, columns_of_all, hidden_score, register_mask
 
 PLACES = 128  # of a block of keys, at most
 VECTOR = 16  # numbers that a processor adds at once, at most
+# Kernels of torch that return the logarithms of sums, too; other devices multiply and add by torch's functions.
+KERNELS = {
+    "cpu": "_scaled_dot_product_flash_attention_for_cpu",
+    "cuda": "_scaled_dot_product_efficient_attention",
+}
+AT_ONCE = 16  # nodes, where they are not attended to by such a kernel
 REFUSED = ("cache",)  # arguments of attention that the kernel knows nothing of
 
 
-def block_size(width: int) -> int:
+def block_size(width: int, device: torch.device) -> int:
     """Return how many places a block of keys of this ``width`` has.
 
-    The kernel keeps places + width + 2 numbers of a query in each thread's part of a buffer. That part has to begin
-    at an aligned address, or products sum in another order in the second thread than in the first.
+    The kernel of CPUs keeps places + width + 2 numbers of a query in each thread's part of a buffer. That part has to
+    begin at an aligned address, or products sum in another order in the second thread than in the first.
     """
-    return PLACES - (width + 2) % VECTOR
+    return PLACES - (width + 2) % VECTOR if device.type == "cpu" else PLACES
 
 
 def attend_block(
@@ -43,26 +49,52 @@ def attend_block(
     ``query`` (nodes, key heads, group, width); ``key`` and ``value`` (nodes or 1, key heads, places, width); ``mask``
     (nodes, 1, 1, places) is added. Scores are bent to stay between -``cap`` and ``cap``.
     """
-    if cap is not None:
-        return _capped(query, key, value, mask, scale, cap)
+    place = query.device.type
+    if cap is not None or place not in KERNELS:
+        products = _by_products if place == "cpu" else _by_products_of_some
+        return products(query, key, value, mask, scale, cap)
     nodes, heads, group, _ = query.shape
     key, value = key.expand(nodes, -1, -1, -1), value.expand(nodes, -1, -1, -1)
     mask = mask.expand(nodes, heads, group, -1)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    result: tuple[Tensor, Tensor] = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-    return result
+    kernel = getattr(torch.ops.aten, KERNELS[place])
+    if place == "cpu":
+        output, sums = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+    else:  # it adds up a query's keys in one order, and rounds the number of queries up in the second result
+        output, sums, *_ = kernel(query, key, value, mask, True, scale=scale)
+    return output, sums[..., :group]
 
 
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Do as ``attend_block`` for the kernel, which knows no caps: by products of each node, in float32."""
-    scores = torch.matmul(query.float(), key.float().mT) * scale  # (nodes, key heads, group, places)
-    scores = torch.tanh(scores / cap) * cap + mask.float()
+    """Do as ``attend_block`` where a kernel lacks, such as for caps: by products of each node, in float32."""
+    # Products add up in another order where their numbers begin at another alignment.
+    key, value = (states.float().expand(len(query), -1, -1, -1).contiguous() for states in (key, value))
+    scores = torch.matmul(query.float(), key.mT) * scale  # (nodes, key heads, group, places)
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores + mask.float()
     weights = scores.softmax(-1)
     # The largest weight is 1 / sum. The order in which a sum of its own adds up would depend on the other nodes.
     sums = scores.amax(-1) - weights.amax(-1).log()
-    return torch.matmul(weights, value.float()).to(query.dtype), sums
+    return torch.matmul(weights, value).to(query.dtype), sums
+
+
+def _by_products_of_some(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Do as ``_by_products``, for ``AT_ONCE`` nodes at a time: GPUs add up in another order for other numbers."""
+    nodes, missing = len(query), -len(query) % AT_ONCE
+    padding = (0, 0, 0, 0, 0, 0, 0, missing)
+    query, mask = pad(query, padding), pad(mask, padding)
+    key, value = (states if len(states) == 1 else pad(states, padding) for states in (key, value))
+    parts = []
+    for first in range(0, len(query), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        keys, values = (states if len(states) == 1 else states[some] for states in (key, value))
+        parts.append(_by_products(query[some], keys, values, mask[some], scale, cap))
+    output, sums = map(torch.cat, zip(*parts, strict=True))
+    return output[:nodes], sums[:nodes]
 
 
 def attention(
@@ -99,7 +131,7 @@ def attention(
     query = query.view(batch, key_heads, heads // key_heads, nodes, width).permute(0, 3, 1, 2, 4)
     query, key, value = (_widened(states, most) for states in (query.contiguous(), key, value))
     sinks = None if s_aux is None else s_aux.float().view(key_heads, -1)
-    size, dtype = block_size(most), query.dtype
+    size, dtype = block_size(most, query.device), query.dtype
     if position_bias is None:
         texts = columns.of_texts(size, dtype)
     else:
@@ -129,7 +161,7 @@ def _of_text(
     cap: float | None,
 ) -> Tensor:
     """Attend in one text: ``query`` (nodes, key heads, group, width), keys and values (key heads, columns, width)."""
-    size = block_size(query.shape[-1])
+    size = block_size(query.shape[-1], query.device)
     parts = []
     if row.shared_blocks:
         keys, values = (_at_places(states, row.shared) for states in (key, value))
@@ -193,7 +225,7 @@ NODES = (1, 2, 3, 6, 16, 33)  # numbers of nodes for which a trial compares bits
 def agrees(shape: Shape, device: torch.device) -> bool:
     """Try whether a node's bits depend on other nodes, on where its keys lie, or on keys that it does not see."""
     key_heads, group, width, dtype, cap = shape
-    size, most, generator = block_size(width), NODES[-1], torch.Generator().manual_seed(0)
+    size, most, generator = block_size(width, device), NODES[-1], torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
@@ -204,7 +236,7 @@ def agrees(shape: Shape, device: torch.device) -> bool:
         drawn(key_heads, 300, width),
     )
     hidden = torch.rand((most, 1, 1, size), generator=generator).to(device) < 0.4
-    mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    mask = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, hidden_score(dtype))
     inside = keys[None, :, 37 : 37 + size], values[None, :, 37 : 37 + size]
     key, value = (states.clone() for states in inside)
     known = [attend_block(query[i : i + 1].clone(), key, value, mask[i : i + 1], 0.3, cap) for i in range(most)]

@@ -169,10 +169,18 @@ def _by_place(visible: Tensor, place: Tensor, first: int, end: int) -> tuple[Ten
     return columns[:, :width], filled[:nodes, :width]
 
 
+def hidden_score(dtype: torch.dtype) -> float:
+    """Return what is added to the score of a key that a node does not see.
+
+    It is half of the least number: kernels multiply scores, and a row of which all is infinite has no sum.
+    """
+    return torch.finfo(dtype).min / 2
+
+
 def _blocks(filled: Tensor, begin: int, size: int, dtype: torch.dtype) -> list[Block]:
     """Cut ``filled`` (nodes, places) into blocks, the first of them number ``begin``, and leave out empty ones."""
     found = []
-    low = torch.finfo(dtype).min
+    low = hidden_score(dtype)
     for number, part in enumerate(filled.split(size, dim=1) if filled.shape[1] else ()):
         sees = part.any(1).nonzero()[:, 0].tolist()
         if sees:

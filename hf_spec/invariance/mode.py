@@ -28,11 +28,11 @@ from ..scoring.hooks import hooked, mark_as_ours
 from ..scoring.plain import input_device, prompt_kwargs
 from ..scoring.prompts import tokens_for
 from ..scoring.trials import ExplainedError, in_short
-from .attention import Shape, agrees, attention, register_attention
+from .attention import KERNELS, Shape, agrees, attention, register_attention
 from .check import check_bits
 from .columns import NAME
 from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
-from .rows import MOST, SIZES, agreeing_sizes, in_sizes, one_by_one
+from .rows import SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
 PROBE = 2  # tokens of the forward that finds out what a model computes
@@ -205,13 +205,13 @@ def _refuse(model: Any) -> None:
         reason = no_source
     elif isinstance(model, OptimizedModule) or any(one._compiled_call_impl is not None for one in model.modules()):
         reason = "it is compiled; load it anew and leave it eager"
-    elif devices != {"cpu"}:
-        reason = f"it is on {', '.join(sorted(devices))}, and bits were compared on CPUs alone"
+    elif len(devices) > 1:
+        reason = f"it is on several devices: {', '.join(sorted(devices))}"
     elif (linear := _quantised_linear(model)) is not None:
         reason = f"{linear} is quantised and multiplies by code of its own, which may look at all rows at once"
     elif model.training:
         reason = "it is in train mode; call model.eval() first"
-    elif not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+    elif not all(hasattr(torch.ops.aten, kernel) for kernel in KERNELS.values()):
         reason = f"torch {torch.__version__} lacks the kernel of attention that it needs"
     if reason is not None:
         raise ValueError(f"{name} cannot be made invariant: {reason}.")
@@ -338,7 +338,10 @@ def _prepare(
     """Try what the model computes, and let its modules compute rows in numbers that agree."""
     name, config = type(model).__name__, _text_config(model)
     device, convolutions = input_device(model), convolutions_of_source(model)
+    most = sizes_on(device)[-1]
     where = f"on this processor with {mode.threads} threads; try torch.set_num_threads(1)"
+    if device.type != "cpu":
+        where = f"on {device.type} with torch {torch.__version__}"
     for shape in shapes:
         if not agrees(shape, device):
             key_heads, group, width, dtype, _ = shape
@@ -354,7 +357,7 @@ def _prepare(
             continue
         kind = _kind(module, inputs.get(module))
         if kind not in tried:
-            sample = torch.randn(MOST, kind.inputs, generator=torch.Generator().manual_seed(0))
+            sample = torch.randn(most, kind.inputs, generator=torch.Generator().manual_seed(0))
             sample = sample.to(device, kind.dtype)
             tried[kind] = _sizes_of(module, sample, config)
         if not (sizes := tried[kind]):
@@ -366,14 +369,16 @@ def _prepare(
             mode.products[sizes] += 1
         elif is_mixture(module):
             mode.mixtures[sizes] += 1
-        elif sizes == SIZES:
+        elif sizes == sizes_on(device):
             continue  # each row by itself already
         mode._undo.append(_compute_in(module, sizes, mode.threads, config))
 
 
 def _sizes_of(module: nn.Module, sample: Tensor, config: Any) -> tuple[int, ...]:
+    if isinstance(module, nn.Linear | Conv1D):
+        return agreeing_sizes(module, cancelling(module, sample))
     if not is_mixture(module):
-        return agreeing_sizes(module, sample)
+        return agreeing_sizes(with_float32(module), sample)
     if way_of_experts(config) == BATCHED:
         return agreeing_sizes(states_of_rows(module), sample)
     return SIZES[:1]  # how many rows an expert gets depends on the others; trials would not find each number

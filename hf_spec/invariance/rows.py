@@ -7,27 +7,35 @@ the next one, or split.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # numbers of rows that are tried, and no others are used
-MOST = SIZES[-1]
+MORE = (96, 128, 256, 512)  # of an accelerator, which computes so many in the time of a few
+WINDOWS, CANCELLED = 5, 64  # of rows that a trial looks at; outputs that are close to 0 in it
 ALIGNMENT = 64  # bytes, as torch allocates: products of one library sum otherwise where an input begins elsewhere
 
 Function = Callable[[Tensor], Tensor]
 Functions = Callable[[Tensor], tuple[Tensor, ...]]
 
 
+def sizes_on(device: torch.device) -> tuple[int, ...]:
+    """Return the numbers of rows that are tried on ``device``, the fewest first."""
+    return SIZES if device.type == "cpu" else SIZES + MORE
+
+
 def agreeing_sizes(function: Function, sample: Tensor) -> tuple[int, ...]:
     """Return the numbers of rows for which ``function`` gives a row the same bits, at whichever place it stands.
 
-    ``sample`` (MOST, inputs) are rows of random numbers. The result is the largest group of sizes that agree, and of
-    two the one that begins with fewer rows. It is empty if the place of a row matters for each number of rows.
+    ``sample`` (rows, inputs) are random numbers, as many rows as are tried at most. The result is the largest group of
+    sizes that agree, and of two the one that begins with fewer rows. It is empty if the place of a row matters for
+    each number of rows.
     """
     groups: list[tuple[dict[int, Tensor], list[int]]] = []
-    for size in reversed(SIZES):
+    for size in reversed(sizes_on(sample.device)):
         found = _bits_by_row(function, sample, size)
         if found is None:
             continue
@@ -42,16 +50,40 @@ def agreeing_sizes(function: Function, sample: Tensor) -> tuple[int, ...]:
 
 
 def _bits_by_row(function: Function, sample: Tensor, size: int) -> dict[int, Tensor] | None:
-    """Return the results of the first and last ``size`` rows by number; ``None`` if a row's place changes its bits."""
+    """Return the results of some rows by number; ``None`` if a row's place among ``size`` changes its bits."""
     found: dict[int, Tensor] = {}
-    order = list(range(len(sample)))
-    first, last = order[:size], order[len(sample) - size :]
-    for rows in (first, first[1:] + first[:1], last, last[size // 2 :] + last[: size // 2]):
+    order, last = list(range(len(sample))), len(sample) - size
+    windows = [order[first : first + size] for first in {last * number // (WINDOWS - 1) for number in range(WINDOWS)}]
+    turned = [rows[len(rows) // number :] + rows[: len(rows) // number] for rows in windows[:2] for number in (2, 3)]
+    for rows in windows + turned:
         for row, bits in zip(rows, function(sample[rows]), strict=True):
             if row in found and not torch.equal(found[row], bits):
                 return None
             found[row] = bits
     return found
+
+
+def cancelling(linear: Function, rows: Tensor) -> Tensor:
+    """Return random rows, as many as ``rows`` (rows, inputs), for which some outputs of ``linear`` are close to 0.
+
+    Products are added up in float32 and then rounded, which hides nearly all differences between two orders: in
+    bfloat16 one number of 10,000 differs. Where large numbers add up to a small one, one of 20 does.
+    """
+    inputs, generator = rows.shape[1], torch.Generator().manual_seed(1)
+    drawn = torch.randn(min(2 * CANCELLED, inputs), inputs, generator=generator).to(rows)
+    at_zero = linear(torch.zeros_like(drawn)).double().cpu()
+    outputs = linear(drawn).double().cpu() - at_zero
+    some = min(len(drawn) // 2, outputs.shape[1])
+    outputs, wanted = outputs[:, :some].T, -at_zero[0, :some]  # (some, drawn), (some,)
+    factors = torch.randn(len(rows), len(drawn), generator=generator, dtype=torch.float64)
+    factors += (wanted - factors @ outputs.T) @ torch.linalg.pinv(outputs).T
+    return (factors @ drawn.double().cpu()).to(rows)
+
+
+def with_float32(module: nn.Module) -> Function:
+    """Return ``module`` with its results in float32 next to its own, which rounding makes look alike."""
+    twin = copy.deepcopy(module).float()
+    return lambda rows: torch.cat([module(rows).float(), twin(rows.float())], dim=-1)
 
 
 def in_sizes(function: Function, states: Tensor, sizes: tuple[int, ...]) -> Tensor:

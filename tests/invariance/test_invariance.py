@@ -21,7 +21,7 @@ import hf_spec
 from hf_spec import SpeculationConfig
 from hf_spec.invariance import attention, check, columns, mode, rows
 from hf_spec.invariance.attention import attend_block, block_size
-from hf_spec.invariance.rows import MOST, SIZES, agreeing_sizes, in_sizes
+from hf_spec.invariance.rows import SIZES, agreeing_sizes, cancelling, in_sizes, with_float32
 from hf_spec.scoring import selfcheck
 from hf_spec.scoring.prompts import Prompt
 
@@ -393,7 +393,7 @@ def test_what_cannot_be_attended_to_is_said_without_other_advice() -> None:
 def alone_differs() -> bool:
     """Ask the processor whether one row alone is summed in another order than several, in float32."""
     layer = nn.Linear(64, 64)
-    return agreeing_sizes(layer, torch.randn(MOST, 64)) != SIZES
+    return agreeing_sizes(layer, torch.randn(SIZES[-1], 64)) != SIZES
 
 
 def test_one_row_that_is_not_padded_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +411,7 @@ def test_keys_that_padding_shifts_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_keys_at_scattered_columns_have_other_bits() -> None:
-    size, width = block_size(64), 64
+    size, width = block_size(64, torch.device("cpu")), 64
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 1, count, width, generator=generator) for count in (1, size, size))
     seen = torch.arange(size) < size // 2
@@ -438,11 +438,42 @@ def test_sizes_are_those_that_agree() -> None:
     def in_fours(states: Tensor) -> Tensor:
         return states * (1 if len(states) % 4 == 0 else 2)
 
-    sample = torch.randn(MOST, 3)
+    sample = torch.randn(SIZES[-1], 3)
     assert agreeing_sizes(lambda states: states * 2, sample) == SIZES
     assert agreeing_sizes(one_alone, sample) == SIZES[1:]
     assert agreeing_sizes(by_place, sample) == (1,)
     assert agreeing_sizes(in_fours, sample) == tuple(size for size in SIZES if size % 4 == 0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_trials_see_an_order_that_rounding_hides(dtype: torch.dtype, bias: bool) -> None:
+    """One row alone is added up in two halves, which shows in few of its outputs if they are as large as usual."""
+    layer = nn.Linear(576, 96, bias=bias).to(dtype)
+
+    def halves(states: Tensor) -> Tensor:
+        weight, states = layer.weight.float(), states.float()
+        parts = (slice(0, 288), slice(288, 576)) if len(states) == 1 else (slice(0, 576),)
+        found = sum(states[:, part] @ weight[:, part].T for part in parts)
+        return (found + (0 if layer.bias is None else layer.bias.float())).to(dtype)
+
+    rows = cancelling(layer, torch.randn(SIZES[-1], 576).to(dtype))
+    outputs = layer(rows).float().abs()
+    assert rows.dtype == dtype and outputs[:, :64].mean() < outputs[:, 64:].mean() / 50
+    found = agreeing_sizes(halves, rows)
+    assert len(found) > 1 and 1 not in found
+
+
+def test_trials_see_what_norms_hide() -> None:
+    class Norm(nn.LayerNorm):
+        def forward(self, states: Tensor) -> Tensor:
+            found = super().forward(states.float())
+            return (found * (1 + 2**-22 * (len(states) == 1))).to(states.dtype)
+
+    norm, rows = Norm(64).to(torch.bfloat16), torch.randn(SIZES[-1], 64)
+    norm.float()
+    assert agreeing_sizes(norm, rows.bfloat16()) == SIZES
+    assert agreeing_sizes(with_float32(norm), rows.bfloat16()) == SIZES[1:]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 9, 64, 65, 200])
@@ -457,7 +488,7 @@ def test_rows_are_padded_and_split(count: int) -> None:
     found = in_sizes(double, states, (4, 16, 64))
     assert torch.equal(found, states * 2)
     assert count == 0 or set(called) <= {4, 16, 64}
-    assert rows.MOST == 64
+    assert rows.SIZES[-1] == 64
 
 
 def test_the_mode_lasts_until_the_last_of_several_closes_it() -> None:
