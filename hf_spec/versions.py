@@ -26,6 +26,7 @@ CHECKPOINTING = next(
     for name in ("is_activation_checkpointing", "is_gradient_checkpointing")
     if hasattr(transformers.PreTrainedModel, name)
 )
+CHECKPOINTING_ARGUMENT = CHECKPOINTING.removeprefix("is_")  # of training, for the same
 
 
 def older_than(needed: Version) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
@@ -125,6 +127,21 @@ def _compiled_with(
     for known, its_options, its_watched, compiled in _compiled:
         if known is function and its_options == options and its_watched == watched:
             return compiled
-    compiled = torch.compile(function, **options)
+    compiled = _torch_compile(function, options)
     _compiled.append((function, options, watched, compiled))
     return compiled
+
+
+def _torch_compile(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile ``function``. Torch before 2.13 has no limits of its own for it: it gets code of its own instead."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, **options)
+    options = options.copy()
+    options.pop("isolate_recompiles", None)
+    limits = torch._dynamo.config.patch(recompile_limit=options.pop("recompile_limit"))
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    copied = types.FunctionType(called.__code__.replace(), globals(), closure=called.__closure__)
+    return cast(Callable[..., Any], limits(torch.compile(copied, **options)))

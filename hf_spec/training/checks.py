@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..configuration import hub_name, max_positions, sizes_of
 from ..drafts.modeling import DraftModel
 from ..scoring.adapters import base_model
+from ..versions import CHECKPOINTING_ARGUMENT
 from .arguments import DraftTrainingArguments
 
 logger = logging.get_logger(__name__)
@@ -61,9 +62,9 @@ def check_arguments(draft: Any, target: PreTrainedModel, args: DraftTrainingArgu
             "neftune_noise_alpha adds noise to a draft's own embeddings, and this one borrows the target's: leave it "
             "out"
         )
-    if args.activation_checkpointing and any(one._compiled_call_impl is not None for one in draft.modules()):
+    if getattr(args, CHECKPOINTING_ARGUMENT) and any(one._compiled_call_impl is not None for one in draft.modules()):
         raise ValueError(
-            "activation_checkpointing runs a step again, by another graph of a compiled layer than the one that kept "
+            f"{CHECKPOINTING_ARGUMENT} runs a step again, by another graph of a compiled layer than the one that kept "
             "its tensors, and torch refuses that: leave it out, or compile no layer"
         )
     if isinstance(draft, DraftModel):

@@ -22,6 +22,7 @@ from ..drafts.modeling import DraftModel
 from ..drafts.mtp.target import TargetMtp
 from ..scoring.adapters import base_model
 from ..unroll.feedback import UnrollInput
+from ..versions import CHECKPOINTING_ARGUMENT
 from . import muon, sharding
 from .arguments import DraftTrainingArguments
 from .card import is_chat, model_card
@@ -210,7 +211,7 @@ class DraftTrainer(Trainer):
         are the target's last hidden states. ``divisor`` (steps,) divides the positions' weights.
         """
         args = self.settings
-        made = unrolled(draft, text, self._steps, bool(args.activation_checkpointing))
+        made = unrolled(draft, text, self._steps, bool(getattr(args, CHECKPOINTING_ARGUMENT)))
         weights, _ = position_weights(counted, args.normalizer, text.document_ids)  # type: ignore[arg-type]
         factor = self._step_weights(weights.device)  # (steps,)
         factor = factor / ((factor * divisor).sum() if args.normalizer == "draft_token" else divisor).clamp(min=1)

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 from ..drafts.modeling import DraftModel
+from ..versions import CHECKPOINTING_ARGUMENT
 
 
 def let_forward_compute_a_loss(draft: Any) -> None:
@@ -27,7 +28,7 @@ def let_forward_compute_a_loss(draft: Any) -> None:
 
     draft.forward = MethodType(forward, draft)
     if isinstance(draft, DraftModel):
-        draft.activation_checkpointing_enable = _recompute_steps  # type: ignore[assignment]
+        setattr(draft, f"{CHECKPOINTING_ARGUMENT}_enable", _recompute_steps)
 
 
 def _recompute_steps(**kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+NARROWEST = 16  # heads for which FlexAttention has a kernel
 BLOCK = 128  # queries whose scores are in memory at once, without FlexAttention
 EMPTY_LOGSUMEXP = -1e30  # about the log-sum-exp of a query that attends to no key; finite, because -inf - -inf is nan
 
@@ -58,6 +59,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, key_range: KeyRange, flex:
     float32; they serve to merge the result with other keys of the same queries. ``flex``: use FlexAttention.
     """
     query, value = query.to(key.dtype), value.to(key.dtype)  # under autocast, norms return later steps in float32
+    flex = flex and (not query.is_cuda or min(query.shape[-1], value.shape[-1]) >= NARROWEST)
     found: tuple[Tensor, Tensor] = (_flex if flex else cast(Any, _ByBlocks.apply))(query, key, value, key_range)
     return found
 

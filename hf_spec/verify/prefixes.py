@@ -154,12 +154,27 @@ def _sequence_bias(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:
     if not one.prepared_bias_variables:
         one._prepare_bias_variables(scores)
     bias: Tensor = one.length_1_bias.repeat(len(scores), 1)
-    for before, last_tokens, biases in one.multi_token_biases:
-        if before.shape[1] <= prefixes.longest:
+    is_older = not hasattr(one, "multi_token_biases")  # it asks for one token more than have to agree
+    for before, last_tokens, biases in _biases_of_several(one, scores.device):
+        if before.shape[1] + is_older <= prefixes.longest:
             ends, long_enough = prefixes.ends(before.shape[1])
+            if is_older:
+                long_enough = prefixes.lengths > before.shape[1]
             completed = (ends[:, None] == before).all(-1) & long_enough[:, None]  # (prefixes, sequences)
             bias.index_add_(1, last_tokens, torch.where(completed, biases, 0.0))
     return scores + bias
+
+
+def _biases_of_several(one: Any, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return the biased sequences of each length: tokens before the last, last tokens, and biases."""
+    if (prepared := getattr(one, "multi_token_biases", None)) is not None:
+        return cast(list[tuple[Tensor, Tensor, Tensor]], prepared)
+    found: dict[int, dict[tuple[int, ...], float]] = {}  # older versions of transformers go through them one by one
+    for tokens, bias in one.sequence_bias.items():
+        if len(tokens) > 1:
+            found.setdefault(len(tokens), {})[tokens] = bias
+    tables = [(torch.tensor(list(biases), device=device), list(biases.values())) for biases in found.values()]
+    return [(tokens[:, :-1], tokens[:, -1], torch.tensor(biases, device=device)) for tokens, biases in tables]
 
 
 def _timestamps(one: Any, prefixes: Prefixes, scores: Tensor) -> Tensor:

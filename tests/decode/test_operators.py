@@ -135,9 +135,9 @@ def per_step(
 @pytest.mark.gpu
 def test_a_norm_of_a_draft_is_one_operator_on_a_gpu() -> None:
     _, drafts = models()
-    norm = copy.deepcopy(drafts["eagle3"].norm).to("cuda")
+    norm, states = copy.deepcopy(drafts["eagle3"].norm).to("cuda"), torch.ones(1, 1, 32, device="cuda")
     with torch.no_grad(), Count() as count:
-        norm(torch.ones(1, 1, 32, device="cuda"))
+        norm(states)
     assert count.operators["outside"] == 1
 
 
