@@ -380,7 +380,7 @@ def _digest(prompts: Sequence[Prompt]) -> str:
 def _environment(target: PreTrainedModel) -> dict[str, Any]:
     device = input_device(target)
     return {
-        "hf_spec": metadata.version("hf-spec"),
+        "hf_spec": _own_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -394,6 +394,14 @@ def _environment(target: PreTrainedModel) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
     }
+
+
+def _own_version() -> str | None:
+    """Return the version of this package; ``None`` in a clone that is not installed."""
+    try:
+        return metadata.version("hf-spec")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
