@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
+
 from hf_spec import demo
 from hf_spec.drafts.eagle3.configuration import Eagle3SpeculatorConfig
 from hf_spec.training import DraftTrainer, DraftTrainingArguments, new_draft, prepare_dataset
+from hf_spec.whole_files import write_files
 
 LENGTH = 7  # draft tokens of the measurement, however a draft was trained
 # `share` of the text, read once; `layers` of the target that the draft reads; the rest are DraftTrainingArguments.
@@ -94,16 +99,26 @@ def curve(result: dict[str, Any]) -> list[float]:
     return [after / before for before, after in pairwise(reached) if before > 0.01]
 
 
-def report(output: Path) -> dict[str, dict[str, Any]]:
-    """Print a table of all arms that are done."""
-    found = [json.loads(path.read_text()) for path in sorted(output.glob("*/result.json"))]
-    results = {result["name"]: result for result in found}
-    print("| | steps | τ, greedy | τ, temperature 1 | token 1 | 2 | 3 | 5 | 7 |\n|" + "---|" * 9)
-    for name, result in results.items():
+def table(content: dict[str, Any]) -> str:
+    """Write the arms of a raw file as Markdown."""
+    lines = ["| | steps | τ, greedy | τ, temperature 1 | token 1 | 2 | 3 | 5 | 7 |", "|" + "---|" * 9]
+    for name, result in content["arms"].items():
         lengths = [result[f"eval_{kind}acceptance_length"] for kind in ("", "sampled_")]
         accepted = dict(enumerate(curve(result), start=1))
-        cells = [f"{figure:.2f}" for figure in (*lengths, *(accepted.get(k, 0.0) for k in (1, 2, 3, 5, 7)))]
-        print("|", " | ".join([name, str(result["steps"]), *cells]), "|")
+        late = (f"{accepted[k]:.2f}" if k in accepted else "-" for k in (1, 2, 3, 5, 7))
+        lines.append(f"| {' | '.join([name, str(result['steps']), *(f'{one:.2f}' for one in lengths), *late])} |")
+    return "\n".join(lines)
+
+
+def report(output: Path, raw: Path | None) -> dict[str, dict[str, Any]]:
+    """Print a table of all arms that are done, and write the raw file."""
+    found = [json.loads(path.read_text()) for path in sorted(output.glob("*/result.json"))]
+    results = {result["name"]: result for result in found}
+    content = {"made_from": machine() | {"argv": sys.argv[1:]}}
+    content["arms"] = {name: results[name] for name in ARMS if name in results}
+    print(table(content))
+    if raw:
+        write_files({raw.name: json.dumps(content, indent=1) + "\n"}, raw.absolute().parent)
     return results
 
 
@@ -145,11 +160,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", action="store_true", help="only draw what is there")
+    parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures of all arms")
     options = parser.parse_args()
     for name in [] if options.plot else options.arms:
         if not (options.output / name.replace(" ", "-") / "result.json").exists():
             run(name, options)
-    plot(report(options.output), options.output)
+    plot(report(options.output, options.json), options.output)
 
 
 if __name__ == "__main__":

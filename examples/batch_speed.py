@@ -6,12 +6,14 @@
 All prompts are there from the beginning, so a request's time ends when its text is complete. Methods take turns.
 Figures are medians over the rounds, with minimum and maximum. The target is the demo family's, inflated to a hidden
 size, an MLP size and a number of layers. Drafts are accepted as by the small target. The first method is plain
-continuous batching. The run ends with an error if another method writes other texts.
+continuous batching. The run ends with an error if another method writes other texts. The raw file says what target,
+draft and the rest took. The same command goes on after the last run that it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import sys
@@ -24,9 +26,15 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
+
 from hf_spec import demo
+from hf_spec.bench.runner import ForwardClock
 from hf_spec.cli.demo import STORIES
 from hf_spec.demo.inflation import Narrowed, inflate
+from hf_spec.drafts.base import network_of
+from hf_spec.whole_files import write_files
 
 Texts = list[list[int]]
 Timed = tuple[Texts, list[float]]
@@ -35,13 +43,13 @@ Timed = tuple[Texts, list[float]]
 class Workload:
     """The prompts with their numbers of new tokens, and a count of the target's forwards."""
 
-    def __init__(self, target: Any, tokenizer: Any, count: int, seed: int = 0) -> None:
-        draw = random.Random(seed)
+    def __init__(self, target: Any, tokenizer: Any, count: int, new_tokens: list[int]) -> None:
+        draw = random.Random(0)
         stories = [tokenizer(story)["input_ids"] for story in STORIES]
         self.prompts = [
             [draw.randrange(8, 2000), *draw.choice(stories)[: draw.randrange(4, 12)]] for _ in range(count)
         ]
-        self.lengths = [draw.randrange(16, 97) for _ in range(count)]
+        self.lengths = [draw.randint(*new_tokens) for _ in range(count)]
         self.target, self.forwards = target, 0
         target.register_forward_hook(self._count)
 
@@ -87,15 +95,50 @@ class Workload:
         names = [str(number) for number in range(len(self.prompts))]
         return [texts[name] for name in names], [seconds[name] for name in names]
 
-    def measured(self, method: Callable[[Any, int], Timed], speculator: Any, size: int, expected: Texts | None) -> Any:
-        """Run a method; return forwards, tokens/s, median and 95th percentile of request seconds, and the texts."""
+    def measured(
+        self, method: Callable[[Any, int], Timed], speculator: Any, size: int
+    ) -> tuple[dict[str, Any], Texts]:
+        """Run a method; return its figures, and the texts."""
         self.forwards = 0
-        texts, seconds = method(speculator, size)
-        if expected is not None and texts != expected:
-            wrong = sum(text != right for text, right in zip(texts, expected, strict=True))
-            sys.exit(f"{method.__name__} wrote {wrong} other texts than the first method")
-        speed = sum(self.lengths) / max(seconds)
-        return (self.forwards, speed, median(seconds), quantiles(seconds, n=20)[-1]), texts
+        network = None if isinstance(speculator, str | bool) else network_of(speculator)
+        with ForwardClock([self.target] if network is None else [self.target, network]) as clock:
+            texts, seconds = method(speculator, size)
+        target, *draft = clock.by_model()
+        found = {"forwards": self.forwards, "seconds": max(seconds), "tokens": sum(self.lengths)}
+        found |= {"parts": [target, sum(draft), max(seconds) - target - sum(draft)]}
+        return found | {"median": median(seconds), "late": quantiles(seconds, n=20)[-1]}, texts
+
+
+def table(content: dict[str, Any]) -> str:
+    """Write the figures of a raw file as Markdown."""
+    head = (
+        "at once",
+        "method",
+        "x engine, plain",
+        "forwards",
+        "target + draft + rest s",
+        "request: median s",
+        "95th percentile",
+    )
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for size, ways in content["at_once"].items():
+        base = [one["seconds"] for one in ways["engine, plain"]]
+        for name, rounds in ways.items():
+            ratios = [plain / one["seconds"] for plain, one in zip(base, rounds, strict=False)]
+            spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+            parts = " + ".join(f"{median(one):.1f}" for one in zip(*(one["parts"] for one in rounds), strict=True))
+            forwards, middle, late = (median(one[what] for one in rounds) for what in ("forwards", "median", "late"))
+            cells = (
+                size,
+                name,
+                f"{median(ratios):.2f}{spread}",
+                f"{forwards:.0f}",
+                parts,
+                f"{middle:.1f}",
+                f"{late:.1f}",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -103,13 +146,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=3, default=(1152, 4608, 16), help="hidden, MLP, layers (300 M)")
     parser.add_argument("--at-once", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=[16, 96], help="least and most of a prompt")
     parser.add_argument("--drafts", nargs="+", default=["ngram", "draft-eagle3", "draft-mtp"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="raw file with commit, machine and versions")
     args = parser.parse_args()
     torch.set_num_threads(1)
     small = AutoModelForCausalLM.from_pretrained(demo.path(), dtype=torch.float32)
-    work = Workload(inflate(small, *args.size), AutoTokenizer.from_pretrained(demo.path()), args.prompts)
+    work = Workload(
+        inflate(small, *args.size), AutoTokenizer.from_pretrained(demo.path()), args.prompts, args.new_tokens
+    )
     speculators = {
         name: name
         if name == "ngram"
@@ -121,25 +167,25 @@ def main() -> None:
     ways |= {"batches, plain": (work.in_batches, False)}
     ways |= {f"batches, {name}": (work.in_batches, one) for name, one in speculators.items()}
 
-    expected = None
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "at_once": {}, "texts": None}
+    if args.json and args.json.exists():
+        content |= {name: json.loads(args.json.read_text(encoding="utf-8"))[name] for name in ("at_once", "texts")}
     for size in args.at_once:
         for turn in range(args.rounds):
             for name, (method, speculator) in ways.items():
-                figures, texts = work.measured(method, speculator, size, expected)
-                expected = expected or texts
-                found.setdefault(str(size), {}).setdefault(name, []).append(figures)
+                done = content["at_once"].setdefault(str(size), {}).setdefault(name, [])
+                if len(done) > turn:
+                    continue
+                figures, texts = work.measured(method, speculator, size)
+                written = hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
+                content["texts"] = content["texts"] or written
+                if written != content["texts"]:
+                    sys.exit(f"{name} wrote other texts than the first method")
+                done.append(figures)
                 print(f"{size} at once, round {turn}, {name}: {figures}", file=sys.stderr, flush=True)
                 if args.json:
-                    args.json.write_text(json.dumps(found))
-        print(f"\n| {size} at once | forwards | x engine, plain | median seconds | 95th percentile |")
-        print("|---|---|---|---|---|")
-        base = [speed for _, speed, *_ in found[str(size)]["engine, plain"]]
-        for name, rounds in found[str(size)].items():
-            ratios = [speed / plain for (_, speed, *_), plain in zip(rounds, base, strict=True)]
-            forwards, _, middle, late = map(median, zip(*rounds, strict=True))
-            spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            print(f"| {name} | {forwards:.0f} | {spread} | {middle:.1f} | {late:.1f} |", flush=True)
+                    write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.absolute().parent)
+    print(table(content))
 
 
 if __name__ == "__main__":

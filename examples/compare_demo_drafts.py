@@ -21,13 +21,14 @@ import random
 import statistics
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_speed import machine
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_spec
 from hf_spec import demo
@@ -36,6 +37,7 @@ from hf_spec.whole_files import write_files
 CHAINS: dict[str, Any] = {"tree": None}
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 BATCH = 16
+POSITIONS = "accepted, if those before were: greedy chains"
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "scaled_dot_product", "mkldnn_linear")
 
 
@@ -119,9 +121,10 @@ def measured(target: Any, draft: Any, ids: torch.Tensor, options: argparse.Names
 def compare(name: str, target: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the figures of one draft, one for each seed."""
     path = demo.path(name) if name in demo.MODELS else name
-    draft = AutoModel.from_pretrained(path, dtype=torch.float32)
+    draft = hf_spec.as_speculator(str(path), target)
     stories = [json.loads(line)["text"] for line in options.stories.read_text(encoding="utf-8").splitlines()]
     figures: dict[str, list[float]] = {}
+    counts: list[hf_spec.SpeculationStats] = []
     for seed in range(options.seeds):
         torch.manual_seed(seed)
         ids = prompts(stories, tokenizer, options, seed)
@@ -129,10 +132,15 @@ def compare(name: str, target: Any, tokenizer: Any, options: argparse.Namespace)
             for how, temperature in TEMPERATURES.items():
                 stats = measured(target, draft, ids, options, shape=given, temperature=temperature, batch=BATCH)
                 figures.setdefault(f"{shape}, {how}", []).append(stats.mean_accepted_length)
+                if not temperature and given is CHAINS:
+                    counts.append(stats)
         if not seed:
             figures |= counted(target, draft, ids, options)
         alone = measured(target, draft, ids[:4], options, shape=CHAINS, temperature=0.0, batch=1)
         figures.setdefault("ms per proposal", []).append(1000 * alone.propose_seconds / alone.steps)
+    if counts:
+        reached = [1.0, *hf_spec.SpeculationStats.merge(counts).acceptance_by_position]
+        figures[POSITIONS] = [after / before for before, after in pairwise(reached) if before]
     return figures
 
 
@@ -184,7 +192,7 @@ def main() -> None:
 
 def table(drafts: dict[str, dict[str, list[float]]]) -> str:
     """Write the figures of the drafts as Markdown, those that the first one has."""
-    names = list(next(iter(drafts.values())))
+    names = [name for name in next(iter(drafts.values())) if name != POSITIONS]
     lines = [f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}"]
     return "\n".join(
         [
@@ -192,6 +200,17 @@ def table(drafts: dict[str, dict[str, list[float]]]) -> str:
             *(f"| `{one}` | {' | '.join(cell(found[name]) for name in names)} |" for one, found in drafts.items()),
         ]
     )
+
+
+def positions_table(drafts: dict[str, dict[str, list[float]]]) -> str:
+    """Write how often each token of greedy chains was accepted, if those before it were."""
+    rows = {name: found[POSITIONS] for name, found in drafts.items() if POSITIONS in found}
+    count = max(map(len, rows.values()))
+    lines = [f"| | {' | '.join(str(one + 1) for one in range(count))} |", f"|{'---|' * (1 + count)}"]
+    for name, values in rows.items():
+        cells = [f"{value:.2f}" for value in values] + ["-"] * (count - len(values))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,17 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_speed import machine  # the folder is no package
 
 from hf_spec import (
     AcceptedTokens,
@@ -36,6 +41,7 @@ from hf_spec import (
     demo,
 )
 from hf_spec.bench.prompts import Prompt, read_prompts
+from hf_spec.whole_files import write_files
 
 FUNCTION = '''\
 def mean_of_column(path, column):
@@ -76,6 +82,12 @@ FIXED = {
 
 def main() -> None:
     options = arguments()
+    report: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}}
+    if options.only_costs:
+        report["costs"] = costs()
+        print(costs_table(report))
+        keep(report, options)
+        return
     if options.texts:
         with open(options.texts, encoding="utf-8") as file:
             texts = json.load(file)
@@ -92,7 +104,6 @@ def main() -> None:
     if options.write_texts:
         write_texts(target, tokenizer, sets, options)
         return
-    report: dict[str, Any] = {}
     for name in options.sets or sets:
         prompts, report[name] = sets[name][: options.limit], {}
         for way, (speculator, config) in ways(draft, options.min_chance).items():
@@ -103,11 +114,35 @@ def main() -> None:
             found = SpeculationStats.merge(stats).to_dict()
             report[name][way] = {key: value for key, value in found.items() if key != "per_row"}
         print_table(name, report[name])
+        keep(report, options)
     report["costs"] = costs()
     print(json.dumps(report["costs"], indent=1))
+    keep(report, options)
+
+
+def keep(report: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write the raw file, if one is asked for."""
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+        write_files({options.json.name: json.dumps(report, indent=1) + "\n"}, options.json.absolute().parent)
+
+
+def table(report: dict[str, Any]) -> str:
+    """Write the sets of a raw file as Markdown."""
+    sets = {name: one for name, one in report.items() if name not in ("made_from", "costs")}
+    names = list(next(iter(sets.values())))
+    lines = [f"| | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}"]
+    for name, ways in sets.items():
+        cells = (
+            f"{one['mean_accepted_length']:.2f} ({one['proposed'] / one['row_steps']:.1f})" for one in ways.values()
+        )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def costs_table(report: dict[str, Any]) -> str:
+    """Write what the history of a raw file cost."""
+    rows = (f"| {name} | {value:.0f} |" for name, value in report["costs"].items())
+    return "\n".join(["| a full history of 100,000 tokens | |", "|---|---|", *rows])
 
 
 def arguments() -> argparse.Namespace:
@@ -127,8 +162,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--min-chance", type=float, nargs="+", default=[0.1], help="several: compare thresholds")
     parser.add_argument("--write-texts", help="only write plain greedy texts to this file")
+    parser.add_argument(
+        "--only-costs", action="store_true", help="memory and processor time of a full history, no model"
+    )
     parser.add_argument("--texts", help="measure lookups over the texts in this file")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures of every set")
     return parser.parse_args()
 
 
@@ -234,20 +272,20 @@ def print_table(name: str, figures: dict[str, dict[str, Any]]) -> None:
 
 
 def costs(tokens: int = 100_000) -> dict[str, float]:
-    """Fill a history with nearly random text, and return its bytes and microseconds per token."""
+    """Fill a history with nearly random text, and return its bytes and microseconds of processor time per token."""
     generator = torch.Generator().manual_seed(0)
     texts = (torch.rand(tokens // 500, 500, generator=generator) ** 3 * 5_000).long().tolist()
     speculator = NgramSpeculator(history_size=tokens)
-    start = time.perf_counter()
+    start = time.process_time()
     speculator.learn(texts)
-    learnt = time.perf_counter() - start
+    learnt = time.process_time() - start
     assert speculator.history is not None
     memory, text = speculator.history, texts[7]
-    start = time.perf_counter()
+    start = time.process_time()
     for end in range(8, 408):
         for size in (8, 4, 2, 1):
             memory.find(text[:end], size, 16)
-    found = (time.perf_counter() - start) / 400
+    found = (time.process_time() - start) / 400
     return {
         "bytes per token": memory.nbytes / tokens,
         "microseconds to remember a token": 1e6 * learnt / tokens,

@@ -24,15 +24,26 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 sys.path[:0] = [str(HERE), str(HERE / "engines")]
-import compare  # noqa: E402  # the folders are no packages
+import ablations  # noqa: E402  # the folders are no packages
+import batch_speed  # noqa: E402
+import compare  # noqa: E402
+import compare_demo_drafts  # noqa: E402
 import compiled_speed  # noqa: E402
 import default_speed  # noqa: E402
+import early_exits  # noqa: E402
+import history  # noqa: E402
 import invariant_cost  # noqa: E402
+import other_tokenizer  # noqa: E402
+import packed_forwards  # noqa: E402
+import padded_prompts  # noqa: E402
+import training_speed  # noqa: E402
 
 from hf_spec.bench.gpu import page as gpu_page  # noqa: E402
 
 MARKED = re.compile(r"(<!-- table: ([\w-]+), by examples/tables.py -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 NODES = {"nodes": "by nodes", "0": "plain", "1": "1 node"}
+FAMILY = "--drafts draft-vanilla draft-eagle3 draft-medusa draft-mtp draft-dspark"
+SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHORT/draft-dspark SHORT/draft-eagle3"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 GPU = """\
 On a GPU, greedy chains of five in bfloat16. The target costs what a model
@@ -54,7 +65,8 @@ def made_from(content: dict[str, Any]) -> str:
     """Say on which machine, at which commit and with which versions a raw file was measured."""
     made = content["made_from"]
     versions = ", ".join(f"{name} {made[name]}" for name in ("torch", "transformers", "hf_spec"))
-    return f"{made['processor']} ({made['capability']}), commit {made['commit'][:12]}, {versions}.\n"
+    commit = made["commit"][:12] + " with changes" * made["commit"].endswith("+changes")
+    return f"{made['processor']} ({made['capability']}), commit {commit}, {versions}.\n"
 
 
 def step_costs(content: dict[str, Any]) -> str:
@@ -74,9 +86,21 @@ def step_costs(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def defaults(content: dict[str, Any]) -> str:
-    """Write the table of default_speed.py."""
-    return f"{made_from(content)}\n{default_speed.table(content)}\n"
+def drafts(content: dict[str, Any], columns: tuple[str, ...]) -> str:
+    """Write the ``columns`` of compare_demo_drafts.py whose names begin so."""
+    rows = content["drafts"].items()
+    kept = {name: {what: one for what, one in found.items() if what.startswith(columns)} for name, found in rows}
+    return f"{made_from(content)}\n{compare_demo_drafts.table(kept)}\n"
+
+
+def positions(content: dict[str, Any]) -> str:
+    """Write the acceptance by position of compare_demo_drafts.py."""
+    return compare_demo_drafts.positions_table(content["drafts"])
+
+
+def below_its_machine(table: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    """Return a writer of the ``table`` of a script, below the line that says what it was made from."""
+    return lambda content: f"{made_from(content)}\n{table(content)}\n"
 
 
 def compiled(content: dict[str, Any]) -> str:
@@ -102,7 +126,21 @@ def gpu_short(content: dict[str, Any]) -> str:
 def default_file(name: str, *options: str) -> Table:
     """Return a table of default_speed.py with ``options``."""
     file = RESULTS / f"{name}.json"
-    return Table(defaults, " ".join(["default_speed.py --json", f"results/{file.name}", *options]), file)
+    command = " ".join(["default_speed.py --json", f"results/{file.name}", *options])
+    return Table(below_its_machine(default_speed.table), command, file)
+
+
+def script_file(
+    table: Callable[[dict[str, Any]], str], script: str, name: str, *options: str, option: str = "--json"
+) -> Table:
+    """Return the ``table`` of a script that writes a raw file of that name."""
+    command = " ".join([f"{script}.py", option, f"results/{name}.json", *options])
+    return Table(table, command, RESULTS / f"{name}.json")
+
+
+def family_file(write: Callable[[dict[str, Any]], str], name: str, *options: str) -> Table:
+    """Return a table of compare_demo_drafts.py; ``STORIES`` is what prepare_demo_corpus.py held out."""
+    return script_file(write, "compare_demo_drafts", name, "--stories STORIES", *options, option="--raw")
 
 
 def compiled_file(draft: str, *options: str) -> Table:
@@ -142,6 +180,35 @@ TABLES = {
     ),
     "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64"),
     "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64"),
+    "history": script_file(below_its_machine(history.table), "history", "history", "--max-new-tokens 64"),
+    "history-costs": script_file(below_its_machine(history.costs_table), "history", "history-costs", "--only-costs"),
+    "other-tokenizer": script_file(
+        below_its_machine(other_tokenizer.table),
+        "other_tokenizer",
+        "other-tokenizer",
+        "--dtype float32 ../hf_spec/demo/target STORIES260K",
+    ),
+    "early-exits": script_file(below_its_machine(early_exits.table), "early_exits", "early-exits"),
+    "family-drafts": family_file(lambda raw: drafts(raw, ("chains", "trees")), "family-drafts", FAMILY),
+    "family-positions": family_file(positions, "family-drafts", FAMILY),
+    "demo-drafts": family_file(
+        lambda raw: drafts(raw, ("chains", "trees")), "demo-drafts", "--tree-tokens 16 32 64", SHORT
+    ),
+    "demo-drafts-speed": family_file(
+        lambda raw: drafts(raw, ("operators", "products", "ms")), "demo-drafts-speed", "--only-speed", SHORT
+    ),
+    "ablations": script_file(
+        below_its_machine(ablations.table),
+        "ablations",
+        "ablations",
+        "--data STORIES --held-out OTHERS --output ABLATIONS",
+    ),
+    "training-speed": script_file(
+        below_its_machine(training_speed.table), "training_speed", "training-speed", "--speculators VENV/bin/python"
+    ),
+    "batches": script_file(below_its_machine(batch_speed.table), "batch_speed", "batches", "--rounds 1"),
+    "packed": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed"),
+    "padded": script_file(below_its_machine(padded_prompts.table), "padded_prompts", "padded"),
     "gpu": gpu_file(gpu),
     "gpu-short": gpu_file(gpu_short),
 }

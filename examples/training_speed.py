@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,23 +148,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speculators", metavar="PYTHON")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--json", type=Path, help="raw file with commit, machine and versions; what it has is not run again"
+    )
     options = parser.parse_args()
     if options.child:
         print(json.dumps(measure(options.child[0], [int(size) for size in options.child[1:]])))
         return
     if not options.speculators:
         parser.error("--speculators: name the Python of an environment that has it")
-    print("| tokens | vocabulary | width | speculators: time, memory | hf_spec: time, memory | ratios |")
-    print("|---" * 6 + "|")
+    from engine_speed import machine  # the other environment has not what it imports
+
+    from hf_spec.whole_files import write_files
+
+    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "steps": {}}
+    if options.json and options.json.exists():
+        content["steps"] = json.loads(options.json.read_text(encoding="utf-8"))["steps"]
     for shape in SHAPES:
-        figures = []
         for python, who in ((options.speculators, "theirs"), (sys.executable, "ours")):
-            seconds, resident = run(python, who, shape)
-            figures.append((seconds, run(python, who, shape, MALLOC_MMAP_THRESHOLD_="65536")[1], resident))
+            found = content["steps"].setdefault(" ".join(map(str, shape)), {})
+            if who not in found:
+                seconds, resident = run(python, who, shape)
+                found[who] = [seconds, run(python, who, shape, MALLOC_MMAP_THRESHOLD_="65536")[1], resident]
+                print(f"{shape} {who}: {found[who]}", file=sys.stderr, flush=True)
+                if options.json:
+                    write_files({options.json.name: json.dumps(content) + "\n"}, options.json.absolute().parent)
+    print(table(content))
+
+
+def table(content: dict[str, Any]) -> str:
+    """Write the shapes of a raw file that are complete."""
+    lines = [
+        "| tokens | vocabulary | width | speculators: time, memory | hf_spec: time, memory | ratios |",
+        "|---" * 6 + "|",
+    ]
+    for shape, found in content["steps"].items():
+        if len(found) < 2:
+            continue
+        figures = found["theirs"], found["ours"]
         cells = [f"{seconds:.2f} s, {held:,.0f} MB ({resident:,.0f})" for seconds, held, resident in figures]
         ratios = [mine / other for other, mine in zip(*figures, strict=True)]
-        row = [*(f"{size:,}" for size in shape), *cells, "{:.2f}, {:.2f} ({:.2f})".format(*ratios)]
-        print("|", " | ".join(row), "|", flush=True)
+        row = [*(f"{int(size):,}" for size in shape.split()), *cells, "{:.2f}, {:.2f} ({:.2f})".format(*ratios)]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

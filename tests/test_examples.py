@@ -64,6 +64,9 @@ def test_a_history_is_measured(
     assert lengths == sorted(lengths)
     assert report["costs"]["bytes per token"] < 110
     capsys.readouterr()
+    monkeypatch.setattr("sys.argv", [script, "--only-costs"])
+    runpy.run_path(script, run_name="__main__")
+    assert re.search(r"^\| bytes per token \| \d+ \|$", capsys.readouterr().out, re.M)
     monkeypatch.setattr("sys.argv", [script, *few, "--write-texts", str(file)])
     runpy.run_path(script, run_name="__main__")
     monkeypatch.setattr("sys.argv", [script, "--texts", str(file)])
@@ -409,3 +412,40 @@ def test_steps_are_counted_as_vllm_counts_them() -> None:
     assert names["accepted_by_step"](drafted, 20) == [2, 0, 1, 2]
     assert names["accepted_by_step"](drafted, 6) == [2, 0, 1]  # the third begins at 5, and ends at the seventh token
     assert names["accepted_by_step"](drafted, 5) == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "rows"),
+    [
+        ("packed_forwards", "--shapes tiny --dtypes float32 --tokens 1 4 --times 1 --turns 1", 3),
+        ("padded_prompts", "--shape tiny --lengths 4 9 30 --tokens 4 --rounds 1", 2),
+        ("early_exits", "--exits 2 --texts 1 --tokens 8", 1),
+        (
+            "batch_speed",
+            "--size 288 1024 12 --at-once 2 --prompts 3 --new-tokens 2 5 --drafts ngram draft-mtp --rounds 1",
+            6,
+        ),
+    ],
+)
+def test_scripts_write_raw_files_and_their_tables(
+    name: str,
+    given: str,
+    rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, script = tmp_path / "raw.json", str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.setattr("sys.argv", [script, *given.split(), "--json", str(file)])
+    names = runpy.run_path(script, run_name="__main__")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert {"commit", "processor", "torch", "transformers"} <= content["made_from"].keys()
+    assert names["table"](content) in capsys.readouterr().out
+    table = names["table"](content).splitlines()
+    assert len(table) == rows + 2 and len({line.count("|") for line in table}) == 1
+    if name == "batch_speed":
+        for ways in content["at_once"]["2"].values():
+            assert sum(ways[0]["parts"]) == pytest.approx(ways[0]["seconds"]) and ways[0]["parts"][0] > 0
+        assert content["at_once"]["2"]["engine, draft-mtp"][0]["parts"][1] > 0
+        runpy.run_path(script, run_name="__main__")  # goes on, and has nothing left to do
+        assert json.loads(file.read_text(encoding="utf-8"))["at_once"] == content["at_once"]

@@ -24,6 +24,11 @@ ROWS = {
         ("mtp", 1.0, 3.0, [0.5, 0.25, 0.25]),
     )
 }
+STEPS = {"mean_accepted_length": 2.0, "proposed": 5, "row_steps": 2}
+FOUND = {"tokens_per_forward": 1.0, "log_probability": -2.19, "as_plain": 7, "texts": 8}
+ARM = {"steps": 270, "eval_acceptance_length": 1.6, "eval_sampled_acceptance_length": 1.62}
+ARM |= {f"eval_acceptance_{k}": 0.4**k for k in range(1, 8)}
+BATCH = {"seconds": 6.0, "forwards": 9, "parts": [3.0, 0.5, 0.5], "median": 2.0, "late": 5.0}
 RAW: dict[str, Any] = {
     "defaults": {
         "made_from": MADE,
@@ -31,6 +36,19 @@ RAW: dict[str, Any] = {
         "parts": {"batch 1, greedy": {"plain": [2.0, 0.0, 0.2], "eagle3": None}},
     },
     "compiled-mtp": {"made_from": MADE, "tables": [{"title": "demo", "tokens": 8, "rows": ROWS}]},
+    "history": {"made_from": MADE, "edits": {"n-gram": STEPS, "hybrid": STEPS | {"mean_accepted_length": 3.5}}},
+    "other-tokenizer": {"made_from": MADE, "figures": {"plain": {"greedy": FOUND, "sampled": FOUND}}},
+    "early-exits": {"made_from": MADE, "exits": {"2": STEPS | {"acceptance_rate": 0.161, "plain_steps": 1.6}}},
+    "family-drafts": {"made_from": MADE, "drafts": {"draft-mtp": {"chains, greedy": [2.0, 3.0], "products": [1.0]}}},
+    "demo-drafts-speed": {"made_from": MADE, "drafts": {"draft-mtp": {"chains": [2.0], "ms per proposal": [4.25]}}},
+    "ablations": {"made_from": MADE, "arms": {"one step": ARM}},
+    "training-speed": {"made_from": MADE, "steps": {"512 2048 512": {"theirs": [2, 400, 500], "ours": [1, 100, 400]}}},
+    "batches": {
+        "made_from": MADE,
+        "at_once": {"4": {"engine, plain": [BATCH], "engine, mtp": [BATCH | {"seconds": 4.0}]}},
+    },
+    "packed": {"made_from": MADE, "forwards": {"tiny, float32": {"plain": {"1": 2.0}, "packed": {"1": 1.0}}}},
+    "padded": {"made_from": MADE, "seconds": {"plain `generate`": [[34.31, 0.25], [31.6, 0.26]]}},
     "step-costs": {"made_from": MADE, "float32": {"rows": {"0": {"1": 1.0, "32": 3.5}, "6": {"1": 1.25, "32": 9.0}}}},
     "invariant-cost": {
         "made_from": MADE,
@@ -44,9 +62,53 @@ RAW: dict[str, Any] = {
 }
 LINES = {
     "invariant-cost": "| 256 | 32, tree | 500.0 | 250.0 | 300.0 | 1.20 | 950 | 4000 |",
+    "history": "| edits | 2.00 (2.5) | 3.50 (2.5) |",
+    "other-tokenizer": "| plain | 1.00 | 7 of 8 | 1.00 | -2.19 |",
+    "early-exits": "| 2 | 16% | 2.00 | 1.6 |",
+    "family-drafts": "| `draft-mtp` | 2.50 ± 0.50 |",
+    "demo-drafts-speed": "| `draft-mtp` | 4.25 |",
+    "ablations": "| one step | 270 | 1.60 | 1.62 | 0.40 | 0.40 | 0.40 | 0.40 | - |",
+    "training-speed": "| 512 | 2,048 | 512 | 2.00 s, 400 MB (500) | 1.00 s, 100 MB (400) | 0.50, 0.25 (0.80) |",
+    "batches": "| 4 | engine, mtp | 1.50 | 9 | 3.0 + 0.5 + 0.5 | 2.0 | 5.0 |",
+    "packed": "| tiny, float32, packed / plain | 0.50 |",
+    "padded": "| the first token | 34.3, 31.6 |",
     "defaults": "| batch 1, greedy | 1.00 (2.00 + 0.00 + 0.20 s) | 2.00 (1.00 s) |",
     "compiled-mtp": "| mtp | 8 | 4.00 | 2.00 | 1.000 | 0.500 | 0.250 | 0.250 | 3.00 | yes |",
     "step-costs": "| float32, 6 nodes | 1.25 | 9.00 |",
+}
+FIGURE = re.compile(r"[-~*]*\d[\d,]*(?:\.\d+)?\*{0,2} ?(?:%|ms|s|MB|GB|M|G)?(?: ?[(+±/,;].*)?")
+PAGE = "examples/real_model/page.py writes it from examples/real_model/results"
+OLD = "of a machine or weights that are not at hand; the text above it says when and where"
+SUMS = "computed, not measured"
+COUNTED = "counted once, not timed"
+FACTS = "what files or other projects say"
+# Tables with figures that no raw file makes: the page, the beginning of the first line, and why.
+BY_HAND = {
+    ("README.md", "| SmolLM2-135M-Instruct, bfloat16 |"): PAGE,
+    ("benchmarks.md", ""): PAGE,
+    ("architectures.md", "| | architectures | chains exact |"): "a slow test makes it: tests/decode/test_exactness.py",
+    ("batches.md", "| counted for the prompts above |"): COUNTED,
+    ("compilation.md", "| | sizes |"): FACTS,
+    ("demo-family.md", "| | `target` | `draft-vanilla` |"): FACTS,
+    ("demo-family.md", "| | what it is | parameters |"): FACTS,
+    ("first-draft.md", "| step | seconds | result |"): OLD,
+    ("first-draft.md", "| target | draft | tokens | learning rate |"): FACTS,
+    ("first-draft.md", "| target | EAGLE-3, 32,000 tokens |"): SUMS,
+    ("first-draft.md", "| part | GB |"): SUMS,
+    ("first-draft.md", "| | milliseconds per token |"): OLD,
+    ("history.md", "| | n-gram, 5 | n-gram, 16 | 0.05 |"): OLD,
+    ("long-contexts.md", "| tokens before |"): "quotients of step costs, which test_documents.py computes",
+    ("mixtures-of-experts.md", "| model | experts |"): "test_documents.py computes it",
+    ("packing.md", "| tokens | 1 | 6 | 16 |"): OLD,
+    (
+        "performance.md",
+        "| draft, step times of |",
+    ): "tests/policy/replay.py writes it, without a clock",
+    ("performance.md", "| | operators | waits |"): COUNTED,
+    ("speech-and-translation.md", "| speculator | forwards of the decoder |"): COUNTED,
+    ("speech-and-translation.md", "| batch of 4 |"): OLD,
+    ("serving.md", "| option | means | default |"): FACTS,
+    ("versions.md", "| feature | from | before that |"): FACTS,
 }
 
 
@@ -90,6 +152,11 @@ def test_raw_files_become_tables(name: str, tables: dict[str, Any], tmp_path: Pa
     assert "old" not in once and once.startswith("before\n") and once.endswith("after\n")
     assert f"\n{LINES[name]}\n" in once
     assert "a processor (AVX2), commit 0123456789ab, torch 2.13.0, transformers 5.24.0, hf_spec 0.1.0." in once
+
+
+def test_changes_since_the_commit_are_told(tables: dict[str, Any]) -> None:
+    raw = {"made_from": MADE | {"commit": "0123456789abcdef+changes"}, "seconds": {"greedy": CALLS}}
+    assert ", commit 0123456789ab with changes, torch" in tables["TABLES"]["defaults"].write(raw)
 
 
 def test_the_commands_write_the_files_that_are_read(tables: dict[str, Any]) -> None:
@@ -172,7 +239,52 @@ def test_figures_of_a_trial_are_refused(tables: dict[str, Any]) -> None:
 
 def test_no_page_denies_what_was_measured_on_a_gpu(tables: dict[str, Any]) -> None:
     """As long as there is no raw file, pages must say so."""
-    denied = re.compile(r"nothing was measured yet|\| NVIDIA GPUs \(CUDA\) \| not run|Not run by us.*any GPU")
-    said = [path.name for path in DOCUMENTS if denied.search(path.read_text(encoding="utf-8"))]
-    expected = [] if tables["TABLES"]["gpu"].file.exists() else ["README.md", "platforms.md"]
+    denials = "nothing was measured yet|Not run by us.*any GPU|Nothing was measured on one|we had no GPU"
+    denied = re.compile(rf"{denials}|no figures of GPUs yet|\(CUDA\) \| not run")
+    said = {path.name for path in DOCUMENTS if denied.search(path.read_text(encoding="utf-8"))}
+    pages = {"README.md", "choosing.md", "compilation.md", "first-draft.md", "platforms.md"}
+    expected = set() if tables["TABLES"]["gpu"].file.exists() else pages
     assert said == expected
+
+
+def with_figures(text: str) -> dict[str, str]:
+    """Return the tables in which a sixth of the cells are figures, by their first lines, each with the text above."""
+    found = {}
+    for match in re.finditer(r"(?:^\|.*\n)+", text, re.M):
+        head, _, *rows = match[0].splitlines()
+        cells = [cell.strip() for row in rows for cell in row.strip("|").split("|")[1:]]
+        if 6 * sum(bool(FIGURE.fullmatch(cell)) for cell in cells) >= max(1, len(cells)):
+            found[head] = re.split(r"^#+ .*\n", text[: match.start()], flags=re.M)[-1]
+    return found
+
+
+def unexplained(name: str, text: str, marked: re.Pattern[str]) -> list[str]:
+    """Return the first lines of tables with figures that neither a raw file makes nor BY_HAND names."""
+    reasons = [first for page, first in BY_HAND if page == name]
+    heads = with_figures(marked.sub("", text))
+    return [head for head in heads if not any(head.startswith(first) for first in reasons)]
+
+
+def test_every_table_with_figures_has_a_raw_file_or_a_reason(tables: dict[str, Any]) -> None:
+    texts = {page.name: page.read_text(encoding="utf-8") for page in tables["pages"]()}
+    texts.pop("reference.md")  # made from docstrings
+    assert {name: heads for name in texts if (heads := unexplained(name, texts[name], tables["MARKED"]))} == {}
+    for (name, first), reason in BY_HAND.items():
+        above = [text for head, text in with_figures(texts[name]).items() if head.startswith(first)]
+        assert above, f"{name} has no such table any more: {first}"
+        for text in above if reason == OLD else ():
+            assert re.search(r"\d{1,2}\s+November 2026", text), f"{name} does not say when: {first}"
+            assert re.search(r"AMD EPYC|CPU", text), f"{name} does not say where: {first}"
+
+
+def test_a_table_without_a_raw_file_is_found(tables: dict[str, Any]) -> None:
+    table = "| draft | x plain |\n|---|---|\n| eagle3 | 1.75 |\n| ngram | **2.07** (1.62 to 2.79) |\n"
+    assert unexplained("trees.md", f"# Trees\n\n{table}", tables["MARKED"]) == ["| draft | x plain |"]
+    assert unexplained("trees.md", marked("defaults", f"\n{table}\n"), tables["MARKED"]) == []
+    assert with_figures("| option | what it does |\n|---|---|\n| `--card` | writes 1 file |\n") == {}
+
+
+def test_the_table_of_readme_is_that_of_its_raw_files() -> None:
+    page = runpy.run_path(str(EXAMPLES / "real_model" / "page.py"))
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    assert page["readme_table"](EXAMPLES / "real_model" / "results") in readme
