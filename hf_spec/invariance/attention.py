@@ -113,7 +113,7 @@ def attention(
     """Attend as transformers' attention functions do: return (batch, nodes, heads, width).
 
     ``s_aux`` (heads,) are the logits of attention sinks; ``softcap`` caps scores; ``position_bias`` (batch or 1,
-    heads, nodes, keys) is added to them.
+    heads, nodes, keys) is added to them. One of (heads,) are the slopes of ALiBi.
 
     Errors: a ValueError for what is not computed here, such as masks of another kind.
     """

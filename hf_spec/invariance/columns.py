@@ -92,6 +92,13 @@ class Text:
     nodes: slice = field(default_factory=_all)
     keys: slice = field(default_factory=_all)
 
+    def bias_of(self, bias: Tensor) -> Tensor:
+        """Return what ``Columns.with_bias`` adds to the scores of the text's nodes, (heads, nodes, keys)."""
+        if bias.ndim > 1:
+            return bias[self.row % len(bias), :, self.nodes, self.keys]
+        own = self.place.masked_fill(~self.visible, 0).amax(1, keepdim=True)  # of each node: the last that it sees
+        return bias[:, None, None] * (self.place - own)
+
     def columns(self, size: int, dtype: torch.dtype) -> RowColumns:
         """Sort the keys into blocks of ``size`` places; masks are of ``dtype``."""
         visible, place = self.visible, self.place
@@ -133,15 +140,18 @@ class Columns:
         return found
 
     def with_bias(self, bias: Tensor, key_heads: int, size: int, dtype: torch.dtype) -> list[tuple[Text, RowColumns]]:
-        """Do as ``of_texts``, and add ``bias`` (batch or 1, heads, nodes, columns) to the masks."""
+        """Do as ``of_texts``, and add ``bias`` to the masks.
+
+        It is (batch or 1, heads, nodes, columns), or (heads,): by how much a key counts less for each place that it is
+        away.
+        """
         if self._with_bias is None or self._with_bias[0] is not bias or self._with_bias[1] != size:
             if bias.requires_grad and torch.is_grad_enabled():
                 raise ExplainedError("position biases have no gradients in hf_spec.invariant; use torch.no_grad()")
-            by_node = bias.unflatten(1, (key_heads, -1)).permute(0, 3, 1, 2, 4)  # its heads in groups, after the nodes
             found = []
             for text, row in self.of_texts(size, dtype):
-                of_text = by_node[text.row % len(by_node), text.nodes][..., text.keys]
-                found.append((text, row.with_bias(of_text, size)))
+                by_node = text.bias_of(bias).unflatten(0, (key_heads, -1)).permute(2, 0, 1, 3)
+                found.append((text, row.with_bias(by_node, size)))
             self._with_bias = bias, size, found
         return self._with_bias[2]
 

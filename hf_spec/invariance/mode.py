@@ -32,6 +32,7 @@ from .attention import KERNELS, Shape, agrees, attention, register_attention
 from .check import check_bits
 from .columns import NAME
 from .mixtures import BATCHED, is_mixture, mixture_in_sizes, states_of_rows, way_of_experts
+from .own_attention import attend_by_ours, multiplies_rows
 from .rows import SIZES, agreeing_sizes, cancelling, in_sizes, one_by_one, sizes_on, with_float32
 from .sources import CONVOLUTIONS, convolutions_of_source, encoded, read_text, why_no_source
 
@@ -149,7 +150,7 @@ def _begin(mode: Invariance, model: Any) -> None:
     register_attention()
     try:
         with torch.no_grad():
-            mode._undo += [_attend(model), _stay_eager(model), _copy_outside(mode, model)]
+            mode._undo += [_attend(model), attend_by_ours(model), _stay_eager(model), _copy_outside(mode, model)]
             _prepare(mode, model, *_probe(model))
             check_bits(model)
             mode._adapters = active_adapters(model)
@@ -308,12 +309,11 @@ def _probe(model: Any) -> tuple[dict[nn.Module, Tensor], set[Shape]]:
             ids, (source, _) = tokens_for(model, 1, PROBE), encoded(model, 1, PROBE)
             read_text(model, ids, **prompt_kwargs(model, ids, torch.ones_like(ids), source=source or None))
     except Exception as error:  # whatever an unforeseen architecture makes of made tokens
-        raise ValueError(
-            f"{type(model).__name__} cannot be made invariant: a forward of it fails ({in_short(error)})."
-        ) from error
+        reason = str(error) if isinstance(error, ExplainedError) else f"a forward of it fails ({in_short(error)})"
+        raise ValueError(f"{type(model).__name__} cannot be made invariant: {reason}.") from error
     finally:
         AttentionInterface.register(NAME, attention)
-    if not shapes:
+    if not shapes and any("Attention" in type(one).__name__ for one in model.modules()):
         raise ValueError(
             f"{type(model).__name__} cannot be made invariant: it does not look its attention up among transformers' "
             "attention functions."
@@ -325,7 +325,7 @@ def _computes_rows(module: nn.Module) -> bool:
     """Tell whether ``module`` maps (..., inputs) to (..., outputs), each row by itself."""
     kind: Any = type(module)
     if isinstance(module, nn.Linear | Conv1D):
-        return kind.forward in (nn.Linear.forward, Conv1D.forward)
+        return kind.forward in (nn.Linear.forward, Conv1D.forward) or multiplies_rows(module)
     return kind.__name__.endswith("Norm") or isinstance(module, ACTIVATIONS) or is_mixture(module)
 
 

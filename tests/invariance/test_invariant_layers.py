@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, prompts
+from pairs import pairwise
 from peft import LoraConfig, get_peft_model
-from test_invariance import OPTIONS, alone_differs, compare, row_of, same_bits, target
+from test_invariance import DTYPES, OPTIONS, alone_differs, compare, row_of, same_bits, target
 from test_invariance import short_blocks as short_blocks
 from test_quantized import bitsandbytes, dynamic, torchao
 from torch import Tensor, nn
 
 import hf_spec
-from hf_spec.invariance import mode
+from hf_spec.invariance import columns, mode
 
 
 def small(**options: Any) -> Any:
@@ -154,3 +155,52 @@ def test_capped_scores_are_those_of_transformers() -> None:
         found = model(**inputs).logits
     mask = inputs["attention_mask"].bool()
     torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-4, atol=1e-4)
+
+
+# -- attention of a model's own, ALiBi, short convolutions ------------------------------------------------------------
+
+OWN = ["bloom", "mpt", "falcon", "falcon:new", "lfm2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape", "batch"), pairwise(OWN, DTYPES, ["chain", "ngram"], ["one", "three"])
+)
+def test_attention_of_its_own_has_the_bits_of_plain_alone(
+    name: str, dtype: torch.dtype, shape: str, batch: str
+) -> None:
+    model = target(name, dtype=dtype)
+    with hf_spec.invariant(model):
+        compare(model, shape, batch)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["falcon", "lfm2"])
+def test_trees_of_such_models_have_them_too(name: str) -> None:
+    model = target(name)
+    with hf_spec.invariant(model):
+        compare(model, "tree", "three")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_such_attention_is_that_of_transformers(name: str) -> None:
+    model, inputs = target(name), prompts(3, (28, 9, 21))
+    mask = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+        with hf_spec.invariant(model):
+            found = model(**inputs).logits
+            duplicate = copy.deepcopy(model)
+        again = duplicate(**inputs).logits
+    torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-4, atol=1e-4)
+    assert torch.equal(again, wanted)
+
+
+def test_distances_from_the_last_column_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPT's own biases, by the distance to the last column of a forward, depend on how many tokens are read."""
+
+    def bias_of(self: columns.Text, bias: Tensor) -> Tensor:
+        return (bias[:, None, None] * (self.place - self.place.amax())).expand(-1, len(self.visible), -1)
+
+    monkeypatch.setattr(columns.Text, "bias_of", bias_of)
+    with pytest.raises(ValueError, match=r"transformer\..* computes other bits"):
+        hf_spec.invariant(target("mpt"))
