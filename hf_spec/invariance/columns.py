@@ -97,7 +97,7 @@ class Text:
         if bias.ndim > 1:
             return bias[self.row % len(bias), :, self.nodes, self.keys]
         own = self.place.masked_fill(~self.visible, 0).amax(1, keepdim=True)  # of each node: the last that it sees
-        return bias[:, None, None] * (self.place - own)
+        return bias.to(own.device)[:, None, None] * (self.place - own)
 
     def columns(self, size: int, dtype: torch.dtype) -> RowColumns:
         """Sort the keys into blocks of ``size`` places; masks are of ``dtype``."""

@@ -1,6 +1,7 @@
 """Attention of models that do not look theirs up among transformers' functions: computed by ours in the mode.
 
-The forwards below do what those of Bloom, MPT and Falcon in transformers do, but for the order of their sums. ALiBi is added by distance in the text; transformers counts columns from either end.
+The forwards below do what those of Bloom, MPT and Falcon in transformers do, but for the order of their sums. ALiBi is
+added by distance in the text; transformers counts columns from either end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def attend_by_ours(model: Any) -> Callable[[Callable[[Any], Any]], None]:
     """Let attention modules of ``model`` that attend by themselves attend by our function; return what undoes that."""
     known = []
     for module in model.modules():
-        forward = FORWARDS.get(type(module).__name__)
+        forward: Any = FORWARDS.get(type(module).__name__)
         if forward is not None and _is_of_transformers(module) and not getattr(module, "slow_but_exact", False):
             module.forward = types.MethodType(mark_as_ours(forward), module)
             known.append(weakref.ref(module))
