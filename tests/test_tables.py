@@ -77,7 +77,7 @@ LINES = {
     "step-costs": "| float32, 6 nodes | 1.25 | 9.00 |",
 }
 FIGURE = re.compile(r"[-~*]*\d[\d,]*(?:\.\d+)?\*{0,2} ?(?:%|ms|s|MB|GB|M|G)?(?: ?[(+±/,;].*)?")
-PAGE = "examples/real_model/page.py writes it from examples/real_model/results"
+PAGE = "examples/real_model/page.py writes it from raw files; tests/demo/test_real_model.py compares"
 OLD = "of a machine or weights that are not at hand; the text above it says when and where"
 SUMS = "computed, not measured"
 COUNTED = "counted once, not timed"
@@ -282,9 +282,3 @@ def test_a_table_without_a_raw_file_is_found(tables: dict[str, Any]) -> None:
     assert unexplained("trees.md", f"# Trees\n\n{table}", tables["MARKED"]) == ["| draft | x plain |"]
     assert unexplained("trees.md", marked("defaults", f"\n{table}\n"), tables["MARKED"]) == []
     assert with_figures("| option | what it does |\n|---|---|\n| `--card` | writes 1 file |\n") == {}
-
-
-def test_the_table_of_readme_is_that_of_its_raw_files() -> None:
-    page = runpy.run_path(str(EXAMPLES / "real_model" / "page.py"))
-    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    assert page["readme_table"](EXAMPLES / "real_model" / "results") in readme

@@ -234,7 +234,8 @@ def table(found: dict[str, Any]) -> str:
     """Write the results as Markdown."""
     made = found["made_from"]
     lines = [
-        f"{made['date']}, {made['processor']} ({made['capability']}), torch {made['torch']}, vLLM {made['vllm']}."
+        f"{made['date']}, {made['processor']} ({made['capability']}), commit {made['commit'][:12]}, "
+        f"torch {made['torch']}, transformers {made['transformers']}, vLLM {made['vllm']}."
     ]
     lines += ["", "| draft | accepted length: ours | vLLM | its server | text | `inspect` says |", f"|{'---|' * 6}"]
     reasons = []

@@ -3,8 +3,8 @@
     python examples/real_model/page.py RESULTS docs/benchmarks.md [--work WORK] [--readme README.md]
 
 ``--work`` names the directory of make.sh. Logs, configs and model cards of its drafts are then copied to RESULTS
-first. The page is made from RESULTS alone, so it can be written again without the drafts. ``--readme`` replaces the
-table of README by one of the same figures.
+first. The page is made from RESULTS alone, so it can be written again without the drafts. It shows RESULTS/note.md,
+if there is one. ``--readme`` replaces the table of README by one of the same figures.
 """
 
 import argparse
@@ -231,7 +231,8 @@ How to read the tables:
 
 
 def page(results: Path, target: Path) -> str:
-    sections = [PAGE]
+    note = results / "note.md"
+    sections = [PAGE, *([note.read_text(encoding="utf-8")] if note.exists() else [])]
     picture = target.with_name("benchmarks-curves.png")
     if table := curves(results, picture):
         sections.append(

@@ -231,7 +231,7 @@ def test_the_page_holds_what_was_measured(tmp_path, monkeypatch, capsys):
     assert again == page  # from the raw figures alone
 
 
-def test_the_table_of_the_readme_is_made_from_the_raw_figures(tmp_path, monkeypatch):
+def test_the_page_and_the_table_of_the_readme_are_made_from_the_raw_figures(tmp_path, monkeypatch):
     """As committed, and after somebody changed a figure by hand."""
     readme = tmp_path / "README.md"
     committed = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -240,3 +240,6 @@ def test_the_table_of_the_readme_is_made_from_the_raw_figures(tmp_path, monkeypa
     given = [FOLDER / "results", tmp_path / "page.md", "--readme", readme]
     script("page", *given, monkeypatch=monkeypatch)
     assert readme.read_text(encoding="utf-8") == committed
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == (ROOT / "docs/benchmarks.md").read_text(
+        encoding="utf-8"
+    )
