@@ -1,7 +1,7 @@
 """Measure plain and speculative decoding, eager and compiled, side by side in one run.
 
     python examples/compiled_speed.py                                    # the demo target, float32, one core
-    python examples/compiled_speed.py --json compiled.json               # keeps the figures, with machine and versions
+    python examples/compiled_speed.py --json compiled.json               # keeps the figures; the same command goes on
     python examples/compiled_speed.py --device cuda --dtype bfloat16 --shape 1b 8b --batch 1 8 32
 
 All methods decode the same prompts and take turns. Two rounds warm up and compile. The table shows the fastest of the
@@ -114,8 +114,13 @@ def compare(shape: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
         network = network_of(draft) if {"speculator", "assistant_model"} & ways[name].keys() else None
         rows[name] = {"seconds": seconds, "accepted_length": length, "same_text": same}
         rows[name]["parts"] = parts_of(seconds, target, network, methods[name])
-    title = f"{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {args.device}"
-    return {"title": title, "tokens": batch * args.tokens, "rows": rows}
+    return {"title": title(shape, batch, args), "tokens": batch * args.tokens, "rows": rows}
+
+
+def title(shape: str, batch: int, args: argparse.Namespace) -> str:
+    """Name a table by what it was measured with."""
+    chain = f"{args.draft_length} draft tokens" if args.draft_length else "adaptive draft length"
+    return f"{shape}, {args.dtype}, batch {batch}, {args.tokens} tokens, {chain}, {args.device}"
 
 
 def written(found: dict[str, Any]) -> str:
@@ -146,7 +151,13 @@ def main() -> None:
         "--tree", choices=("", "dynamic", "sampled"), default="", help="of draft tokens; empty for a chain"
     )
     parser.add_argument("--nodes", type=int, default=12, help="of a tree")
-    parser.add_argument("--draft-length", type=int, default=5, help="0: adaptive, as by default")
+    parser.add_argument(
+        "--draft-length",
+        type=int,
+        nargs="+",
+        default=[5],
+        help="one, or one for each batch; 0: adaptive, as by default",
+    )
     parser.add_argument("--sample", action="store_true", help="sample at temperature 1 instead of greedy decoding")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
@@ -159,12 +170,18 @@ def main() -> None:
         args.mode = args.mode or ("default" if args.device == "cpu" else "reduce-overhead")
     torch.set_num_threads(args.threads)
     kept: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "tables": []}
+    if args.json and args.json.exists():
+        kept["tables"] = json.loads(args.json.read_text(encoding="utf-8"))["tables"]
+    lengths = args.draft_length * len(args.batch) if len(args.draft_length) == 1 else args.draft_length
     for shape in args.shape:
-        for batch in args.batch:
+        for batch, length in zip(args.batch, lengths, strict=True):
+            args.draft_length = length
+            if title(shape, batch, args) in [one["title"] for one in kept["tables"]]:
+                continue
             kept["tables"].append(compare(shape, batch, args))
             print(f"\n{written(kept['tables'][-1])}", flush=True)
             if args.json:
-                write_files({args.json.name: json.dumps(kept, indent=1) + "\n"}, args.json.parent)
+                write_files({args.json.name: json.dumps(kept, indent=1) + "\n"}, args.json.absolute().parent)
 
 
 if __name__ == "__main__":

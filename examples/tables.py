@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
-sys.path[:0] = [str(HERE), str(HERE / "engines")]
+sys.path[:0] = [str(HERE), str(HERE / "engines"), str(ROOT / "tests" / "policy")]
 import ablations  # noqa: E402  # the folders are no packages
 import batch_speed  # noqa: E402
 import compare  # noqa: E402
@@ -36,6 +36,7 @@ import invariant_cost  # noqa: E402
 import other_tokenizer  # noqa: E402
 import packed_forwards  # noqa: E402
 import padded_prompts  # noqa: E402
+import replay  # noqa: E402
 import training_speed  # noqa: E402
 
 from hf_spec.bench.gpu import page as gpu_page  # noqa: E402
@@ -178,8 +179,8 @@ TABLES = {
         "defaults-300m",
         "--rounds 2 --size 1152 4608 16 --batch 1 --new-tokens 48 --assisted 5 --drafts vanilla eagle3 mtp ngram",
     ),
-    "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64"),
-    "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64"),
+    "compiled-mtp": compiled_file("mtp", "--rounds 3 --tokens 64 --draft-length 7 3"),
+    "compiled-vanilla": compiled_file("vanilla", "--rounds 3 --tokens 64 --draft-length 5 3"),
     "history": script_file(below_its_machine(history.table), "history", "history", "--max-new-tokens 64"),
     "history-costs": script_file(below_its_machine(history.costs_table), "history", "history-costs", "--only-costs"),
     "other-tokenizer": script_file(
@@ -209,6 +210,11 @@ TABLES = {
     "batches": script_file(below_its_machine(batch_speed.table), "batch_speed", "batches", "--rounds 1"),
     "packed": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed"),
     "padded": script_file(below_its_machine(padded_prompts.table), "padded_prompts", "padded"),
+    "replay": Table(
+        below_its_machine(replay.table),
+        "../tests/policy/replay.py --json results/replay.json",
+        RESULTS / "replay.json",
+    ),
     "gpu": gpu_file(gpu),
     "gpu-short": gpu_file(gpu_short),
 }

@@ -227,10 +227,11 @@ def test_drafts_of_the_demo_family_are_compared(
 @pytest.mark.slow
 @pytest.mark.parametrize(("sample", "same"), [([], "yes"), (["--sample"], "sampled")], ids=["greedy", "sampled"])
 def test_eager_and_compiled_speed_side_by_side(
-    sample: list[str], same: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    sample: list[str], same: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
-    options = ["--tokens", "6", "--rounds", "1", "--batch", "1", "--backend", "eager", *sample]
+    file = str(tmp_path / "raw.json")
+    options = ["--tokens", "6", "--rounds", "1", "--batch", "1", "--backend", "eager", "--json", file, *sample]
     monkeypatch.setattr("sys.argv", ["compiled_speed", *options])
     runpy.run_path(str(ROOT / "examples" / "compiled_speed.py"), run_name="__main__")
     torch.set_num_threads(threads)
@@ -241,6 +242,8 @@ def test_eager_and_compiled_speed_side_by_side(
     for cells in table[::2]:  # eager forwards are seen
         seconds, *parts = map(float, cells[5:9])
         assert sum(parts) == pytest.approx(seconds, abs=0.002)
+    runpy.run_path(str(ROOT / "examples" / "compiled_speed.py"), run_name="__main__")  # all of it is there
+    assert "|" not in capsys.readouterr().out
 
 
 def run(script: str, options: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

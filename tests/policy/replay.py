@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -27,6 +28,7 @@ from hf_spec.drafts.ngram.suffix_index import match_length
 from hf_spec.policy import acceptance, adaptive, cost
 from hf_spec.policy.base import DraftSource, Estimate, StepObservation
 from hf_spec.policy.store import Profile
+from hf_spec.whole_files import write_files
 
 ANSWERS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "fixtures" / "smollm2_answers.json").read_text(encoding="utf-8")
@@ -159,21 +161,48 @@ RULES = (
 
 
 def main() -> None:
-    """Print times plain with all rules, and the share of that which is left without each one: mean, worst category."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", type=int, default=6)
-    passes = parser.parse_args().passes
-    print("| draft, step times of | x plain | " + " | ".join(f"without: {rule}" for rule in RULES) + " |")
-    print("|---|---|" + "---|" * len(RULES))
-    for kind, machine in itertools.product(("draft model", "n-grams"), MACHINES):
-        base = took(kind, machine, passes)
-        cells = [f"{sum(plain(machine).values()) / sum(base.values()):.2f}"]
-        for rule in RULES:
-            with without(rule):
-                other = took(kind, machine, passes)
-            worst = min(base[name] / other[name] for name in base)
-            cells.append(f"{sum(base.values()) / sum(other.values()):.2f} ({worst:.2f})")
-        print(f"| {kind}, {machine} | " + " | ".join(cells) + " |", flush=True)
+    parser.add_argument(
+        "--json", type=Path, help="write commit, machine, versions and the figures; what it has is kept"
+    )
+    args = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    from engine_speed import machine  # the folder is no package
+
+    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "rows": {}}
+    if args.json and args.json.exists():
+        content["rows"] = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    for kind, machine_name in itertools.product(("draft model", "n-grams"), MACHINES):
+        if f"{kind}, {machine_name}" not in content["rows"]:
+            content["rows"][f"{kind}, {machine_name}"] = figures(kind, machine_name, args.passes)
+            if args.json:
+                write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.absolute().parent)
+    print(table(content))
+
+
+def figures(kind: str, machine: str, passes: int) -> dict[str, Any]:
+    """Return times plain with all rules, and what is left of it without each one: mean, worst category."""
+    base = took(kind, machine, passes)
+    found: dict[str, Any] = {"x plain": sum(plain(machine).values()) / sum(base.values()), "without": {}}
+    for rule in RULES:
+        with without(rule):
+            other = took(kind, machine, passes)
+        worst = min(base[name] / other[name] for name in base)
+        found["without"][rule] = [sum(base.values()) / sum(other.values()), worst]
+    return found
+
+
+def table(content: dict[str, Any]) -> str:
+    """Write a raw file as Markdown."""
+    rules = list(next(iter(content["rows"].values()))["without"])
+    head = ["draft, step times of", "x plain", *(f"without: {rule}" for rule in rules)]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name, one in content["rows"].items():
+        cells = [f"{mean:.2f} ({worst:.2f})" for mean, worst in one["without"].values()]
+        lines.append(f"| {' | '.join([name, format(one['x plain'], '.2f'), *cells])} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
