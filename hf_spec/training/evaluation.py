@@ -42,7 +42,7 @@ def measure(
     counts = Counts()
     device = input_device(target)
     accelerators = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else None):
+    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
         torch.manual_seed(seed)
         for start in range(0, len(prompts), batch_size):
             stats = _generate(
