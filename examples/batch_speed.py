@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import earlier, machine  # the folder is no package
 
 from hf_spec import demo
 from hf_spec.bench.runner import ForwardClock
@@ -167,9 +167,8 @@ def main() -> None:
     ways |= {"batches, plain": (work.in_batches, False)}
     ways |= {f"batches, {name}": (work.in_batches, one) for name, one in speculators.items()}
 
-    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "at_once": {}, "texts": None}
-    if args.json and args.json.exists():
-        content |= {name: json.loads(args.json.read_text(encoding="utf-8"))[name] for name in ("at_once", "texts")}
+    made_from = machine() | {"argv": sys.argv[1:]}
+    content: dict[str, Any] = {"made_from": made_from, "at_once": {}, "texts": None} | earlier(args.json, made_from)
     for size in args.at_once:
         for turn in range(args.rounds):
             for name, (method, speculator) in ways.items():

@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, CompileConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import earlier, machine  # the folder is no package
 
 from hf_spec import SpeculationConfig, demo
 from hf_spec.bench.gpu.decoding import PROMPTS
@@ -169,9 +169,8 @@ def main() -> None:
     if args.backend == "inductor":
         args.mode = args.mode or ("default" if args.device == "cpu" else "reduce-overhead")
     torch.set_num_threads(args.threads)
-    kept: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "tables": []}
-    if args.json and args.json.exists():
-        kept["tables"] = json.loads(args.json.read_text(encoding="utf-8"))["tables"]
+    made_from = machine() | {"argv": sys.argv[1:]}
+    kept: dict[str, Any] = {"made_from": made_from, "tables": []} | earlier(args.json, made_from)
     lengths = args.draft_length * len(args.batch) if len(args.draft_length) == 1 else args.draft_length
     for shape in args.shape:
         for batch, length in zip(args.batch, lengths, strict=True):

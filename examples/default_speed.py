@@ -3,7 +3,7 @@
     python examples/default_speed.py
     python examples/default_speed.py --processors  # with a minimum length, a repetition penalty and an n-gram ban
     python examples/default_speed.py --size 1152 4608 16 --batch 1 --assisted 3 5 8  # a target of 300 M parameters
-    python examples/default_speed.py --json speeds.json                              # keeps the seconds of every call
+    python examples/default_speed.py --json speeds.json            # keeps the seconds of every call, and goes on
     python examples/default_speed.py --read speeds.json                              # the table of such a file
 
 Each call decodes 96 tokens. Methods take turns, so that drift of the machine affects all of them. A figure is the
@@ -30,12 +30,13 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import earlier, machine  # the folder is no package
 
 from hf_spec import demo
 from hf_spec.bench.runner import parts_of
 from hf_spec.demo.inflation import Narrowed, inflate
 from hf_spec.drafts.base import network_of
+from hf_spec.whole_files import write_files
 
 PROMPTS = (
     "Once upon a time, there was a little dog",
@@ -155,7 +156,8 @@ def main() -> None:
     if peers and args.batch != [1]:
         parser.error("assisted generation takes one prompt at a time: --batch 1")
     print(header(["plain", *named, *peers]))
-    kept = {"made_from": machine() | {"argv": sys.argv[1:]}, "seconds": {}, "parts": {}}
+    made_from = machine() | {"argv": sys.argv[1:]}
+    kept: dict[str, Any] = {"made_from": made_from, "seconds": {}, "parts": {}} | earlier(args.json, made_from)
     for batch in args.batch:
         inputs = tokenizer(list(PROMPTS[:batch]), return_tensors="pt", padding=True)
         for do_sample in (False, True):
@@ -171,13 +173,12 @@ def main() -> None:
                 name: {"speculator": one} | given for name, one in named.items()
             }
             label = f"batch {batch}, {'sampled' if do_sample else 'greedy'}"
-            found = compare(target, inputs, ways | peers, options, args.rounds)
-            kept["seconds"][label], kept["parts"][label] = found
-            print(row(label, *found), flush=True)
-            if args.json:
-                written = args.json.with_suffix(".part")
-                written.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-                written.replace(args.json)
+            if label not in kept["seconds"]:
+                found = compare(target, inputs, ways | peers, options, args.rounds)
+                kept["seconds"][label], kept["parts"][label] = found
+                if args.json:
+                    write_files({args.json.name: json.dumps(kept, indent=1) + "\n"}, args.json.absolute().parent)
+            print(row(label, kept["seconds"][label], kept["parts"].get(label, {})), flush=True)
 
 
 if __name__ == "__main__":

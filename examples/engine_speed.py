@@ -51,6 +51,8 @@ DEMO_DRAFTS = {kind: str(demo.path(f"draft-{kind}")) for kind in ("vanilla", "ea
 LOCAL = ("plain", "packed", "compiled")
 WORKERS = Path(__file__).parent / "engines"
 ROWS = 8  # prompts of each kind
+CODE = (":/", *(f":(top,exclude){name}" for name in ("docs", "examples/results", "examples/engines/results")))
+SAME = ("commit", "processor", "capability", "torch", "transformers", "argv")  # else figures stand in no file together
 PARTS = ("target", "draft")
 
 
@@ -360,7 +362,7 @@ def machine() -> dict[str, Any]:
     names = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"model name\s*: (.*)", names)
     return {
-        "commit": git("rev-parse", "HEAD") + "+changes" * bool(git("status", "--porcelain", "-uno")),
+        "commit": git("rev-parse", "HEAD") + "+changes" * bool(git("status", "--porcelain", "-uno", "--", *CODE)),
         "processor": name[1].strip() if name else platform.processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
@@ -369,6 +371,15 @@ def machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_spec": hf_spec.__version__,
     }
+
+
+def earlier(file: Path | None, here: dict[str, Any]) -> dict[str, Any]:
+    """Return the raw ``file`` of the same command that was stopped; {} if it is of another commit or machine."""
+    if file is None or not file.exists():
+        return {}
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    before = found.get("made_from", {})
+    return found if [before.get(name) for name in SAME] == [here[name] for name in SAME] else {}
 
 
 def prompts_of(args: argparse.Namespace, source: str) -> dict[str, list[list[int]]]:

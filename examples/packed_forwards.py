@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import earlier, machine  # the folder is no package
 from invariant_cost import SHAPES, model_of
 
 import hf_spec
@@ -76,9 +76,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write commit, machine, versions and the figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "forwards": {}}
-    if args.json and args.json.exists():
-        content["forwards"] = json.loads(args.json.read_text(encoding="utf-8"))["forwards"]
+    made_from = machine() | {"argv": sys.argv[1:]}
+    content: dict[str, Any] = {"made_from": made_from, "forwards": {}} | earlier(args.json, made_from)
     for shape in args.shapes:
         for dtype in args.dtypes:
             if f"{shape}, {dtype}" not in content["forwards"]:

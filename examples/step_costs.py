@@ -24,9 +24,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_speed import machine  # the folder is no package
+from engine_speed import earlier, machine  # the folder is no package
 
 from hf_spec import AcceptedTokens, DraftContext, Drafter, Proposal, SpeculationConfig, Speculator
+from hf_spec.whole_files import write_files
 
 # Curves: values of the varied quantity, and nodes that a step verifies; 0 nodes are plain generate.
 CURVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -116,24 +117,21 @@ def places(curve: str) -> Iterator[tuple[int, int, dict[str, int]]]:
             yield value, nodes, USUAL | ({} if curve == "nodes" else {curve: value})
 
 
-def measure(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict[str, dict[str, float]]]:
-    """Return costs in plain steps, for each curve and number of nodes, by the varied value."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for curve in args.curves:
-        model, one = None, 0.0
-        for value, nodes, setting in places(curve):
-            if setting["prompt"] > args.most:
-                continue
-            if model is None or model.config.vocab_size != setting["vocabulary"]:
-                model = model_of(args, setting["vocabulary"], dtype)
-                step_seconds(model, 1, 64, 6, 3)  # warm-up, and the target's self-check
-            if not one:
-                one = step_seconds(model, 1, USUAL["prompt"], 0, args.steps)
-            seconds = step_seconds(model, setting["rows"], setting["prompt"], nodes, args.steps)
-            found.setdefault(curve, {}).setdefault("nodes" if curve == "nodes" else str(nodes), {})[str(value)] = (
-                seconds / one
-            )
-        print(f"{dtype} {curve}: {json.dumps(found[curve])}", flush=True)
+def measure(args: argparse.Namespace, dtype: torch.dtype, curve: str) -> dict[str, dict[str, float]]:
+    """Return costs in plain steps, for each number of nodes, by the varied value."""
+    found: dict[str, dict[str, float]] = {}
+    model, one = None, 0.0
+    for value, nodes, setting in places(curve):
+        if setting["prompt"] > args.most:
+            continue
+        if model is None or model.config.vocab_size != setting["vocabulary"]:
+            model = model_of(args, setting["vocabulary"], dtype)
+            step_seconds(model, 1, 64, 6, 3)  # warm-up, and the target's self-check
+        if not one:
+            one = step_seconds(model, 1, USUAL["prompt"], 0, args.steps)
+        seconds = step_seconds(model, setting["rows"], setting["prompt"], nodes, args.steps)
+        found.setdefault("nodes" if curve == "nodes" else str(nodes), {})[str(value)] = seconds / one
+    print(f"{dtype} {curve}: {json.dumps(found)}", flush=True)
     return found
 
 
@@ -174,12 +172,17 @@ def main() -> None:
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found = {name: measure(args, getattr(torch, name)) for name in args.dtypes}
-    if args.json:
-        made_from = machine() | {"argv": sys.argv[1:]}
-        args.json.write_text(json.dumps({"made_from": made_from} | found, indent=1) + "\n", encoding="utf-8")
+    made_from = machine() | {"argv": sys.argv[1:]}
+    content: dict[str, Any] = {"made_from": made_from} | earlier(args.json, made_from)
+    for name in args.dtypes:
+        curves = content.setdefault(name, {})
+        for curve in args.curves:
+            if curve not in curves:
+                curves[curve] = measure(args, getattr(torch, name), curve)
+                if args.json:
+                    write_files({args.json.name: json.dumps(content, indent=1) + "\n"}, args.json.absolute().parent)
     if args.png:
-        draw(found, args.png)
+        draw({name: content[name] for name in args.dtypes}, args.png)
 
 
 if __name__ == "__main__":

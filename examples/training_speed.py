@@ -157,13 +157,12 @@ def main() -> None:
         return
     if not options.speculators:
         parser.error("--speculators: name the Python of an environment that has it")
-    from engine_speed import machine  # the other environment has not what it imports
+    from engine_speed import earlier, machine  # the other environment has not what it imports
 
     from hf_spec.whole_files import write_files
 
-    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "steps": {}}
-    if options.json and options.json.exists():
-        content["steps"] = json.loads(options.json.read_text(encoding="utf-8"))["steps"]
+    made_from = machine() | {"argv": sys.argv[1:]}
+    content: dict[str, Any] = {"made_from": made_from, "steps": {}} | earlier(options.json, made_from)
     for shape in SHAPES:
         for python, who in ((options.speculators, "theirs"), (sys.executable, "ours")):
             found = content["steps"].setdefault(" ".join(map(str, shape)), {})

@@ -452,3 +452,14 @@ def test_scripts_write_raw_files_and_their_tables(
         assert content["at_once"]["2"]["engine, draft-mtp"][0]["parts"][1] > 0
         runpy.run_path(script, run_name="__main__")  # goes on, and has nothing left to do
         assert json.loads(file.read_text(encoding="utf-8"))["at_once"] == content["at_once"]
+
+
+def test_only_runs_of_the_same_machine_go_on(tmp_path: Path) -> None:
+    names, file = runpy.run_path(str(ROOT / "examples" / "engine_speed.py")), tmp_path / "raw.json"
+    here = names["machine"]() | {"argv": ["--rounds", "3"]}
+    content = {"made_from": here, "rows": [1]}
+    assert names["earlier"](None, here) == names["earlier"](file, here) == {}
+    file.write_text(json.dumps(content), encoding="utf-8")
+    assert names["earlier"](file, here) == content
+    for name in ("commit", "processor", "torch", "argv"):
+        assert names["earlier"](file, here | {name: "another"}) == {}

@@ -135,6 +135,7 @@ def without(rule: str) -> Iterator[None]:
         put(acceptance.AcceptanceEstimator, "begin_call", lambda self, batch_size: None)
     elif rule == "decay":
         put(acceptance, "DECAY", 1.0)
+        put(acceptance, "PLAIN_DECAY", 1.0)
     elif rule == "retries":
         put(adaptive, "TRIES", 1e-12)
     elif rule == "cost bound":
@@ -169,11 +170,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    from engine_speed import machine  # the folder is no package
+    from engine_speed import earlier, machine  # the folder is no package
 
-    content: dict[str, Any] = {"made_from": machine() | {"argv": sys.argv[1:]}, "rows": {}}
-    if args.json and args.json.exists():
-        content["rows"] = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    made_from = machine() | {"argv": sys.argv[1:]}
+    content: dict[str, Any] = {"made_from": made_from, "rows": {}} | earlier(args.json, made_from)
     for kind, machine_name in itertools.product(("draft model", "n-grams"), MACHINES):
         if f"{kind}, {machine_name}" not in content["rows"]:
             content["rows"][f"{kind}, {machine_name}"] = figures(kind, machine_name, args.passes)

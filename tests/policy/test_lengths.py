@@ -12,6 +12,7 @@ import replay
 import torch
 
 from hf_spec.decode.draft_length import static_length
+from hf_spec.policy import acceptance
 from hf_spec.policy.acceptance import AcceptanceEstimator
 from hf_spec.policy.adaptive import AdaptiveLength, mean_survival
 from hf_spec.policy.base import MAX_LENGTH, DraftPlan, DraftSource, Estimate, StepObservation, better_sources
@@ -322,3 +323,8 @@ def test_rules_that_are_left_out_are_missed() -> None:
     with replay.without("match length"):
         assert sum(replay.took("n-grams", "Intel, float32", 2).values()) > 1.02 * base
     assert sum(replay.took("n-grams", "Intel, float32", 2).values()) == base
+
+
+def test_without_decay_nothing_fades() -> None:
+    with replay.without("decay"):
+        assert {one for name, one in vars(acceptance).items() if name.endswith("DECAY")} == {1.0}
