@@ -120,7 +120,7 @@ def table(content: dict[str, Any]) -> str:
         "request: median s",
         "95th percentile",
     )
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines = [f"{content['stories']} stories:", "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for size, ways in content["at_once"].items():
         base = [one["seconds"] for one in ways["engine, plain"]]
         for name, rounds in ways.items():
@@ -168,7 +168,8 @@ def main() -> None:
     ways |= {f"batches, {name}": (work.in_batches, one) for name, one in speculators.items()}
 
     made_from = machine() | {"argv": sys.argv[1:]}
-    content: dict[str, Any] = {"made_from": made_from, "at_once": {}, "texts": None} | earlier(args.json, made_from)
+    content: dict[str, Any] = {"made_from": made_from, "at_once": {}, "texts": None, "stories": args.prompts}
+    content |= earlier(args.json, made_from)
     for size in args.at_once:
         for turn in range(args.rounds):
             for name, (method, speculator) in ways.items():

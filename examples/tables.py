@@ -45,6 +45,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+), by examples/tables.py -->\n)(.*?)(<
 NODES = {"nodes": "by nodes", "0": "plain", "1": "1 node"}
 FAMILY = "--drafts draft-vanilla draft-eagle3 draft-medusa draft-mtp draft-dspark"
 SHORT = "--drafts SHORT/draft-jetspec SHORT/draft-dflash SHORT/draft-dflash2 SHORT/draft-dspark SHORT/draft-eagle3"
+SIXTEEN = "--rounds 1 --prompts 16 --at-once 4 16 --drafts ngram draft-mtp"
 CURVES = {"nodes": "nodes, one sequence", "rows": "sequences", "prompt": "tokens before", "vocabulary": "vocabulary"}
 GPU = """\
 On a GPU, greedy chains of five in bfloat16. The target costs what a model
@@ -207,8 +208,8 @@ TABLES = {
     "training-speed": script_file(
         below_its_machine(training_speed.table), "training_speed", "training-speed", "--speculators VENV/bin/python"
     ),
-    "batches": script_file(below_its_machine(batch_speed.table), "batch_speed", "batches", "--rounds 1"),
-    "packed": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed"),
+    "batches": script_file(below_its_machine(batch_speed.table), "batch_speed", "batches", SIXTEEN),
+    "packed": script_file(below_its_machine(packed_forwards.table), "packed_forwards", "packed", "--dtypes float32"),
     "padded": script_file(below_its_machine(padded_prompts.table), "padded_prompts", "padded"),
     "replay": Table(
         below_its_machine(replay.table),

@@ -45,6 +45,7 @@ RAW: dict[str, Any] = {
     "training-speed": {"made_from": MADE, "steps": {"512 2048 512": {"theirs": [2, 400, 500], "ours": [1, 100, 400]}}},
     "batches": {
         "made_from": MADE,
+        "stories": 16,
         "at_once": {"4": {"engine, plain": [BATCH], "engine, mtp": [BATCH | {"seconds": 4.0}]}},
     },
     "replay": {"made_from": MADE, "rows": {"n-grams, AMD": {"x plain": 1.5, "without": {"decay": [0.97, 0.9]}}}},
