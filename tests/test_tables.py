@@ -280,6 +280,13 @@ def test_every_table_with_figures_has_a_raw_file_or_a_reason(tables: dict[str, A
             assert re.search(r"AMD EPYC|CPU", text), f"{name} does not say where: {first}"
 
 
+def test_tables_that_wait_for_their_raw_file_say_when_and_where_they_were_measured(tables: dict[str, Any]) -> None:
+    for page in tables["pages"]():
+        for match in tables["MARKED"].finditer(page.read_text(encoding="utf-8")):
+            if not tables["TABLES"][match[2]].file.exists() and with_figures(match[3]):
+                assert re.search(r"\n\d{1,2} November 2026, .*(?:AMD EPYC|CPU)", match[3]), match[2]
+
+
 def test_a_table_without_a_raw_file_is_found(tables: dict[str, Any]) -> None:
     table = "| draft | x plain |\n|---|---|\n| eagle3 | 1.75 |\n| ngram | **2.07** (1.62 to 2.79) |\n"
     assert unexplained("trees.md", f"# Trees\n\n{table}", tables["MARKED"]) == ["| draft | x plain |"]
