@@ -9,6 +9,8 @@ import pytest
 import torch
 from encoder_decoders import build, generate, sources
 from pairs import pairwise
+from peft import LoraConfig, get_peft_model
+from speech import sound, whisper
 from test_invariance import DTYPES, NEW, OPTIONS, alone_differs
 from test_invariance import short_blocks as short_blocks
 from torch import Tensor
@@ -203,3 +205,41 @@ def test_one_row_of_a_source_that_is_not_padded_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(mode, "in_sizes", lambda function, states, sizes: function(states))
     with pytest.raises(ValueError, match="computes other bits"):
         hf_spec.invariant(model_of("bart"))
+
+
+# -- what else meets sources ------------------------------------------------------------------------------------------
+
+
+def test_windows_of_sound_have_the_text_that_each_gets_alone() -> None:
+    model = copy.deepcopy(whisper()).bfloat16()
+    given = sound(model, 3, windows=2.3)
+    given["input_features"] = given["input_features"].bfloat16()
+    options: dict[str, Any] = {"max_new_tokens": 16, "return_timestamps": True}
+    options["exponential_decay_length_penalty"] = (4, 1.25)  # ends windows at different lengths
+    with hf_spec.invariant(model):
+        plain = model.generate(**given, **options)
+        fast = model.generate(**given, **options, speculator="ngram")
+        for row, seen in enumerate(given["attention_mask"].bool()):
+            alone = model.generate(given["input_features"][row : row + 1, :, seen], **options)
+            assert torch.equal(alone[0], plain[row, : alone.shape[1]])
+    assert torch.equal(fast, plain)
+
+
+def test_a_row_with_a_seed_of_its_own_has_the_text_of_plain_alone() -> None:
+    model, seeds = model_of("bart", dtype=torch.bfloat16), (5, 6, 5)
+    given, options = drawn(model, 3), OPTIONS | {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    config = SpeculationConfig(verification="exact", num_speculative_tokens=3, row_seeds=seeds)
+    with hf_spec.invariant(model):
+        fast = generate(model, **given, **options, speculator=noisy(model), speculation_config=config)
+        for row, seed in enumerate(seeds):
+            torch.manual_seed(seed)
+            assert same_bits(fast, generate(model, **row_of(given, row), **options), row)
+
+
+def test_adapters_and_packed_weights_have_the_bits_of_a_source_alone() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "fc2"], init_lora_weights=False)
+    model: Any = get_peft_model(model_of("bart", d_model=256), config).eval()
+    with hf_spec.packed(model.get_base_model(), force=True) as packing, hf_spec.invariant(model):
+        if not packing.packed:
+            pytest.skip(str(packing))
+        compare(model.get_base_model(), "tree", 3)
